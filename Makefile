@@ -1,0 +1,44 @@
+# Needs Python 3.11 or later with venv, git and make. Everything else is installed into .venv.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+BIN    := .venv/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test demo lint types check clean
+.NOTPARALLEL:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: .venv/installed ## install torch, commpress (editable) and its tools into .venv
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v}, expected 3.11 or later; run: make PYTHON=python3.11 venv")'
+	@echo 'installing into .venv (minutes on the first run)'
+	@$(PYTHON) -m venv .venv
+	@$(PIP) '$(TORCH)'
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+test: venv ## run the tests; make test ARGS='-k sign'
+	@$(BIN)/pytest $(ARGS)
+
+demo: venv ## train a small model with and without compression and show the difference
+	@$(BIN)/commpress demo $(ARGS)
+
+lint: venv ## ruff
+	@$(BIN)/ruff check --quiet
+
+# On the built wheel, because only there do the folders lie where their imports say.
+# build/ goes first: setuptools would pack modules that were deleted since the last build.
+types: venv ## mypy, on the built wheel
+	@root=$$PWD && tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp" "$$root/build"' EXIT && rm -rf build && \
+	$(PIP) --no-deps --no-build-isolation --target "$$tmp" . && cd "$$tmp" && \
+	"$$root/$(BIN)/mypy" --config-file "$$root/pyproject.toml" --cache-dir "$$root/.mypy_cache" --package commpress
+
+check: lint types test ## all of the above: what must pass before a change lands
+
+clean: ## remove what builds and tools left behind; .venv stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

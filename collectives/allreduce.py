@@ -1,0 +1,207 @@
+"""The compressed all-reduce: two collectives, error-compensated on both sides, the same bits on every rank.
+
+    c = g·x + e        y = Q(c)        e ← c − y        rows of y to their owners                  (all-to-all)
+    z = mean(y) + s    o = Q(z)        s ← z − o        the owner's row to everybody               (all-gather)
+
+Each rank owns one row of every piece. Nothing is committed before every rank has seen every header: a header says
+whether its sender's numbers were finite, so all ranks take the same decision without asking again.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from commpress.codecs.codec import Codec, codec_named
+from commpress.collectives.buckets import Message, one_message
+from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, FLAGS, HEADER, NOT_FINITE, Frame, stamp, verify
+from commpress.collectives.transport import Transport
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback
+from commpress.kernels import arithmetic
+from commpress.work import Steps, overlapped
+
+ALONGSIDE = 2  # messages of one bucket under way at once: one on the wire while another is encoded or decoded
+
+
+@dataclass
+class Workspace:
+    """Buffers that outlive a call: a fresh allocation costs ten times a copy. Not shared between threads."""
+
+    checksum: bool = False  # verify payloads too, not only headers
+    encode_seconds: float = 0.0  # in kernels before a row leaves
+    decode_seconds: float = 0.0  # in kernels after the last row came
+    _free: dict[tuple[object, ...], list[object]] = field(default_factory=lambda: defaultdict(list))
+
+    def wires(self, message: Message, rows: int, device: torch.device) -> torch.Tensor:
+        size = HEADER + message.pieces.row_bytes
+        free = self._free[rows, size, device]
+        if free:
+            return free.pop()  # type: ignore[return-value]
+        return torch.zeros(rows, size, dtype=torch.uint8, device=device)
+
+    def residual(self, message: Message, device: torch.device) -> ErrorFeedback:
+        free = self._free[id(message), device]
+        return free.pop() if free else ErrorFeedback.zeros(message.pieces, device)  # type: ignore[return-value]
+
+    def give_wires(self, *wires: torch.Tensor) -> None:
+        for wire in wires:
+            self._free[wire.shape[0], wire.shape[1], wire.device].append(wire)
+
+    def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
+        self._free[id(message), residual.sent.device].append(residual)
+
+
+@dataclass
+class Outcome:
+    """What one message did. ``commit`` or ``discard`` it: until then the feedback is as it was."""
+
+    message: Message
+    finite: bool
+    feedback: ErrorFeedback | None
+    proposed: ErrorFeedback | None
+    workspace: Workspace
+
+    def commit(self) -> None:
+        if self.feedback is not None and self.proposed is not None:
+            self.feedback.take(self.proposed)
+            self.workspace.give_residual(self.message, self.proposed)
+
+    def discard(self) -> None:
+        if self.proposed is not None:
+            self.workspace.give_residual(self.message, self.proposed)
+
+
+def compressed_allreduce(
+    buffer: torch.Tensor,
+    feedback: ErrorFeedback | None = None,
+    *,
+    codec: str | Codec,
+    transport: Transport,
+    sequence: int = 0,
+) -> Steps[bool]:
+    """Replace ``buffer`` (float32, contiguous) by the mean over all ranks, compressed both ways.
+
+    Returns whether all ranks were finite; if not, buffer and feedback are unchanged. For a training loop use the hooks.
+    """
+    check_buffer(buffer)
+    message = one_message(buffer.numel(), codec_named(codec), transport.size, feedback=feedback is not None)
+    outcome = yield from reduce_message(
+        buffer, feedback, message=message, transport=transport, workspace=Workspace(), sequence=sequence, key=sequence
+    )
+    if outcome.finite:
+        outcome.commit()
+    return outcome.finite
+
+
+def reduce_bucket(
+    buffer: torch.Tensor,
+    feedbacks: Sequence[ErrorFeedback | None],
+    *,
+    messages: Sequence[Message],
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+) -> Steps[list[Outcome]]:
+    """All messages of one bucket, pipelined; ``sequence`` numbers the first of them."""
+    return overlapped(
+        (
+            reduce_message(
+                buffer,
+                feedback,
+                message=message,
+                transport=transport,
+                workspace=workspace,
+                sequence=sequence + i,
+                key=key,
+                gain=gain,
+            )
+            for i, (message, feedback) in enumerate(zip(messages, feedbacks, strict=True))
+        ),
+        limit=ALONGSIDE,
+    )
+
+
+def reduce_message(
+    buffer: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    *,
+    message: Message,
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+) -> Steps[Outcome]:
+    """One message: encode, exchange, average, encode, gather, decode.
+
+    ``gain`` multiplies the input and divides the result: with gain = 1 / loss scale, residuals are in unscaled units.
+    ``key`` seeds stochastic codecs; rank and direction are mixed in.
+    """
+    pieces, device, ranks = message.pieces, buffer.device, transport.size
+    kernels = arithmetic(device)
+    outbox, inbox = workspace.wires(message, ranks, device), workspace.wires(message, ranks, device)
+    reply = workspace.wires(message, 1, device)
+    old = feedback if feedback is not None and pieces.kept else None
+    new = workspace.residual(message, device) if old is not None else None
+    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+
+    start = perf_counter()
+    kernels.encode(
+        buffer, outbox[:, HEADER:], flag, pieces, gain=gain, key=_noise(key, transport.rank, 0),
+        residual=old and old.sent, residual_scale=old and old.sent_scale,
+        new_residual=new and new.sent, new_scale=new and new.sent_scale,
+    )  # fmt: skip
+    workspace.encode_seconds += perf_counter() - start
+    frame = Frame(ALL_TO_ALL, ranks, message.codec, pieces.numel, sequence, message.label)
+    yield from _exchange(transport.all_to_all, inbox, outbox, frame, flag, transport, workspace)
+
+    start = perf_counter()
+    flag.copy_(_any_flag(inbox))
+    kernels.serve(
+        inbox[:, HEADER:], reply[:, HEADER:], flag, pieces, transport.rank, key=_noise(key, transport.rank, 1),
+        residual=old and old.reduced, residual_scale=old and old.reduced_scale,
+        new_residual=new and new.reduced, new_scale=new and new.reduced_scale,
+    )  # fmt: skip
+    workspace.encode_seconds += perf_counter() - start
+    frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, sequence, message.label)
+    yield from _exchange(transport.all_gather, outbox, reply, frame, flag, transport, workspace)
+
+    start = perf_counter()
+    finite = not bool(_any_flag(outbox))
+    if finite:
+        kernels.decode(outbox[:, HEADER:], buffer, pieces, gain=1.0 / gain)
+    workspace.decode_seconds += perf_counter() - start
+    workspace.give_wires(outbox, inbox, reply)
+    return Outcome(message, finite, old, new, workspace)
+
+
+def _exchange(call, out, inp, frame, flag, transport, workspace) -> Steps[None]:
+    packed = frame.pack()
+    stamp(inp, packed, flag, checksum=workspace.checksum)
+    yield call(out, inp, 2 * frame.sequence + (frame.operation == ALL_GATHER))
+    verify(out, frame, packed, transport.rank)
+
+
+def _any_flag(wire: torch.Tensor) -> torch.Tensor:
+    return (wire[:, FLAGS] & NOT_FINITE).amax()
+
+
+def _noise(key: int, rank: int, direction: int) -> int:
+    """A 32-bit seed that differs between steps, ranks and directions (multiplicative hashing)."""
+    return (key * 0x9E3779B1 + rank * 0x85EBCA6B + direction * 0xC2B2AE35) & 0xFFFFFFFF
+
+
+def check_buffer(buffer: torch.Tensor) -> None:
+    if buffer.dtype != torch.float32:
+        raise InvalidArgument(f"buffer has dtype {buffer.dtype}, expected torch.float32: convert it with .float()")
+    if not buffer.is_contiguous():
+        raise InvalidArgument(
+            f"buffer of shape {tuple(buffer.shape)} and strides {buffer.stride()} is not contiguous: pass .contiguous()"
+        )
+    if buffer.dim() != 1:
+        raise InvalidArgument(f"buffer has shape {tuple(buffer.shape)}, expected one dimension: pass .view(-1)")

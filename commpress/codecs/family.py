@@ -1,0 +1,126 @@
+"""The family: sign, ternary, block-wise integers and fp8, casts."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from commpress.codecs.codec import Codec
+from commpress.errors import InvalidArgument
+from commpress.kernels import reference
+
+
+def _check_block(block: int, *, row: bool) -> None:
+    allowed = [2**k for k in range(3, 12)]
+    if block not in allowed and not (row and block == 0):
+        raise InvalidArgument(
+            f"block is {block!r}, expected a power of two from 8 to 2048{' or 0 for one scale per row' if row else ''}"
+        )
+
+
+class _Kernel:
+    """The part that every codec of this family shares: sizes follow from kind and block."""
+
+    kind: int
+    block: int
+    lossless: ClassVar[bool] = False
+
+    def row_bytes(self, width: int) -> int:
+        return reference.row_bytes(self.kind, width, self.block)
+
+
+@dataclass(frozen=True)
+class SignCodec(_Kernel):
+    """One bit per element, ± the scale of its block.
+
+    ``l1`` is mean |c|, the least-squares choice and always a contraction; ``rms`` keeps the norm and drains the
+    residual of spiky input faster. ``block`` = 0 gives one scale per row: fewest bytes, but large and small gradients share it.
+    """
+
+    scale: Literal["l1", "rms"] = "l1"
+    block: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("l1", "rms"):
+            raise InvalidArgument(f"scale is {self.scale!r}, expected 'l1' or 'rms'")
+        _check_block(self.block, row=True)
+
+    @property
+    def kind(self) -> int:  # type: ignore[override]
+        return reference.SIGN_L1 if self.scale == "l1" else reference.SIGN_RMS
+
+    @property
+    def spec(self) -> str:
+        return f"sign/{self.scale}/{self.block}"
+
+
+@dataclass(frozen=True)
+class TernaryCodec(_Kernel):
+    """TernGrad: −1, 0 or +1 times the block's largest magnitude, drawn so that the mean is the input (2 bits)."""
+
+    block: int = 2048
+    kind: ClassVar[int] = reference.TERNARY
+
+    def __post_init__(self) -> None:
+        _check_block(self.block, row=False)
+
+    @property
+    def spec(self) -> str:
+        return f"ternary/{self.block}"
+
+
+@dataclass(frozen=True)
+class BlockCodec(_Kernel):
+    """int8, int4 or fp8 (e4m3) codes under one scale per block, set by its largest magnitude."""
+
+    number: Literal["int8", "int4", "fp8"] = "int8"
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.number not in ("int8", "int4", "fp8"):
+            raise InvalidArgument(f"number is {self.number!r}, expected 'int8', 'int4' or 'fp8'")
+        _check_block(self.block, row=False)
+
+    @property
+    def kind(self) -> int:  # type: ignore[override]
+        return {"int8": reference.INT8, "int4": reference.INT4, "fp8": reference.FP8}[self.number]
+
+    @property
+    def spec(self) -> str:
+        return f"{self.number}/{self.block}"
+
+
+@dataclass(frozen=True)
+class CastCodec(_Kernel):
+    """bf16, fp16 (saturating) or, as ``none``, the float32 itself: an exact mean, added in rank order."""
+
+    number: Literal["bf16", "fp16", "none"] = "bf16"
+    block: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.number not in ("bf16", "fp16", "none"):
+            raise InvalidArgument(f"number is {self.number!r}, expected 'bf16', 'fp16' or 'none'")
+
+    @property
+    def kind(self) -> int:  # type: ignore[override]
+        return {"bf16": reference.BF16, "fp16": reference.FP16, "none": reference.FP32}[self.number]
+
+    @property
+    def lossless(self) -> bool:  # type: ignore[override]
+        return self.number == "none"
+
+    @property
+    def spec(self) -> str:
+        return self.number
+
+
+EXACT = CastCodec("none")
+NAMES: dict[str, Codec] = {
+    "sign": SignCodec(),
+    "sign-rms": SignCodec(scale="rms"),
+    "ternary": TernaryCodec(),
+    "int8": BlockCodec("int8"),
+    "int4": BlockCodec("int4"),
+    "fp8": BlockCodec("fp8"),
+    "bf16": CastCodec("bf16"),
+    "fp16": CastCodec("fp16"),
+    "none": EXACT,
+}

@@ -1,0 +1,132 @@
+"""What compression leaves behind, as plain tensors that the caller owns.
+
+Note: the invariant. With R = mean over ranks of the sent residuals + the reduced residuals side by side,
+Σ outputs + R_T = Σ mean(inputs) + R_0. Nothing is lost, only late.
+
+Note: the lazy residual. Where a row has one scale, the tensor holds the compensated value c and ``sent_scale`` the
+scale s of its row; the residual is c − s·sgn(c), formed when c is next read. So encoding stays one pass over memory although
+the scale is a sum over the row. ``settle`` makes such a residual plain.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commpress.errors import StateMismatch
+from commpress.kernels import arithmetic
+from commpress.kernels.pieces import KEPT, NUMEL, SHARD, WIDTH, Pieces
+
+Key = tuple[str, int]  # parameter name, offset of the piece in it
+
+
+@dataclass
+class ErrorFeedback:
+    """For one message on one rank; float32, laid out as ``pieces`` says."""
+
+    sent: torch.Tensor  # [pieces.kept]: residual of what this rank sent
+    reduced: torch.Tensor  # [pieces.shard]: residual of the rows that this rank reduces and sends back
+    sent_scale: torch.Tensor | None = None  # [pieces · rows], lazy scales
+    reduced_scale: torch.Tensor | None = None  # [pieces]
+
+    @classmethod
+    def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu") -> "ErrorFeedback":
+        def new(numel: int) -> torch.Tensor:
+            return torch.zeros(numel, device=device)
+
+        feedback = cls(new(pieces.kept), new(pieces.shard if pieces.kept else 0))
+        if pieces.row_scales and pieces.kept:
+            count = len(pieces.table)
+            feedback.sent_scale = new(count * pieces.rows)
+            feedback.reduced_scale = new(count)
+        return feedback
+
+    def settle(self, pieces: Pieces) -> None:
+        """Make lazy residuals plain."""
+        if self.sent_scale is not None and self.reduced_scale is not None:
+            kernels = arithmetic(self.sent.device)
+            kernels.settle(self.sent, self.sent_scale, pieces)
+            kernels.settle(self.reduced, self.reduced_scale, pieces, shard=True)
+            self.sent_scale.zero_()
+            self.reduced_scale.zero_()
+
+    def take(self, other: "ErrorFeedback") -> None:
+        """Become ``other``, which becomes what this was: a residual is committed by exchanging references."""
+        for name in ("sent", "reduced", "sent_scale", "reduced_scale"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, mine)
+
+
+@dataclass
+class _Place:
+    feedback: ErrorFeedback
+    pieces: Pieces
+    index: int
+
+    def sent(self) -> torch.Tensor:
+        line = self.pieces.table[self.index]
+        return self.feedback.sent[line[KEPT] : line[KEPT] + line[NUMEL]]
+
+    def reduced(self) -> torch.Tensor:
+        line = self.pieces.table[self.index]
+        return self.feedback.reduced[line[SHARD] : line[SHARD] + line[WIDTH]]
+
+
+class ResidualStore:
+    """All residuals of one state on one rank, found by (parameter name, offset) whatever message carries them today.
+
+    ``attach`` is called when a message is first seen. If its pieces were part of other messages before, their residuals
+    move over unchanged; if they were loaded from a checkpoint, they start from there.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Key, _Place] = {}
+        self._loaded: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attach(self, keys: Sequence[Key], pieces: Pieces, device: torch.device) -> ErrorFeedback | None:
+        if not pieces.kept:
+            return None
+        feedback = ErrorFeedback.zeros(pieces, device)
+        for i, key in enumerate(keys):
+            if pieces.table[i, KEPT] < 0:
+                continue
+            place = _Place(feedback, pieces, i)
+            if key in self._places:
+                before = self._places[key]
+                before.feedback.settle(before.pieces)
+                self._fill(key, place, before.sent(), before.reduced())
+            elif key in self._loaded:
+                self._fill(key, place, *self._loaded.pop(key))
+            self._places[key] = place
+        return feedback
+
+    def settle(self) -> None:
+        for place in self._places.values():
+            place.feedback.settle(place.pieces)
+
+    def places(self) -> list[tuple[Key, torch.Tensor, torch.Tensor]]:
+        """(key, sent, reduced) of every piece, in the same order on every rank; views, plain residuals."""
+        self.settle()
+        return [(key, place.sent(), place.reduced()) for key, place in sorted(self._places.items())]
+
+    def load(self, residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Replace all residuals; pieces that no message has brought yet wait for it."""
+        self.settle()
+        self._loaded = dict(residuals)
+        for key, place in self._places.items():
+            place.sent().zero_()
+            place.reduced().zero_()
+            if key in self._loaded:
+                self._fill(key, place, *self._loaded.pop(key))
+
+    @staticmethod
+    def _fill(key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor) -> None:
+        for name, mine, theirs in (("sent", place.sent(), sent), ("reduced", place.reduced(), reduced)):
+            if mine.shape != theirs.shape:
+                raise StateMismatch(
+                    f"the {name} residual of parameter {key[0]!r} at offset {key[1]} has {theirs.numel()} elements, "
+                    f"expected {mine.numel()}: the checkpoint is of another model or world size. On another world size "
+                    "save with elastic_state_dict()."
+                )
+            mine.copy_(theirs)

@@ -1,0 +1,1 @@
+"""Glue to other people's objects."""

@@ -1,0 +1,76 @@
+"""What a hook did, in numbers a user can read."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from commpress.collectives.allreduce import Outcome, Workspace
+from commpress.collectives.buckets import Message, Span
+from commpress.kernels.pieces import KEPT, KIND, NUMEL
+from commpress.kernels.reference import FP32
+
+
+@dataclass
+class Counters:
+    """Totals of one rank since the state was made. Bytes are those this rank sent, headers included."""
+
+    steps: int = 0
+    skipped_steps: int = 0
+    skipped_buckets: int = 0
+    messages: int = 0
+    logical_bytes: int = 0  # what a float32 ring all-reduce of the same buckets sends: 8·(P−1)/P per element
+    wire_bytes: int = 0
+    compressed_elements: int = 0
+    exact_elements: int = 0
+    encode_seconds: float = 0.0
+    wire_seconds: float = 0.0  # waiting for peers and the network, part of it hidden behind backward
+    decode_seconds: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)  # parameter → ‖c − Q(c)‖ / ‖c‖, last measured
+
+    def bucket(self, numel: int, messages: Sequence[Message], ranks: int) -> None:
+        self.messages += len(messages)
+        self.logical_bytes += 8 * (ranks - 1) * numel // ranks
+        for message in messages:
+            exact = int(message.pieces.table[message.pieces.table[:, KIND] == FP32, NUMEL].sum())
+            self.exact_elements += exact
+            self.compressed_elements += message.pieces.numel - exact
+
+    def step(self, finite: bool, sent_bytes: int, waited: float, workspace: Workspace) -> None:
+        self.steps += 1
+        self.skipped_steps += not finite
+        self.wire_bytes, self.wire_seconds = sent_bytes, waited
+        self.encode_seconds, self.decode_seconds = workspace.encode_seconds, workspace.decode_seconds
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than float32."""
+        return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+    def summary(self) -> str:
+        elements = self.compressed_elements + self.exact_elements
+        share = 100 * self.compressed_elements / elements if elements else 0.0
+        return (
+            f"{self.wire_bytes / max(self.steps, 1) / 1e6:.3f} MB sent per step instead of "
+            f"{self.logical_bytes / max(self.steps, 1) / 1e6:.3f} ({self.ratio:.1f} times fewer), "
+            f"{share:.1f} % of elements compressed"
+        )
+
+
+def relative_errors(before: torch.Tensor, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """‖residual‖ / ‖compensated‖ per parameter, from what the encoder saw and what it proposes to keep."""
+    left: dict[str, float] = {}
+    for outcome in outcomes:
+        if outcome.proposed is None:
+            continue
+        outcome.proposed.settle(outcome.message.pieces)
+        for (name, _), line in zip(outcome.message.keys, outcome.message.pieces.table, strict=True):
+            if line[KEPT] >= 0:
+                part = outcome.proposed.sent[line[KEPT] : line[KEPT] + line[NUMEL]]
+                left[name] = left.get(name, 0.0) + float(part.square().sum())
+    norms = {s.name: float(before[s.source : s.source + s.numel].square().sum()) for s in spans}
+    return {name: (value / norms[name]) ** 0.5 if norms[name] else 0.0 for name, value in left.items()}

@@ -1,0 +1,337 @@
+"""The fast CPU path: Numba, one pass over memory, block by block in the first-level cache.
+
+Each call walks the blocks of a message; a block is loaded (input + residual, or the mean of P decoded rows), scaled,
+packed and stored before the next one is touched, so that a float is read once and a residual written once. Results are
+those of ``reference`` bit for bit. ``docs/kernels.md`` says why Numba.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from commpress.kernels.cpu_blocks import cast, dequantize, jit, pack_signs, quantize_peak, tree_sum, uncast
+from commpress.kernels.pieces import BITS, BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH
+from commpress.kernels.reference import BF16, CHUNK, SIGN_RMS
+
+_PARALLEL_NUMEL = 1 << 19  # below this a second thread costs more than it brings
+
+
+# ---------------------------------------------------------------- runs of blocks
+# ``wire`` is one flat byte array; row r starts at r · stride. Blocks are numbered piece by piece, row by row.
+
+
+@jit
+def _geometry(line):
+    """Elements per block, blocks per row and bytes of scales of one piece."""
+    step = line[BLOCK] if line[BLOCK] else CHUNK
+    steps = (line[WIDTH] + step - 1) // step
+    if line[KIND] >= BF16:
+        return step, steps, 0
+    return step, steps, 4 * steps if line[BLOCK] else 4
+
+
+@jit
+def _store_float(wire, at, word, word_bytes, value):
+    word[0] = value
+    for i in range(4):
+        wire[at + i] = word_bytes[i]
+
+
+@jit
+def _load_float(wire, at, word, word_bytes):
+    for i in range(4):
+        word_bytes[i] = wire[at + i]
+    return word[0]
+
+
+@jit
+def _load(x, gain, residual, stale, c):
+    """c := gain · x + residual; the residual is absent (empty), plain (stale = 0) or lazy."""
+    n = x.size
+    if residual.size == 0:
+        for i in range(n):
+            c[i] = x[i] * gain
+    elif stale == 0:
+        for i in range(n):
+            c[i] = x[i] * gain + residual[i]
+    else:
+        for i in range(n):
+            c[i] = x[i] * gain + (residual[i] - (stale if residual[i] >= 0 else -stale))
+
+
+@jit
+def _decode_block(row, head, scale_at, code_at, n, kind, gain, word, word_bytes, flags, work, out, add):
+    codes = row[head + code_at :]
+    if kind >= BF16:
+        uncast(codes, n, kind, gain, work, out, add)
+    else:
+        dequantize(codes, n, kind, _load_float(row, scale_at, word, word_bytes) * gain, flags, out, add)
+
+
+@jit
+def _quantize(c, n, kind, step, first, key, tree, flags, work, left, whole_row, codes):
+    """Codes of one block and ``left`` := what stays behind (the compensated value if the row is one block)."""
+    if kind > SIGN_RMS:
+        if kind >= BF16:
+            return cast(c, n, kind, work, left, codes)
+        return quantize_peak(c, n, kind, first, key, work, left, codes)
+    for i in range(n, step):
+        c[i] = np.float32(0)
+    total = tree_sum(c, tree, step, kind == SIGN_RMS)
+    pack_signs(c, n, flags, codes)
+    if whole_row:
+        for i in range(n):
+            left[i] = c[i]
+        return total
+    mean = np.float64(total) / np.float64(n)
+    scale = np.float32(np.sqrt(mean) if kind == SIGN_RMS else mean)
+    for i in range(n):
+        left[i] = c[i] - (scale if c[i] >= 0 else -scale)
+    return scale
+
+
+@jit
+def _encode(
+    x, gain, wires, in_stride, senders, rank, residual, stale, new_residual, wire, stride, partial, table, rows, key,
+    start, stop,
+):  # fmt: skip
+    """Blocks ``start`` to ``stop`` of the table; returns False if one of them is not finite.
+
+    senders = 0: rows of ``x``. senders > 0: row ``rank`` alone, of the mean of the senders' rows.
+    ``stale`` (one per piece and row): lazy scales, the residual is v − stale·sgn(v). Where a row has one scale, the
+    block leaves its chunk sum in ``partial`` and the compensated value as residual; ``_finish_rows`` does the rest.
+    """
+    c, tree, left = np.empty(CHUNK, np.float32), np.empty(CHUNK // 2, np.float32), np.empty(CHUNK, np.float32)
+    work, flags = np.empty(CHUNK + 4, np.float32), np.empty(CHUNK + 8, np.uint8)
+    word = np.empty(1, np.float32)
+    word_bytes = word.view(np.uint8)
+    finite = True
+    done = 0
+    for p in range(table.shape[0]):
+        line = table[p]
+        step, steps, head = _geometry(line)
+        width, kind, bits = line[WIDTH], line[KIND], line[BITS]
+        whole_row = line[BLOCK] == 0 and kind <= SIGN_RMS
+        for b in range(max(start - done, 0), min(stop - done, rows * steps)):
+            r, k = b // steps, b % steps
+            row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + head + width * bits // 8]
+            at = (rank if senders > 0 else r) * width + k * step
+            span = min(step, width - k * step)
+            n = min(span, max(line[NUMEL] - at, 0))
+            scale_at, code_at = 0 if whole_row else 4 * k, k * step * bits // 8
+            codes = row[head + code_at : head + code_at + span * bits // 8]
+            kept = line[SHARD] + k * step if senders > 0 else line[KEPT] + at
+            feedback = line[KEPT] >= 0
+            old = residual[kept : kept + n] if residual.size and feedback else residual[:0]
+            lazy = stale[p * rows + r] if stale.size else np.float32(0)
+            scale = np.float32(0)
+            if n > 0:
+                if senders > 0:
+                    for s in range(senders):
+                        sent = wires[s * in_stride + line[COLUMN] : (s + 1) * in_stride]
+                        _decode_block(sent, head, scale_at, code_at, n, kind, np.float32(1), word, word_bytes, flags,
+                                      work, c, s > 0)  # fmt: skip
+                    count = np.float32(senders)
+                    for i in range(n):
+                        c[i] = c[i] / count
+                    if old.size:
+                        for i in range(n):
+                            c[i] = c[i] + (old[i] - (lazy if old[i] >= 0 else -lazy))
+                else:
+                    _load(x[line[SOURCE] + at : line[SOURCE] + at + n], gain, old, lazy, c)
+                keep = new_residual[kept : kept + n] if new_residual.size and feedback else left
+                scale = _quantize(c, n, kind, step, at, key ^ np.uint32(line[HASH]), tree, flags, work, keep, whole_row,
+                                  codes)  # fmt: skip
+            for i in range((n * bits + 7) // 8, span * bits // 8):
+                codes[i] = 0
+            if not np.isfinite(scale):
+                finite = False
+            if whole_row:
+                partial[done + b] = scale
+            elif kind < BF16:
+                _store_float(row, scale_at, word, word_bytes, scale)
+        done += rows * steps
+    return finite
+
+
+@jit
+def _finish_rows(partial, table, rows, senders, rank, wire, stride, new_scale):
+    """Row scales from chunk sums by the float64 halving tree, into the wire and into ``new_scale``."""
+    word = np.empty(1, np.float32)
+    word_bytes = word.view(np.uint8)
+    finite = True
+    done = 0
+    for p in range(table.shape[0]):
+        line = table[p]
+        _, steps, _ = _geometry(line)
+        whole_row = line[BLOCK] == 0 and line[KIND] <= SIGN_RMS
+        size = 1
+        while size < steps:
+            size *= 2
+        tree = np.empty(size if whole_row else 1, np.float64)
+        for r in range(rows):
+            new_scale[p * rows + r] = np.float32(0)
+            if not whole_row:
+                continue
+            n = min(line[WIDTH], max(line[NUMEL] - (rank if senders > 0 else r) * line[WIDTH], 0))
+            used = (n + CHUNK - 1) // CHUNK
+            for i in range(size):
+                tree[i] = partial[done + r * steps + i] if i < used else 0.0
+            half = size
+            while half > 1:
+                half //= 2
+                for i in range(half):
+                    tree[i] = tree[i] + tree[half + i]
+            mean = tree[0] / np.float64(max(n, 1))
+            scale = np.float32(np.sqrt(mean) if line[KIND] == SIGN_RMS else mean)
+            if not np.isfinite(scale):
+                finite = False
+            _store_float(wire, r * stride + line[COLUMN], word, word_bytes, scale)
+            new_scale[p * rows + r] = scale
+        done += rows * steps
+    return finite
+
+
+@jit
+def _decode(wire, stride, out, gain, senders, rank, table, rows, start, stop):
+    """senders = 0: every row into the buffer; senders > 0: the mean of row ``rank`` into the shard."""
+    flags, work = np.empty(CHUNK + 8, np.uint8), np.empty(CHUNK + 4, np.float32)
+    word = np.empty(1, np.float32)
+    word_bytes = word.view(np.uint8)
+    done = 0
+    for p in range(table.shape[0]):
+        line = table[p]
+        step, steps, head = _geometry(line)
+        width, kind, bits = line[WIDTH], line[KIND], line[BITS]
+        for b in range(max(start - done, 0), min(stop - done, rows * steps)):
+            r, k = b // steps, b % steps
+            at = (rank if senders > 0 else r) * width + k * step
+            n = min(step, width - k * step, line[NUMEL] - at)
+            if n <= 0:
+                continue
+            scale_at, code_at = 4 * k if line[BLOCK] else 0, k * step * bits // 8
+            if senders == 0:
+                row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + head + width * bits // 8]
+                _decode_block(row, head, scale_at, code_at, n, kind, gain, word, word_bytes, flags, work,
+                              out[line[SOURCE] + at : line[SOURCE] + at + n], False)  # fmt: skip
+                continue
+            part = out[line[SHARD] + k * step : line[SHARD] + k * step + n]
+            for s in range(senders):
+                row = wire[s * stride + line[COLUMN] : (s + 1) * stride]
+                _decode_block(row, head, scale_at, code_at, n, kind, gain, word, word_bytes, flags, work, part, s > 0)
+            count = np.float32(senders)
+            for i in range(n):
+                part[i] = part[i] / count
+        done += rows * steps
+
+
+@jit
+def _settle(value, scale, table, rows, shard):
+    for p in range(table.shape[0]):
+        line = table[p]
+        for r in range(rows):
+            s = scale[p * rows + r]
+            if s == 0 or line[KEPT] < 0:
+                continue
+            first = line[SHARD] if shard else line[KEPT] + r * line[WIDTH]
+            last = first + line[WIDTH] if shard else line[KEPT] + min((r + 1) * line[WIDTH], line[NUMEL])
+            for i in range(first, last):
+                value[i] = value[i] - (s if value[i] >= 0 else -s)
+
+
+# ---------------------------------------------------------------- torch in, torch out
+
+_NONE = np.empty(0, np.float32)
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="commpress-kernel")
+
+
+def _split(function: Callable[..., Any], blocks: int, numel: int, *args: Any) -> list[Any]:
+    """Run ``function(*args, start, stop)`` over all blocks, on as many threads as torch may use."""
+    threads = min(torch.get_num_threads(), blocks, max(numel // _PARALLEL_NUMEL, 1))
+    if threads <= 1:
+        return [function(*args, 0, blocks)]
+    edges = [blocks * i // threads for i in range(threads + 1)]
+    rest = [_pool().submit(function, *args, a, b) for a, b in pairwise(edges[1:])]
+    return [function(*args, 0, edges[1]), *(job.result() for job in rest)]
+
+
+def _floats(tensor: torch.Tensor | None) -> np.ndarray:
+    return _NONE if tensor is None else tensor.numpy()
+
+
+def _bytes(wire: torch.Tensor) -> np.ndarray:
+    """All rows as one flat byte array, the gaps between rows included."""
+    rows, width = wire.shape
+    return wire.as_strided(((rows - 1) * wire.stride(0) + width,), (1,)).numpy()
+
+
+def _encode_any(x, gain, wires, wire, flag, pieces, rank, key, residual, new_residual, residual_scale, new_scale):
+    rows, stride, flat = wire.shape[0], wire.stride(0), _bytes(wire)
+    blocks = rows * pieces.blocks
+    partial = np.empty(blocks, np.float32) if pieces.row_scales else _NONE
+    inbox, in_stride, senders = (_NO_BYTES, 0, 0) if wires is None else (_bytes(wires), wires.stride(0), wires.shape[0])
+    finite = all(
+        _split(
+            _encode, blocks, pieces.numel // (senders or 1), _floats(x), np.float32(gain), inbox, in_stride, senders,
+            rank, _floats(residual), _floats(residual_scale), _floats(new_residual), flat, stride, partial,
+            pieces.table, rows, np.uint32(key),
+        )
+    )  # fmt: skip
+    if pieces.row_scales:
+        scales = torch.empty(len(pieces.table) * rows) if new_scale is None else new_scale
+        table = pieces.table
+        finite = _finish_rows(partial, table, rows, senders, rank, flat, stride, scales.numpy()) and finite
+        if new_residual is not None and new_scale is None:
+            settle(new_residual, scales, pieces, shard=senders > 0)
+    if not finite:
+        flag.fill_(1)
+
+
+def encode(
+    x, wire, flag, pieces, *, gain=1.0, key=0, residual=None, new_residual=None, residual_scale=None, new_scale=None
+):
+    """wire := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
+
+    x float32[n]; wire uint8[rows, row_bytes], gaps between rows allowed; residual, new_residual float32[pieces.kept],
+    which may be one tensor. With ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is
+    lazy: new_residual := c there, and c − scale · sgn(c) is formed when it comes back with ``residual_scale``.
+    """
+    _encode_any(x, gain, None, wire, flag, pieces, 0, key, residual, new_residual, residual_scale, new_scale)
+
+
+def serve(
+    wires, wire, flag, pieces, rank, *, key=0, residual=None, new_residual=None, residual_scale=None, new_scale=None
+):
+    """Average the P rows, add the residual and encode the one row that goes back; the mean never reaches memory.
+
+    Residuals are float32[pieces.shard], lazy scales float32[pieces].
+    """
+    _encode_any(None, 1.0, wires, wire, flag, pieces, rank, key, residual, new_residual, residual_scale, new_scale)
+
+
+def decode(wire, out, pieces, *, gain=1.0):
+    """out[n] := all rows; each scale is multiplied by ``gain`` before it meets a code."""
+    rows = wire.shape[0]
+    _split(_decode, rows * pieces.blocks, pieces.numel, _bytes(wire), wire.stride(0), out.numpy(), np.float32(gain), 0,
+           0, pieces.table, rows)  # fmt: skip
+
+
+def decode_mean(wires, out, pieces, rank):
+    """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
+    _split(_decode, pieces.blocks, pieces.numel, _bytes(wires), wires.stride(0), out.numpy(), np.float32(1),
+           wires.shape[0], rank, pieces.table, 1)  # fmt: skip
+
+
+def settle(value, scale, pieces, *, shard=False):
+    """Turn a lazy residual into a plain one, in place: v −= scale · sgn(v)."""
+    _settle(value.numpy(), scale.numpy(), pieces.table, 1 if shard else pieces.rows, shard)

@@ -1,0 +1,72 @@
+"""How a buffer is cut into rows: the table that every kernel walks.
+
+A *piece* is a run of one parameter that one codec compresses. It is dealt out over the ranks by itself: row r holds its
+elements r·width … (r+1)·width, with width = ⌈numel / 8·rows⌉ · 8. A message is one row of every piece of a bucket, side
+by side. So neither a scale nor a shard ever depends on which other tensors happen to travel in the same bucket.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from commpress.kernels.reference import CASTS, CHUNK, CODE_BITS, SIGN_RMS, row_bytes
+
+SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, KEPT, SHARD, HASH = range(10)  # KEPT < 0: no feedback
+
+
+class Piece(NamedTuple):
+    source: int  # first element in the buffer
+    numel: int
+    kind: int
+    block: int  # elements per scale, 0: one scale per row
+    hash: int = 0  # makes the noise of stochastic codecs independent between pieces
+    feedback: bool = True  # keep what compression leaves behind
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The table, one line per piece, and the sizes that follow from it."""
+
+    table: np.ndarray  # int64[pieces, 10], columns as named above
+    rows: int
+    row_bytes: int
+    numel: int  # elements of all pieces
+    kept: int  # elements of those with feedback: the length of a residual of what was sent
+    shard: int  # elements of one row of all pieces, padding included: the length of a residual of what was reduced
+    row_scales: bool  # some sign piece has one scale per row, so its residual can be lazy
+
+    def kept_runs(self) -> list[tuple[int, int, int]]:
+        """(first element in the buffer, elements, first element in the sent residual) of each piece with feedback."""
+        return [(int(t[SOURCE]), int(t[NUMEL]), int(t[KEPT])) for t in self.table if t[KEPT] >= 0]
+
+    @cached_property
+    def blocks(self) -> int:
+        """Blocks of one row of all pieces, the unit in which kernels share work between threads."""
+        step = np.where(self.table[:, BLOCK] > 0, self.table[:, BLOCK], CHUNK)
+        return int(np.sum(-(-self.table[:, WIDTH] // step)))
+
+
+def width_of(numel: int, rows: int) -> int:
+    return max(-(-numel // (8 * rows)) * 8, 8)
+
+
+def cut(pieces: Iterable[Piece], rows: int) -> Pieces:
+    """Lay the rows out; every piece starts at a multiple of 8 bytes so that casts can be viewed in place."""
+    lines, column, numel, kept, shard, row_scales = [], 0, 0, 0, 0, False
+    for piece in pieces:
+        width = width_of(piece.numel, rows)
+        bits = CODE_BITS[piece.kind]
+        at = kept if piece.feedback else -1
+        lines.append((piece.source, piece.numel, width, piece.kind, piece.block, bits, column, at, shard, piece.hash))
+        column += -(-row_bytes(piece.kind, width, piece.block) // 8) * 8
+        numel += piece.numel
+        kept += piece.numel if piece.feedback else 0
+        shard += width
+        row_scales = row_scales or (piece.block == 0 and piece.kind <= SIGN_RMS)
+        if piece.block == 0 and piece.kind > SIGN_RMS and piece.kind not in CASTS:
+            raise ValueError("one scale per row exists for the sign codec only")
+    table = np.array(lines, np.int64).reshape(-1, 10)
+    return Pieces(table, rows, column, numel, kept, shard, row_scales)

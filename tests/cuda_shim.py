@@ -1,0 +1,55 @@
+"""Runs the launches of ``commpress.kernels.cuda`` on the CPU, from the same CUDA source, through ``cuda_shim.h``."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from commpress.kernels import cuda
+
+HEADER = Path(__file__).with_name("cuda_shim.h")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas")
+LETTERS = {"u8": b"P", "f4": b"f", "i4": b"i", "u4": b"I", "i8": b"q"}  # numpy's type to that of cuda_shim.h
+
+
+def compiler() -> str | None:
+    return shutil.which("g++")
+
+
+def kernel_names(kind: int) -> list[str]:
+    return re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(', cuda.source(kind))
+
+
+class Shim:
+    """One shared library per kind; ``execute`` takes the place of ``cuda.execute``."""
+
+    def __init__(self, folder: Path, kinds: Iterable[int]) -> None:
+        self.folder = folder
+        with ThreadPoolExecutor(2) as pool:
+            self.libraries = dict(zip(kinds, pool.map(self._build, kinds), strict=True))
+        self.reverse = False
+
+    def _build(self, kind: int) -> ctypes.CDLL:
+        parts = cuda.source(kind).split("#line 1 ")
+        kernels = "#line 1 ".join(part for part in parts if not part.startswith('"arithmetic.cu"'))
+        launchers = "\n".join(f"LAUNCHER({name})" for name in kernel_names(kind))
+        path = self.folder / f"kind{kind}.cpp"
+        path.write_text(f'#include "{HEADER}"\n{kernels}\n{launchers}\n')
+        library = path.with_suffix(".so")
+        command = [compiler(), *FLAGS, f"-DKIND={kind}", str(path), "-o", str(library)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return ctypes.CDLL(str(library))
+
+    def execute(self, launch: cuda.Launch) -> None:
+        """All of the launch, before this returns. ``reverse`` turns the order of threads and blocks around."""
+        function = getattr(self.libraries[launch.kind], f"launch_{launch.kernel}")
+        function.restype = ctypes.c_char_p
+        values = [ctypes.create_string_buffer(value.tobytes()) for value in launch.args]
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        letters = b"".join(LETTERS[value.dtype.str[1:]] for value in launch.args)
+        fault = function(launch.grid, launch.threads, letters, addresses, int(self.reverse))
+        assert fault is None, f"{launch.kernel}: {fault.decode()}"

@@ -1,0 +1,34 @@
+"""Where the package's source lies: the folders that pyproject.toml maps below `commpress`."""
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def project() -> dict:
+    """pyproject.toml as a dictionary."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def folders() -> dict[str, str]:
+    """Package name by folder, for the folders at the top of the repository."""
+    mapped = project()["tool"]["setuptools"]["package-dir"]
+    return {"commpress": "commpress"} | {folder: package for package, folder in mapped.items()}
+
+
+def files() -> list[Path]:
+    """Every file of the package, relative to ROOT."""
+    found = (path.relative_to(ROOT) for folder in folders() for path in sorted((ROOT / folder).rglob("*")))
+    return [path for path in found if (ROOT / path).is_file() and "__pycache__" not in path.parts]
+
+
+def installed(path: Path) -> Path:
+    """Where a file of the package lies in site-packages."""
+    return Path(*folders()[path.parts[0]].split("."), *path.parts[1:])
+
+
+def module(path: Path) -> str:
+    """The name under which a Python file of the package is imported."""
+    parts = installed(path).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -1,0 +1,234 @@
+"""The compressed all-reduce on simulated ranks: every oracle, all world sizes, all odd lengths."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpress.codecs import BlockCodec, CastCodec, SignCodec, TernaryCodec, codec_named
+from commpress.codecs.family import NAMES
+from commpress.collectives.allreduce import compressed_allreduce
+from commpress.collectives.buckets import one_message
+from commpress.collectives.frame import HEADER
+from commpress.collectives.loopback import Loopback, Recorded, simulate
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback
+from commpress.kernels.pieces import width_of
+
+WORLDS = [1, 2, 3, 4, 5, 7, 8, 16, 33, 64]
+
+
+class Group:
+    """P ranks with feedback; ``reduce`` is one step."""
+
+    def __init__(self, size: int, numel: int, codec, *, feedback: bool = True) -> None:
+        self.codec, self.size, self.numel = codec_named(codec), size, numel
+        self.message = one_message(numel, self.codec, size, feedback=feedback)
+        self.feedbacks = [ErrorFeedback.zeros(self.message.pieces) for _ in range(size)]
+        self.transports = [Recorded(t) for t in Loopback(size).transports()]
+        self.step = 0
+
+    def reduce(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        buffers = [x.clone() for x in inputs]
+        self.finite = simulate([
+            compressed_allreduce(b, f, codec=self.codec, transport=t, sequence=self.step)
+            for b, f, t in zip(buffers, self.feedbacks, self.transports, strict=True)
+        ])  # fmt: skip
+        self.step += 1
+        return buffers
+
+    def total_residual(self) -> np.ndarray:
+        """R = mean of the sent residuals + the reduced ones, side by side; float64."""
+        if self.codec.lossless:
+            return np.zeros(self.numel)
+        for feedback in self.feedbacks:
+            feedback.settle(self.message.pieces)
+        width = width_of(self.numel, self.size)
+        reduced = np.concatenate([
+            f.reduced.double().numpy()[: max(min(width, self.numel - r * width), 0)]
+            for r, f in enumerate(self.feedbacks)
+        ])  # fmt: skip
+        return np.mean([f.sent.double().numpy() for f in self.feedbacks], axis=0) + reduced
+
+
+def gradients(size: int, numel: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(numel, generator=generator)
+    return [common + torch.randn(numel, generator=generator) for _ in range(size)]
+
+
+def check_telescoping(size, numel, codec, steps, tolerance_steps=None):
+    """Σ outputs + R_T = Σ mean inputs: holds for any codec, so it tests the bookkeeping and not the quality."""
+    group = Group(size, numel, codec)
+    outputs, inputs, peak = np.zeros(numel), np.zeros(numel), 0.0
+    for step in range(steps):
+        xs = gradients(size, numel, 1000 * step + size)
+        results = group.reduce(xs)
+        assert all(torch.equal(results[0], r) for r in results), "ranks differ"
+        assert all(group.finite)
+        outputs += results[0].double().numpy()
+        inputs += np.mean([x.double().numpy() for x in xs], axis=0)
+        peak = max(peak, *(f.sent.abs().max().item() for f in group.feedbacks if f.sent.numel()), 4.0)
+    error = np.abs(outputs + group.total_residual() - inputs).max()
+    assert error <= 4 * steps * np.finfo(np.float32).eps * 2 * peak
+    return outputs, inputs
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("codec", ["sign", "sign-rms", SignCodec(block=0), "none"], ids=str)
+def test_telescoping_on_every_world_size(size, codec):
+    check_telescoping(size, 1000 + size, codec, steps=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 12),
+    numel=st.integers(1, 3000),
+    codec=st.sampled_from([
+        *NAMES, SignCodec(block=8), SignCodec("rms", 0), BlockCodec("int4", 8), TernaryCodec(64), CastCodec("fp16")
+    ]),
+)  # fmt: skip
+def test_telescoping_for_every_codec_and_length(size, numel, codec):
+    check_telescoping(size, numel, codec, steps=4)
+
+
+@pytest.mark.parametrize("codec", ["sign", "sign-rms", SignCodec(block=0), SignCodec("rms", 0)], ids=str)
+@pytest.mark.parametrize("size", WORLDS)
+def test_equal_sign_patterns_of_constant_magnitude_are_exact(size, codec):
+    """x_i = k_i · p gives mean(k) · p and leaves nothing behind (the k are chosen so that sums are exact)."""
+    numel = 8 * size * 3 + 5
+    pattern = torch.where(torch.arange(numel) % 3 == 0, 1.0, -1.0)
+    ks = [float(2 * i + 1) for i in range(size)]
+    group = Group(size, numel, codec)
+    for result in group.reduce([k * pattern for k in ks]):
+        assert torch.equal(result, torch.tensor(sum(ks)) / size * pattern)
+    assert np.abs(group.total_residual()).max() == 0
+
+
+@pytest.mark.parametrize(
+    ("scale", "sent", "reduced", "output"),
+    [("rms", [2.0, 4.0], [1.46446609, -3.53553391], 3.53553391), ("l1", [3.0, 3.0], [2.0, -2.0], 2.0)],
+)
+def test_golden_vector(scale, sent, reduced, output):
+    """P = 2, x_0 = (7, −1)×8, x_1 = (7, 1)×8: worked out by hand."""
+    group = Group(2, 16, SignCodec(scale, 0))
+    x0, x1 = torch.tensor([7.0, -1.0] * 8), torch.tensor([7.0, 1.0] * 8)
+    results = group.reduce([x0, x1])
+    np.testing.assert_allclose(results[0].numpy(), output, rtol=1e-7)
+    np.testing.assert_allclose(group.total_residual() + results[0].numpy(), [7.0, 0.0] * 8, atol=1e-6)
+    for feedback in group.feedbacks:
+        np.testing.assert_allclose(feedback.reduced.numpy(), reduced * 4, rtol=1e-6)
+    np.testing.assert_allclose(group.feedbacks[0].sent.numpy(), sent * 8, rtol=1e-7)
+    np.testing.assert_allclose(group.feedbacks[1].sent.numpy(), [sent[0], -sent[1]] * 8, rtol=1e-7)
+
+
+def test_zeros_stay_zero():
+    for codec in NAMES:
+        group = Group(3, 100, codec)
+        for result in group.reduce([torch.zeros(100)] * 3):
+            assert torch.equal(result, torch.zeros(100))
+        assert np.abs(group.total_residual()).max() == 0
+
+
+@pytest.mark.parametrize("codec", ["sign", SignCodec(block=0), "int8"], ids=str)
+def test_padding_changes_nothing(codec):
+    """A buffer whose last row is mostly padding gives the numbers of one that holds zeros there, element by element:
+    padding never enters a scale. One block per row makes both geometries equal."""
+    numel, size = 8 * 4 * 5 - 37, 4
+    group = Group(size, numel, codec)
+    rows = [x.clone() for x in gradients(size, numel, 3)]
+    (result, *_) = group.reduce(rows)
+    width = width_of(numel, size)
+    for r in range(size):
+        part = slice(r * width, min((r + 1) * width, numel))
+        if part.start >= numel:
+            continue
+        alone = Group(size, 8 * size * width, codec)  # row r alone fills row 0 of a larger buffer
+        xs = [torch.cat([x[part], torch.zeros(8 * size * width - (part.stop - part.start))]) for x in rows]
+        if codec_named(codec).block and part.stop - part.start == width:
+            assert torch.equal(alone.reduce(xs)[0][: part.stop - part.start].sign(), result[part].sign())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
+def test_bytes_are_those_of_the_formula(size):
+    """Two collectives, 2·(P−1)·(n'/8P + 4 + header) bytes sent per rank."""
+    numel = 64 * size * 16
+    group = Group(size, numel, SignCodec(block=0))
+    group.reduce(gradients(size, numel, 1))
+    row = HEADER + -(-(numel // size // 8 + 4) // 8) * 8
+    for transport in group.transports:
+        assert transport.operations == ["all_to_all", "all_gather"]
+        assert transport.sent_bytes == 2 * (size - 1) * row
+    assert group.transports[0].sent_bytes < 2 * (size - 1) / size * numel / 8 + 2 * (size - 1) * (4 + HEADER + 8)
+
+
+def test_permuting_ranks_permutes_residuals_only():
+    size, numel = 4, 1000
+    xs = gradients(size, numel, 7)
+    one, two = Group(size, numel, "sign"), Group(size, numel, "sign")
+    a, b = one.reduce(xs)[0], two.reduce(xs[::-1])[0]
+    assert (a.sign() == b.sign()).float().mean() > 0.999
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for i in range(size):
+        assert torch.equal(one.feedbacks[i].sent, two.feedbacks[size - 1 - i].sent)
+
+
+def test_error_order_proves_that_codecs_ran():
+    """1 bit > 4 bits > 8 bits > bf16 > exact = rounding only."""
+    size, numel = 4, 20_000
+    xs = gradients(size, numel, 5)
+    mean = torch.stack([x.double() for x in xs]).mean(0)
+    errors = {
+        name: (Group(size, numel, name).reduce(xs)[0].double() - mean).norm().item()
+        for name in ("sign", "int4", "int8", "bf16", "none")
+    }
+    assert errors["sign"] > errors["int4"] > errors["int8"] > errors["bf16"] > errors["none"]
+    assert errors["none"] < 1e-4 < errors["bf16"]
+
+
+def test_exact_codec_is_the_mean_in_rank_order():
+    xs = gradients(3, 999, 2)
+    for result in Group(3, 999, "none").reduce(xs):
+        assert torch.equal(result, ((xs[0] + xs[1]) + xs[2]) / 3)
+
+
+@pytest.mark.parametrize("codec", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bad_number_is_seen_by_all_and_poisons_nothing(codec, bad):
+    size, numel = 4, 1000
+    group = Group(size, numel, codec)
+    group.reduce(gradients(size, numel, 1))
+    before = [(f.sent.clone(), f.reduced.clone()) for f in group.feedbacks]
+    xs = gradients(size, numel, 2)
+    poisoned = [x.clone() for x in xs]
+    poisoned[2][777] = bad
+    results = group.reduce(poisoned)
+    assert group.finite == [False] * size
+    for result, x, feedback, (sent, reduced) in zip(results, poisoned, group.feedbacks, before, strict=True):
+        assert torch.equal(result.nan_to_num(1, 2, 3), x.nan_to_num(1, 2, 3)), "buffer changed"
+        assert torch.equal(feedback.sent, sent)
+        assert torch.equal(feedback.reduced, reduced)
+    again = group.reduce(xs)
+    assert all(group.finite)
+    assert torch.isfinite(again[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "match"),
+    [
+        (torch.zeros(8, dtype=torch.float64), "float64"),
+        (torch.zeros(16)[::2], "not contiguous"),
+        (torch.zeros(4, 4), "one dimension"),
+    ],
+)
+def test_bad_buffers_are_named(buffer, match):
+    with pytest.raises(InvalidArgument, match=match):
+        next(compressed_allreduce(buffer, codec="sign", transport=Loopback(1).transport(0)))
+
+
+def test_wrong_codec_name_says_which_exist():
+    with pytest.raises(InvalidArgument, match="did you mean 'sign'"):
+        codec_named("sing")
+    with pytest.raises(InvalidArgument, match="power of two"):
+        SignCodec(block=100)

@@ -1,0 +1,1 @@
+"""The tiered tensor store is planned and not in this release."""
