@@ -14,8 +14,8 @@ from commpress.codecs.codec import Codec
 from commpress.codecs.policy import Policy
 from commpress.kernels.pieces import Piece, Pieces, cut
 
-PIECE = 1 << 21  # elements of the longest piece
-MESSAGE = 1 << 21  # a message is closed when it holds as many
+PIECE = 1 << 22  # elements of the longest piece
+MESSAGE = 1 << 22  # a message is closed when it holds as many
 
 
 class Span(NamedTuple):

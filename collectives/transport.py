@@ -34,8 +34,8 @@ class TorchTransport:
 
     Note: why point to point. Gloo's own all-to-all posts its sends first and reaches half of a shaped link; receives
     posted before sends reach over 0.9 of it. And Gloo ends the process when a message is longer than the buffer waiting
-    for it, so the header travels ahead as a message of its own: a peer that disagrees is seen before its payload, which
-    has another tag, could be matched.
+    for it, so an all-to-all sends its headers ahead as messages of their own: a peer that disagrees is seen before its
+    payload, which has another tag, could be matched. An all-gather follows an all-to-all that agreed and needs none.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta, point_to_point: bool | None = None) -> None:
@@ -50,14 +50,14 @@ class TorchTransport:
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._usable()
         if self.point_to_point:
-            return _Exchange(self, out, inp, tag)
+            return _Exchange(self, out, inp, tag, ahead=True)
         self._agree("all_to_all", inp)
         return _Checked(self, dist.all_to_all_single(out, inp, group=self.group, async_op=True))
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._usable()
         if self.point_to_point:
-            return _Exchange(self, out, inp.expand(self.size, -1), tag)
+            return _Exchange(self, out, inp.expand(self.size, -1), tag, ahead=False)
         self._agree("all_gather", inp)
         return _Checked(self, dist.all_gather_into_tensor(out, inp, group=self.group, async_op=True))
 
@@ -119,18 +119,21 @@ class _Checked:
 
 
 class _Exchange:
-    """Rows to and from every peer, receives posted before sends, headers ahead of payloads."""
+    """Rows to and from every peer, receives posted before sends, headers ahead of payloads if asked for."""
 
-    def __init__(self, transport: TorchTransport, out: torch.Tensor, inp: torch.Tensor, tag: int) -> None:
+    def __init__(
+        self, transport: TorchTransport, out: torch.Tensor, inp: torch.Tensor, tag: int, *, ahead: bool
+    ) -> None:
         self.transport, self.out, self.inp = transport, out, inp
         group, rank, size = transport.group, transport.rank, transport.size
         header_tag, payload_tag = _tags(tag, inp.shape[1])
         froms = [(rank - i) % size for i in range(1, size)]
         tos = [(rank + i) % size for i in range(1, size)]
-        self.headers = {r: self._post(group.recv, out[r, :HEADER], r, header_tag) for r in froms}
-        self.payloads = {r: self._post(group.recv, out[r, HEADER:], r, payload_tag) for r in froms}
-        self.sent_headers = {r: self._post(group.send, inp[r, :HEADER], r, header_tag) for r in tos}
-        self.sent_payloads = {r: self._post(group.send, inp[r, HEADER:], r, payload_tag) for r in tos}
+        cut = HEADER if ahead else 0
+        self.headers = {r: self._post(group.recv, out[r, :HEADER], r, header_tag) for r in froms if ahead}
+        self.payloads = {r: self._post(group.recv, out[r, cut:], r, payload_tag) for r in froms}
+        self.sent_headers = {r: self._post(group.send, inp[r, :HEADER], r, header_tag) for r in tos if ahead}
+        self.sent_payloads = {r: self._post(group.send, inp[r, cut:], r, payload_tag) for r in tos}
         out[rank] = inp[rank]
 
     def _post(self, call: Callable[..., dist.Work], row: torch.Tensor, peer: int, tag: int) -> dist.Work:

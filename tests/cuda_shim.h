@@ -1,5 +1,5 @@
-// The part of CUDA that our kernels use, on the CPU: every CUDA thread is a coroutine with its own stack, the threads of
-// a block take turns on one CPU thread, and blocks follow each other. Barriers, votes and shuffles really wait for
+// The part of CUDA that our kernels use, on the CPU: every CUDA thread is a coroutine with its own stack, the threads
+// of a block take turns on one CPU thread, and blocks follow each other. Barriers, votes and shuffles really wait for
 // everyone they name; if someone never comes, the launch ends with an error instead of a hang. Reversing the order of
 // turns and blocks brings out results that depend on it, a missing barrier above all.
 //
@@ -152,7 +152,8 @@ static std::function<void()> with_arguments(void (*function)(A...), void **args,
 
 // ``types``: one letter per argument of the caller, who is told if the kernel has others.
 template <class... A>
-static const char *launch(void (*function)(A...), unsigned grid, unsigned count, const char *types, void **args, bool reverse) {
+static const char *launch(void (*function)(A...), unsigned grid, unsigned count, const char *types, void **args,
+                          bool reverse) {
     const char expected[] = {type_code<A>()..., 0};
     if (strcmp(types, expected)) return "the arguments are not those of the kernel";
     kernel = with_arguments(function, args, std::index_sequence_for<A...>());
@@ -202,18 +203,6 @@ inline unsigned __brev(unsigned bits) {
     return reversed;
 }
 
-inline unsigned __float_as_uint(float value) {
-    unsigned bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-inline float __uint_as_float(unsigned bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
@@ -235,6 +224,16 @@ inline f32 operator/(f32 a, f32 b) { return {a.value / b.value}; }
 inline bool operator<(f32 a, f32 b) { return a.value < b.value; }
 inline bool operator>(f32 a, f32 b) { return a.value > b.value; }
 inline bool operator>=(f32 a, f32 b) { return a.value >= b.value; }
+inline unsigned pattern(f32 a) {
+    unsigned bits;
+    memcpy(&bits, &a, sizeof bits);
+    return bits;
+}
+inline f32 number(unsigned bits) {
+    f32 a;
+    memcpy(&a, &bits, sizeof a);
+    return a;
+}
 inline int nearest(f32 a) { return (int)nearbyintf(a.value); }
 inline double widen(f32 a) { return a.value; }
 inline f32 narrow(double a) { return {(float)a}; }

@@ -1,0 +1,241 @@
+"""how fast codecs are on this processor, and that their bytes are right
+
+Every codec at every number of threads:
+  encode     x + residual to bytes and a new residual: into a second buffer as the DDP hook does, and in place
+  decode     bytes to float32
+  mean       the mean of 4 ranks' rows
+  serve      the same mean, plus residual, encoded again: what an owner does with the rows it received
+in GB/s of float32. A copy of the same floats is timed between the repetitions; "of copy" compares bytes moved per second:
+encode moves 12 + bits/8 bytes per element, a copy 8. "naive" is the same arithmetic as a sequence of torch operations.
+
+  commpress bench codec                            all codecs on 1 and 2 threads, about a minute
+  commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
+  commpress bench codec --race                     why Numba: the sign encoder written four other ways
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from commpress.cli import table
+from commpress.cli.naive import naive_encode, naive_mean
+from commpress.codecs import Codec, SignCodec
+from commpress.codecs.family import NAMES
+from commpress.collectives.frame import HEADER
+from commpress.errors import InvalidArgument
+from commpress.kernels import cpu, reference
+from commpress.kernels.pieces import Piece, Pieces, cut
+
+ROWS = 4  # ranks
+SECONDS = 0.5  # of repetitions for each figure
+CODECS: dict[str, Codec] = {"sign": SignCodec(), "sign/row": SignCodec(block=0)} | NAMES
+OPERATIONS = ("encode", "encode in place", "decode", "mean", "serve")
+
+
+@dataclass
+class Figure:
+    codec: str
+    threads: int
+    operation: str
+    seconds: float
+    fp32_gb_per_second: float
+    moved_gb_per_second: float
+    of_copy: float  # bytes moved per second relative to a copy timed in between
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--codec", default=",".join(CODECS), metavar="A,B", help=f"default {','.join(CODECS)}")
+    parser.add_argument(
+        "--numel", type=int, default=1 << 25, metavar="N", help="floats in the buffer (default 33554432)"
+    )
+    parser.add_argument("--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)")
+    parser.add_argument(
+        "--race", action="store_true", help="time other ways to write the sign encoder, and nothing else"
+    )
+    parser.add_argument("--check", action="store_true", help="exit status 1 if the sign codec misses a bar")
+    parser.add_argument("--json", metavar="FILE", help="everything measured")
+
+
+def run(options: argparse.Namespace) -> int:
+    names, threads = options.codec.split(","), [int(t) for t in options.threads.split(",")]
+    if unknown := [name for name in names if name not in CODECS]:
+        raise InvalidArgument(f"--codec has {unknown[0]!r}, expected some of {', '.join(CODECS)}")
+    if options.numel < 8 * ROWS or min(threads) < 1:
+        raise InvalidArgument(f"--numel must be at least {8 * ROWS} and --threads at least 1")
+    if options.race:
+        from commpress.cli.race import race
+
+        rows = race(options.numel, threads)
+        if options.json:
+            table.write_json(options.json, rows)
+        return 0
+    for name in names:
+        check_bytes(CODECS[name])
+    print(f"bytes equal the reference for {', '.join(names)}\n")
+    figures, naive = measure(names, options.numel, threads)
+    bars = judge(figures, naive) if options.check else []
+    if options.json:
+        content = {"numel": options.numel, "figures": [asdict(f) for f in figures], "naive": naive, "bars": bars}
+        table.write_json(options.json, content)
+    return table.verdict(bars)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def check_bytes(codec: Codec, numel: int = 10_007) -> None:
+    """Encode, residual and decode of the fast path equal the reference bit for bit, or an AssertionError says where."""
+    draw = np.random.default_rng(0)
+    x, residual = (draw.standard_normal(numel).astype(np.float32) for _ in range(2))
+    pieces = cut([Piece(0, numel, codec.kind, codec.block)], ROWS)
+    width, size = int(pieces.table[0, 2]), codec.row_bytes(int(pieces.table[0, 2]))
+    rows, left = reference.encode_with_residual(x, residual, codec.kind, width, codec.block)
+    wire, flag = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    kept, out = torch.empty(numel), torch.empty(numel)
+    cpu.encode(torch.from_numpy(x), wire, flag, pieces, residual=torch.from_numpy(residual), new_residual=kept)
+    cpu.decode(wire, out, pieces)
+    decoded = [
+        reference.decode_row(row, codec.kind, min(width, numel - r * width), width, codec.block)
+        for r, row in enumerate(rows)
+    ]
+    np.testing.assert_array_equal(wire[:, :size].numpy(), rows, f"bytes of {codec.spec}")
+    np.testing.assert_array_equal(kept.numpy(), left, f"residual of {codec.spec}")
+    np.testing.assert_array_equal(out.numpy(), np.concatenate(decoded), f"decoded floats of {codec.spec}")
+
+
+# ---------------------------------------------------------------- time
+
+
+class Buffers:
+    """Everything is allocated and touched once: fresh pages cost ten times a copy."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.x, self.residual, self.left, self.out = torch.randn(numel), torch.randn(numel), *torch.zeros(2, numel)
+        self.flag = torch.zeros(1, dtype=torch.uint8)
+
+    def copy(self) -> None:
+        self.out.copy_(self.x)
+
+    def operations(self, codec: Codec) -> dict[str, tuple[Callable[[], object], int, float]]:
+        """Name → (call, elements of float32 it handles, bytes moved per element)."""
+        pieces = cut([Piece(0, self.numel, codec.kind, codec.block)], ROWS)
+        wire = torch.zeros(ROWS, HEADER + pieces.row_bytes, dtype=torch.uint8)[:, HEADER:]
+        reply, mean, owed = wire[:1].clone(), torch.zeros(pieces.shard), torch.zeros(pieces.shard)
+        lazy, lazy_row = _lazy(pieces, ROWS), _lazy(pieces, 1)
+        code = reference.CODE_BITS[codec.kind] / 8
+        x, old, new, flag = self.x, self.residual, self.left, self.flag
+
+        def encode(into: torch.Tensor) -> Callable[[], object]:
+            return lambda: cpu.encode(x, wire, flag, pieces, residual=old, new_residual=into, **lazy)
+
+        def serve() -> None:
+            cpu.serve(wire, reply, flag, pieces, 0, residual=owed, new_residual=owed, **lazy_row)
+
+        return {
+            "encode": (encode(new), self.numel, 12 + code),
+            "encode in place": (encode(old), self.numel, 12 + code),
+            "decode": (lambda: cpu.decode(wire, self.out, pieces), self.numel, 4 + code),
+            "mean": (lambda: cpu.decode_mean(wire, mean, pieces, 0), pieces.shard, 4 + ROWS * code),
+            "serve": (serve, pieces.shard, 8 + (ROWS + 1) * code),
+        }
+
+
+def _lazy(pieces: Pieces, rows: int) -> dict[str, torch.Tensor]:
+    return {"residual_scale": torch.zeros(rows), "new_scale": torch.zeros(rows)} if pieces.row_scales else {}
+
+
+def measure(names: list[str], numel: int, threads: list[int]) -> tuple[list[Figure], dict[str, float]]:
+    """All figures, printed as they come, and the seconds of the naive operations on one thread."""
+    buffers, figures, before = Buffers(numel), [], torch.get_num_threads()
+    head = ["codec", "threads", *OPERATIONS, "encode of copy", "in place of copy"]
+    widths = [max(len(name) for name in [*names, "codec"]), *map(len, head[1:])]
+    print(table.line(head, widths))
+    try:
+        for count in threads:
+            torch.set_num_threads(count)
+            copy = median(seconds(buffers.copy))
+            print(table.line(["copy", str(count), f"{4 * numel / copy / 1e9:.1f}", *[""] * 6], widths), flush=True)
+            for name in names:
+                new = [timed(buffers, name, count, operation) for operation in buffers.operations(CODECS[name]).items()]
+                rates = [f"{f.fp32_gb_per_second:.1f}" for f in new]
+                shares = [f"{100 * f.of_copy:.0f}%" for f in new[:2]]
+                print(table.line([name, str(count), *rates, *shares], widths), flush=True)
+                figures += new
+        torch.set_num_threads(1)
+        naive = {
+            "encode": median(seconds(lambda: naive_encode(buffers.x, buffers.residual), least=2)),
+            "mean": median(seconds(_naive_mean(numel // ROWS // 8 * 8), least=2)),
+        }
+    finally:
+        torch.set_num_threads(before)
+    return figures, naive
+
+
+def timed(
+    buffers: Buffers, codec: str, threads: int, operation: tuple[str, tuple[Callable[[], object], int, float]]
+) -> Figure:
+    name, (call, numel, moved) = operation
+    ours, copies = alternately(call, buffers.copy)
+    rate = moved * numel / ours
+    return Figure(codec, threads, name, ours, 4 * numel / ours / 1e9, rate / 1e9, rate / (8 * buffers.numel / copies))
+
+
+def alternately(one: Callable[[], object], other: Callable[[], object]) -> tuple[float, float]:
+    """Median seconds of each, called in turn so that a machine's moods hit both."""
+    one()
+    other()
+    took: tuple[list[float], list[float]] = ([], [])
+    while len(took[0]) < 3 or sum(took[0]) + sum(took[1]) < SECONDS:
+        for call, times in ((one, took[0]), (other, took[1])):
+            start = perf_counter()
+            call()
+            times.append(perf_counter() - start)
+    return median(took[0]), median(took[1])
+
+
+def seconds(call: Callable[[], object], *, least: int = 3) -> list[float]:
+    call()
+    took: list[float] = []
+    while len(took) < least or sum(took) < SECONDS:
+        start = perf_counter()
+        call()
+        took.append(perf_counter() - start)
+    return took
+
+
+def _naive_mean(numel: int) -> Callable[[], object]:
+    packed, scales = torch.randint(256, (ROWS, numel // 8), dtype=torch.uint8), torch.rand(ROWS)
+    return lambda: naive_mean(packed, scales)
+
+
+# ---------------------------------------------------------------- bars
+
+
+def judge(figures: list[Figure], naive: dict[str, float]) -> list[tuple[str, bool]]:
+    """What the sign codec promises."""
+    of = {(f.operation, f.threads): f for f in figures if f.codec == "sign"}
+    if not {("encode in place", 1), ("encode in place", 2), ("mean", 1)} <= of.keys():
+        raise InvalidArgument("--check needs the codec sign on 1 and 2 threads")
+    one, two, mean = of["encode in place", 1], of["encode in place", 2], of["mean", 1]
+    print()
+    return [
+        (
+            f"sign encode in place moves {100 * one.of_copy:.0f} % of a copy's bytes per second, 65 % expected",
+            one.of_copy >= 0.65,
+        ),
+        (
+            f"it is {naive['encode'] / one.seconds:.0f}x the naive one, 20x expected",
+            naive["encode"] >= 20 * one.seconds,
+        ),
+        (f"two threads are {one.seconds / two.seconds:.2f}x one, 1.5x expected", one.seconds >= 1.5 * two.seconds),
+        (
+            f"mean of {ROWS} rows is {naive['mean'] / mean.seconds:.0f}x the naive one, 10x expected",
+            naive["mean"] >= 10 * mean.seconds,
+        ),
+    ]

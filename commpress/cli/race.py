@@ -1,0 +1,136 @@
+"""Why Numba: one task written with the tools at hand, timed in one run.
+
+The task is the sign encoder with residual in place, one mean |c| per 2048 elements: c = x + e, bits of c >= 0, the scales,
+e := c - scale * sign(c). Every candidate fills buffers made beforehand as far as its tool allows.
+"""
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from commpress.cli import table
+from commpress.cli.bench_codec import ROWS, alternately
+from commpress.kernels import cpu
+from commpress.kernels.pieces import Piece, cut
+from commpress.kernels.reference import SIGN_L1
+
+BLOCK = 2048
+SLICE = 1 << 16  # elements that NumPy and blocked torch handle at a time: 256 KiB, in the second-level cache
+HEAD = ["candidate", "threads", "first call s", "ms", "GB/s float32", "of copy"]
+_WEIGHTS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+Task = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # x, residual → bits, scales
+
+
+def torch_operations(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    c = (x + residual).view(-1, BLOCK)
+    scales = c.abs().mean(1, keepdim=True)
+    positive = c >= 0
+    bits = (positive.view(-1, 8).to(torch.uint8) * _WEIGHTS).sum(1, dtype=torch.uint8)
+    residual.copy_((c - torch.where(positive, scales, -scales)).view(-1))
+    return bits, scales.view(-1)
+
+
+def torch_blocks(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits, scales = torch.empty(len(x) // 8, dtype=torch.uint8), torch.empty(len(x) // BLOCK)
+    for at in range(0, len(x), SLICE):
+        part = slice(at, at + SLICE)
+        packed, scale = torch_operations(x[part], residual[part])
+        bits[at // 8 : at // 8 + len(packed)] = packed
+        scales[at // BLOCK : at // BLOCK + len(scale)] = scale
+    return bits, scales
+
+
+def numpy_blocks(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits, scales = np.empty(len(x) // 8, np.uint8), np.empty(len(x) // BLOCK, np.float32)
+    work, signs = np.empty(SLICE, np.float32), np.empty(SLICE, np.float32)
+    new, kept = x.numpy(), residual.numpy()
+    for at in range(0, len(new), SLICE):
+        c = kept[at : at + SLICE]
+        c += new[at : at + SLICE]
+        n = len(c)
+        np.abs(c, out=work[:n])
+        scale = work[:n].reshape(-1, BLOCK).mean(1)
+        scales[at // BLOCK : at // BLOCK + len(scale)] = scale
+        bits[at // 8 : (at + n) // 8] = np.packbits(c >= 0)
+        np.copysign(scale[:, None], c.reshape(-1, BLOCK), out=signs[:n].reshape(-1, BLOCK))
+        c -= signs[:n]
+    return torch.from_numpy(bits), torch.from_numpy(scales)
+
+
+def ours(numel: int) -> Task:
+    pieces = cut([Piece(0, numel, SIGN_L1, BLOCK)], ROWS)
+    wire, flag = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    head = 4 * (numel // ROWS // BLOCK)
+
+    def encode(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cpu.encode(x, wire, flag, pieces, residual=residual, new_residual=residual)
+        return wire[:, head:], wire[:, :head]
+
+    return encode
+
+
+def candidates(numel: int) -> dict[str, Task]:
+    return {
+        "torch operations": torch_operations,
+        "torch, in slices": torch_blocks,
+        "NumPy, in slices": numpy_blocks,
+        "torch.compile": torch.compile(torch_operations, dynamic=False),
+        "Numba (commpress)": ours(numel),
+    }
+
+
+def race(numel: int, threads: list[int]) -> list[dict[str, Any]]:
+    """Print a line per candidate and number of threads; all must agree before any is timed."""
+    numel = max(numel // (ROWS * SLICE), 1) * ROWS * SLICE
+    x, residual, spare = torch.randn(numel), torch.randn(numel), torch.zeros(numel)
+    widths = [max(len(name) for name in candidates(numel)), *map(len, HEAD[1:])]
+    print(table.line(HEAD, widths))
+    rows, before = [], torch.get_num_threads()
+    try:
+        for count in threads:
+            torch.set_num_threads(count)
+            for name, task in candidates(numel).items():
+                row = {"candidate": name, "threads": count, **enter(task, x, residual, spare)}
+                rows.append(row)
+                print(table.line(_cells(row), widths), flush=True)
+    finally:
+        torch.set_num_threads(before)
+    return rows
+
+
+def enter(task: Task, x: torch.Tensor, residual: torch.Tensor, spare: torch.Tensor) -> dict[str, Any]:
+    spare.copy_(residual)
+    start = perf_counter()
+    try:
+        bits, scales = task(x, spare)
+    except Exception as error:  # torch.compile without a C++ compiler, or another that this machine cannot run
+        return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+    first = perf_counter() - start
+    agree(x + residual, bits, scales, spare)
+    took, copy = alternately(lambda: task(x, residual), lambda: spare.copy_(x))
+    moved = (12 + 1 / 8) * len(x) / took
+    return {"numel": len(x), "first_call": first, "seconds": took, "of_copy": moved / (8 * len(x) / copy)}
+
+
+def agree(c: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, left: torch.Tensor) -> None:
+    """Same bits as NumPy's, scales and residuals but for the order of sums."""
+    if scales.dtype == torch.uint8:
+        scales = torch.from_numpy(scales.numpy().reshape(-1).copy().view(np.float32))
+    want = c.view(-1, BLOCK).abs().mean(1)
+    np.testing.assert_array_equal(bits.numpy().reshape(-1), np.packbits(c.numpy() >= 0))
+    torch.testing.assert_close(scales, want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        left, (c.view(-1, BLOCK) - torch.where(c.view(-1, BLOCK) >= 0, 1, -1) * want[:, None]).view(-1)
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "failed" in row:
+        return [row["candidate"], str(row["threads"]), "", "", "", f"failed: {row['failed']}"]
+    return [
+        row["candidate"], str(row["threads"]), f"{row['first_call']:.1f}", f"{1e3 * row['seconds']:.1f}",
+        f"{row['numel'] * 4 / row['seconds'] / 1e9:.2f}", f"{100 * row['of_copy']:.0f}%",
+    ]  # fmt: skip

@@ -1,0 +1,106 @@
+// How work is dealt out: one thread block per tile, a tile never reaches over the row of one piece.
+//
+// Note: why so plain. A kernel that only moves memory needs many bytes in flight and few instructions per byte. Eight
+// independent four-byte loads per thread and array, 128 bytes per warp each, do both on every alignment; wider loads
+// would need a second path for buffers that are not aligned and would tear the halving trees apart.
+
+constexpr int THREADS = 256;
+constexpr int ITEMS = 8; // elements of a tile that one thread holds
+constexpr int TILE_SHIFT = 11, TILE = THREADS * ITEMS; // = CHUNK of reference.py, the longest run summed in float32
+static_assert(TILE == 1 << TILE_SHIFT, "");
+constexpr int DECODE_ITEMS = 16; // decoding reads next to nothing: more bytes in flight per thread
+constexpr int DECODE_TILE = THREADS * DECODE_ITEMS;
+
+// The pieces of one kind: columns[c * lines + line]. Kernels find their tile in it, cuda.py writes it.
+enum { TILES_BEFORE, DECODE_TILES_BEFORE, PIECE, SOURCE, NUMEL, WIDTH, SHIFT, HEAD, COLUMN, KEPT, SHARD, HASH };
+
+struct Table {
+    const int64 *columns;
+    int lines;
+    int tiles; // of one row of all lines
+    int rows;  // of the grid: all rows of a wire, or 1 where only row ``rank`` of each piece is worked on
+    int rank;  // -1: the grid's rows are the pieces' rows
+
+    __device__ int64 get(int column, int line) const { return columns[column * lines + line]; }
+    __device__ int64 row_of_piece(int64 row) const { return rank < 0 ? row : rank; }
+};
+
+struct Tile {
+    int64 start;      // first element, in its row
+    int64 at;         // the same in the whole piece: counts the noise
+    int64 source;     // the same in the buffer
+    int64 kept;       // the same in the residual: of what was sent (all rows) or of what was reduced (one row)
+    bool feedback;    // the piece has a residual
+    int64 column;     // bytes of the row before the piece
+    int row, scale;   // scale: place of the row's scale among the lazy ones
+    int head, shift;
+    int real, padded; // how many elements exist, without and with padding
+    unsigned hash;
+};
+
+// The line that holds ``tile``: the last one with no more tiles before it. All lanes call it together.
+__device__ __forceinline__ int find_line(const Table &table, int before, int tile) {
+    int found = -1;
+#pragma unroll 1 // few have more than 32 lines
+    for (int first = 0; first < table.lines; first += 32) {
+        const int line = first + threadIdx.x % 32;
+        found += __popc(__ballot_sync(ALL, line < table.lines && table.get(before, line) <= tile));
+    }
+    return found;
+}
+
+template <int SIZE>
+__device__ __forceinline__ Tile this_tile(const Table &table) {
+    constexpr int BEFORE = SIZE == TILE ? TILES_BEFORE : DECODE_TILES_BEFORE;
+    const int tile_of_row = blockIdx.x % table.tiles;
+    const int line = find_line(table, BEFORE, tile_of_row);
+    const int64 width = table.get(WIDTH, line);
+    Tile tile;
+    tile.row = blockIdx.x / table.tiles;
+    tile.start = (tile_of_row - table.get(BEFORE, line)) * SIZE;
+    tile.at = table.row_of_piece(tile.row) * width + tile.start;
+    tile.source = table.get(SOURCE, line) + tile.at;
+    tile.feedback = table.get(KEPT, line) >= 0;
+    tile.kept = table.rank < 0 ? table.get(KEPT, line) + tile.at : table.get(SHARD, line) + tile.start;
+    tile.scale = (int)table.get(PIECE, line) * table.rows + tile.row;
+    tile.column = table.get(COLUMN, line);
+    tile.head = (int)table.get(HEAD, line);
+    tile.shift = (int)table.get(SHIFT, line);
+    tile.hash = (unsigned)table.get(HASH, line);
+    tile.padded = (int)min(width - tile.start, (int64)SIZE);
+    tile.real = (int)max(min(table.get(NUMEL, line) - tile.at, (int64)tile.padded), (int64)0);
+    return tile;
+}
+
+// Item j of this thread is element base + j * STRIDE of the tile. With STRIDE = THREADS the halving tree over a whole
+// tile starts inside each thread; with STRIDE = 32 a warp holds 32 * COUNT neighbours.
+template <int STRIDE, int COUNT>
+__device__ __forceinline__ int item_base() {
+    return threadIdx.x / STRIDE * (STRIDE * COUNT) + threadIdx.x % STRIDE;
+}
+
+// A full tile needs no condition per item, so all loads of a thread are in flight at once.
+template <int STRIDE, int COUNT>
+__device__ __forceinline__ void read_floats(f32 (&v)[COUNT], const f32 *from, int real) {
+    const int base = item_base<STRIDE, COUNT>();
+    if (real == THREADS * COUNT) {
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) v[j] = from[base + j * STRIDE];
+    } else {
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) v[j] = base + j * STRIDE < real ? from[base + j * STRIDE] : f32{0};
+    }
+}
+
+template <int STRIDE, int COUNT>
+__device__ __forceinline__ void write_floats(f32 *to, const f32 (&v)[COUNT], int real) {
+    const int base = item_base<STRIDE, COUNT>();
+    if (real == THREADS * COUNT) {
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) to[base + j * STRIDE] = v[j];
+    } else {
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j)
+            if (base + j * STRIDE < real) to[base + j * STRIDE] = v[j];
+    }
+}

@@ -1,0 +1,262 @@
+"""The functions of ``commpress.kernels.cuda`` beside their meaning in ``reference``, bit for bit, on any device.
+
+Every check fills what must not be written with rubbish, puts rows behind an unaligned header, and looks at both after.
+"""
+
+import numpy as np
+import torch
+
+from commpress.kernels import cuda, reference
+from commpress.kernels.pieces import COLUMN, KEPT, SHARD, WIDTH, Piece, Pieces, cut, width_of
+
+KINDS = sorted(reference.CODE_BITS)
+BLOCKS = [0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+LENGTHS = [0, 1, 7, 8, 9, 31, 32, 33, 255, 257, 2047, 2048, 2049, 5000]
+RUBBISH = 0xA5
+
+
+def has(kind: int, block: int) -> bool:
+    """One scale per row exists for the sign codec only, and casts do not look at the block."""
+    return kind <= reference.SIGN_RMS or (block in (0, 256) if kind in reference.CASTS else block > 0)
+
+
+PAIRS = [(kind, block) for kind in KINDS for block in BLOCKS if has(kind, block)]
+
+
+def sample(numel: int, seed: int, spread: float = 1.0) -> np.ndarray:
+    """Normal numbers whose exponents vary by ``spread`` (30: they over- and underflow), with zeros of both signs."""
+    rng = np.random.default_rng(seed)
+    with np.errstate(over="ignore"):
+        x = (rng.standard_normal(numel) * np.exp(rng.standard_normal(numel) * spread)).astype(np.float32)
+    x[rng.random(numel) < 0.05] = 0.0
+    x[rng.random(numel) < 0.05] = -0.0
+    return x
+
+
+def same(got: torch.Tensor, want: np.ndarray) -> None:
+    """Equal bit for bit; of a NaN only that it is one, because processors make different ones."""
+    numbers = got.cpu().numpy()
+    assert numbers.dtype == want.dtype == np.float32
+    nan = np.isnan(numbers) & np.isnan(want)
+    np.testing.assert_array_equal(numbers.view(np.uint32)[~nan], want.view(np.uint32)[~nan])
+
+
+def floats(values: np.ndarray, device: str, shift: int = 1) -> torch.Tensor:
+    """``values`` on the device, 4 · shift bytes behind an aligned address."""
+    buffer = torch.empty(len(values) + shift, device=device)
+    buffer[shift:] = torch.from_numpy(values)
+    return buffer[shift:]
+
+
+class Wire:
+    """Rows of bytes with a header before each, all rubbish; ``check`` compares rows and what lies between them."""
+
+    def __init__(self, rows: int, pieces: Pieces, offset: int, device: str) -> None:
+        self.all = torch.full((rows, offset + pieces.row_bytes), RUBBISH, dtype=torch.uint8, device=device)
+        self.rows = self.all[:, offset:]
+        self.offset = offset
+
+    def fill(self, rows: np.ndarray) -> "Wire":
+        self.rows[:, : rows.shape[1]] = torch.from_numpy(rows)
+        return self
+
+    def check(self, row: int, want: np.ndarray, scales: int) -> None:
+        """Row ``row`` of one piece, of which the first 4 · scales bytes are float32."""
+        line = self.all[row].cpu()
+        got = line[self.offset : self.offset + len(want)]
+        same(got[: 4 * scales].clone().view(torch.float32), want[: 4 * scales].view(np.float32))
+        np.testing.assert_array_equal(got[4 * scales :].numpy(), want[4 * scales :])
+        assert (line[: self.offset] == RUBBISH).all()
+        assert (line[self.offset + len(want) :] == RUBBISH).all()
+
+
+def expected(c: np.ndarray, rows: int, kind: int, block: int, key: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """The law: all rows of one piece, those of padding included, and the residual."""
+    width, wire, left = width_of(len(c), rows), [], np.zeros_like(c)
+    with np.errstate(all="ignore"):
+        for r in range(rows):
+            part = c[r * width : (r + 1) * width]
+            wire.append(reference.encode_row(part, kind, width, block, first=r * width, key=key))
+            left[r * width : (r + 1) * width] = part - reference.decode_row(wire[-1], kind, len(part), width, block)
+    return wire, left
+
+
+def finite(c: np.ndarray, rows: list[np.ndarray], kind: int, width: int, block: int) -> bool:
+    """Every scale is a number, or every element where there are no scales."""
+    heads = [row[: 4 * reference.scale_count(kind, width, block)].view(np.float32) for row in rows]
+    return bool(np.isfinite(c if kind in reference.CASTS else np.concatenate(heads)).all())
+
+
+def check_rows(wire: Wire, want: list[np.ndarray], kind: int, width: int, block: int) -> None:
+    for r, row in enumerate(want):
+        wire.check(r, row, reference.scale_count(kind, width, block))
+
+
+def check_round(device, numel, rows, kind, block, seed, *, offset=3, gain=1.0, spread=1.0, x=None):
+    """encode without, with and in place of a residual; then decode."""
+    width, key = width_of(numel, rows), seed % 2**32
+    x = sample(numel, seed, spread) if x is None else x
+    residual = sample(numel, seed + 1, spread)
+    pieces = cut([Piece(0, numel, kind, block, hash=seed & 0xFF)], rows)
+    key_of_piece = key ^ (seed & 0xFF)
+    with np.errstate(all="ignore"):
+        scaled, compensated = x * np.float32(gain), reference.compensate(x, residual, gain)
+    on_device = floats(x, device)
+    for c, old, in_place in [(scaled, None, False), (compensated, residual, False), (compensated, residual, True)]:
+        want, want_left = expected(c, rows, kind, block, key_of_piece)
+        wire, flag = Wire(rows, pieces, offset, device), torch.zeros(1, dtype=torch.uint8, device=device)
+        before = None if old is None else floats(old, device)
+        left = before if in_place else torch.full((numel,), 7.0, device=device)
+        cuda.encode(on_device, wire.rows, flag, pieces, gain=gain, key=key, residual=before, new_residual=left)
+        check_rows(wire, want, kind, width, block)
+        same(left, want_left)
+        assert flag.item() == int(not finite(c, want, kind, width, block))
+    out = torch.full((numel + 2,), 7.0, device=device)
+    cuda.decode(wire.rows, out[1:-1], pieces, gain=0.3)
+    with np.errstate(all="ignore"):
+        parts = [
+            reference.decode_row(row, kind, min(max(numel - r * width, 0), width), width, block, 0.3)
+            for r, row in enumerate(want)
+        ]
+    same(out[1:-1], np.concatenate(parts))
+    assert out[0] == out[-1] == 7
+
+
+def check_serve(device, numel, senders, kind, block, seed, *, offset=5):
+    """decode_mean and serve for every rank, with and without a residual."""
+    width = width_of(numel, senders)
+    pieces = cut([Piece(0, numel, kind, block, hash=9)], senders)
+    for rank in range(senders):
+        mine = min(width, max(numel - rank * width, 0))
+        rows = np.stack([
+            reference.encode_row(sample(mine, seed + p), kind, width, block, first=rank * width, key=p)
+            for p in range(senders)
+        ])  # fmt: skip
+        wires = Wire(senders, pieces, offset, device).fill(rows)
+        mean = reference.decode_mean(rows, kind, mine, width, block)
+        out = torch.full((width,), 7.0, device=device)
+        cuda.decode_mean(wires.rows, out, pieces, rank)
+        same(out[:mine], mean)
+        assert (out[mine:] == 7).all()
+        residual = sample(width, seed + 99)
+        for old, in_place in [(None, False), (residual, False), (residual, True)]:
+            c = mean if old is None else mean + old[:mine]
+            want = reference.encode_row(c, kind, width, block, first=rank * width, key=11 ^ 9)
+            wire, flag = Wire(1, pieces, offset, device), torch.zeros(1, dtype=torch.uint8, device=device)
+            before = None if old is None else floats(old, device)
+            left = before if in_place else torch.full((width,), 7.0, device=device)
+            cuda.serve(wires.rows, wire.rows, flag, pieces, rank, key=11, residual=before, new_residual=left)
+            wire.check(0, want, reference.scale_count(kind, width, block))
+            same(left[:mine], c - reference.decode_row(want, kind, mine, width, block))
+            assert in_place or (left[mine:] == 7).all()
+            assert flag.item() == 0
+
+
+def check_lazy(device, kind, numel, rows):
+    """Three steps with the compensated value kept instead of the residual; settled, it is the residual."""
+    pieces, width = cut([Piece(0, numel, kind, 0)], rows), width_of(numel, rows)
+    plain, flag = np.zeros(numel, np.float32), torch.zeros(1, dtype=torch.uint8, device=device)
+    value, scale = floats(plain, device), torch.zeros(rows, device=device)
+    for step in range(3):
+        x = sample(numel, step)
+        c = reference.compensate(x, plain)
+        want, plain = expected(c, rows, kind, 0, 0)
+        wire = Wire(rows, pieces, 2, device)
+        cuda.encode(
+            floats(x, device), wire.rows, flag, pieces, residual=value, residual_scale=scale, new_residual=value,
+            new_scale=scale,
+        )  # fmt: skip
+        check_rows(wire, want, kind, width, 0)
+        same(value, c)
+        same(scale, np.array([row[:4].view(np.float32)[0] for row in want]))
+    cuda.settle(value, scale, pieces)
+    same(value, plain)
+    assert flag.item() == 0
+
+
+def check_lazy_serve(device, kind, numel, senders):
+    pieces, width = cut([Piece(0, numel, kind, 0)], senders), width_of(numel, senders)
+    plain, flag = np.zeros(width, np.float32), torch.zeros(1, dtype=torch.uint8, device=device)
+    value, scale, rank = floats(plain, device), torch.zeros(1, device=device), 0
+    for step in range(2):
+        rows = np.stack([reference.encode_row(sample(width, 7 * step + p), kind, width, 0) for p in range(senders)])
+        c = reference.decode_mean(rows, kind, width, width, 0) + plain
+        want = reference.encode_row(c, kind, width, 0)
+        plain = c - reference.decode_row(want, kind, width, width, 0)
+        wire = Wire(1, pieces, 1, device)
+        cuda.serve(
+            Wire(senders, pieces, 6, device).fill(rows).rows, wire.rows, flag, pieces, rank, residual=value,
+            residual_scale=scale, new_residual=value, new_scale=scale,
+        )  # fmt: skip
+        wire.check(0, want, 1)
+        same(value, c)
+    cuda.settle(value, scale, pieces, shard=True)
+    same(value, plain)
+
+
+def check_pieces(device, repeat: int = 1):
+    """A table of many codecs and tails, out of order and with gaps, gives the bytes of its pieces one by one."""
+    kinds = [(0, 2048), (0, 0), (1, 64), (2, 256), (3, 8), (1, 0), (4, 1024), (5, 2048), (6, 0), (0, 0), (7, 0), (8, 0)]
+    kinds = kinds * repeat
+    lengths, rows = [5000, 9001, 77, 1000, 13, 1, 4096, 2049, 333, 2050, 8, 100] * repeat, 3
+    sources = 10 + sum(lengths) + 5 * len(lengths) - np.cumsum([n + 5 for n in lengths])
+    items = [
+        Piece(int(s), n, *k, hash=i, feedback=i % 5 != 3)
+        for i, (s, n, k) in enumerate(zip(sources, lengths, kinds, strict=True))
+    ]
+    pieces, flag = cut(items, rows), torch.zeros(1, dtype=torch.uint8, device=device)
+    x, residual = sample(int(max(sources + lengths)) + 3, 1), sample(pieces.kept, 2)
+    stale = np.where([k == (0, 0) or k == (1, 0) for k in kinds], 0.25, 0).astype(np.float32).repeat(rows)
+    value, scale = floats(residual, device), torch.full((len(stale),), 7.0, device=device)
+    wire, left = Wire(rows, pieces, 64, device), torch.full((pieces.kept,), 7.0, device=device)
+    cuda.encode(
+        floats(x, device), wire.rows, flag, pieces, key=5, residual=value, residual_scale=floats(stale, device),
+        new_residual=left, new_scale=scale,
+    )  # fmt: skip
+    out = torch.full((len(x),), 7.0, device=device)
+    cuda.decode(wire.rows, out, pieces)
+    touched = np.zeros(len(x), bool)
+    for i, (item, line) in enumerate(zip(items, pieces.table, strict=True)):
+        width, lazy = int(line[WIDTH]), item.block == 0 and item.kind <= reference.SIGN_RMS
+        span = slice(item.source, item.source + item.numel)
+        kept = slice(int(line[KEPT]), int(line[KEPT]) + item.numel)
+        old = residual[kept] if item.feedback else None
+        if lazy and item.feedback:
+            old = old - np.where(old >= 0, np.float32(0.25), np.float32(-0.25))
+        c = x[span] if old is None else reference.compensate(x[span], old)
+        want, want_left = expected(c, rows, item.kind, item.block, 5 ^ i)
+        columns = slice(int(line[COLUMN]), int(line[COLUMN]) + len(want[0]))
+        np.testing.assert_array_equal(wire.rows[:, columns].cpu().numpy(), np.stack(want))
+        if item.feedback:
+            same(left[kept], c if lazy else want_left)
+        scales = [row[:4].view(np.float32)[0] if lazy else np.float32(0) for row in want]
+        same(scale[i * rows : (i + 1) * rows], np.array(scales))
+        parts = [
+            reference.decode_row(row, item.kind, min(max(item.numel - r * width, 0), width), width, item.block)
+            for r, row in enumerate(want)
+        ]
+        same(out[span], np.concatenate(parts))
+        touched[span] = True
+    assert (out.cpu().numpy()[~touched] == 7).all()
+    check_pieces_served(device, wire, pieces, items)
+
+
+def check_pieces_served(device, wire: Wire, pieces: Pieces, items: list[Piece]) -> None:
+    rank, flag = 1, torch.zeros(1, dtype=torch.uint8, device=device)
+    reply, left = Wire(1, pieces, 1, device), torch.full((pieces.shard,), 7.0, device=device)
+    mean = torch.full((pieces.shard,), 7.0, device=device)
+    cuda.decode_mean(wire.rows, mean, pieces, rank)
+    cuda.serve(wire.rows, reply.rows, flag, pieces, rank, key=6, new_residual=left)
+    sent = wire.rows.cpu().numpy()
+    for item, line in zip(items, pieces.table, strict=True):
+        width, column, shard = int(line[WIDTH]), int(line[COLUMN]), int(line[SHARD])
+        mine = min(width, max(item.numel - rank * width, 0))
+        rows = sent[:, column : column + reference.row_bytes(item.kind, width, item.block)]
+        c = reference.decode_mean(rows, item.kind, mine, width, item.block)
+        want = reference.encode_row(c, item.kind, width, item.block, first=rank * width, key=6 ^ item.hash)
+        np.testing.assert_array_equal(reply.rows[0, column : column + len(want)].cpu().numpy(), want)
+        same(mean[shard : shard + mine], c)
+        written = mine if item.feedback else 0
+        left_of_row = c - reference.decode_row(want, item.kind, mine, width, item.block)
+        same(left[shard : shard + written], left_of_row[:written])
+        assert (left[shard + written : shard + width] == 7).all()

@@ -1,0 +1,139 @@
+"""Rank processes that tests run functions on.
+
+Starting a process with torch costs seconds, joining a process group milliseconds: the processes stay, and every call
+gets a process group of its own, over a file in a temporary directory and never a port.
+"""
+
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 120  # until a rank that has not answered counts as silent: a loaded machine with two cores needs many
+GROUP = timedelta(seconds=60)
+
+
+class SilentRank(AssertionError):
+    """A rank did not answer in time, or its process ended."""
+
+
+class Ranks:
+    """``size`` processes; a call uses the first so many of them."""
+
+    def __init__(self, size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._size, self._calls = size, 0
+        self._processes: list[Any] = []
+        self._pipes: list[connection.Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, size: int = 2, seconds: float = SECONDS) -> list[Any]:
+        """``function(*args)`` on ranks 0 … size − 1 of a new default group; the results of all, or the first error."""
+        outcomes = self.outcomes(function, *args, size=size, seconds=seconds)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        size: int = 2,
+        seconds: float = SECONDS,
+        lost: Collection[int] = (),
+    ) -> list[Any]:
+        """As ``run``, with the exception in place of the result where a rank raised, its traceback as a note.
+
+        Ranks in ``lost`` are expected to die or stop: nobody waits for them, and their place holds None.
+        """
+        self._start()
+        self._calls += 1
+        file = Path(self._folder.name, f"rendezvous-{self._calls}")
+        for rank in range(size):
+            self._pipes[rank].send((function, args, rank, size, str(file)))
+        outcomes = self._collect([r for r in range(size) if r not in lost], time.monotonic() + seconds, seconds)
+        return [outcomes.get(rank) for rank in range(size)]
+
+    def close(self) -> None:
+        """End the processes without asking them: a process group they may be stuck in would not let them go."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        context = get_context("spawn")
+        for rank in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, str(self._stack(rank))), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, wanted: Sequence[int], deadline: float, seconds: float) -> dict[int, Any]:
+        outcomes: dict[int, Any] = {}
+        waiting = {self._pipes[rank]: rank for rank in wanted}
+        while waiting:
+            ready = connection.wait(list(waiting), max(deadline - time.monotonic(), 0))
+            if not ready:
+                self._fail([*waiting.values()], f"silent for {seconds:g} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    outcomes[rank] = pipe.recv()
+                except EOFError:
+                    self._processes[rank].join(10)
+                    self._fail([rank], f"ended with exit code {self._processes[rank].exitcode}")
+        return outcomes
+
+    def _fail(self, ranks: Sequence[int], what: str) -> None:
+        """Name the ranks and say where they are; the processes are of no further use."""
+        for rank in ranks:
+            if self._processes[rank].is_alive():
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = "".join(f"\nrank {r} is at\n{self._stack(r).read_text()}" for r in ranks if self._stack(r).exists())
+        self.close()
+        raise SilentRank(f"rank {', '.join(map(str, ranks))}: {what}{stacks}")
+
+    def _stack(self, rank: int) -> Path:
+        return Path(self._folder.name, f"stack-{rank}")
+
+
+def _serve(pipe: connection.Connection, stack: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with open(stack, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        while True:
+            try:
+                pipe.send(_call(*pipe.recv()))
+            except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the tests are over
+                return
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, file: str) -> Any:
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=GROUP)
+        return function(*args)
+    except Exception as error:
+        error.add_note(f"on rank {rank} of {size}:\n{''.join(traceback.format_exception(error))}")
+        return error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

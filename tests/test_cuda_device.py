@@ -1,0 +1,129 @@
+"""The CUDA path on a real GPU: the bytes of the law, on torch's stream, at the speed of memory."""
+
+import numpy as np
+import pytest
+import torch
+
+import cuda_twin as twin
+from commpress.kernels import cuda, reference
+from commpress.kernels.pieces import Piece, cut
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("cupy", reason="no CuPy: pip install 'commpress[cuda12]' or 'commpress[cuda13]'")
+
+NUMEL = 256 << 20  # for bandwidth: far more than the cache holds
+SHARE_OF_COPY = 0.8
+
+
+@pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
+def test_encode_and_decode_give_the_bytes_of_the_law(kind, block):
+    for i, numel in enumerate([*twin.LENGTHS, 100_003]):
+        rows = (1, 3, 2, 5, 4)[(i + kind) % 5]
+        twin.check_round("cuda", numel, rows, kind, block, seed=31 * i + rows, offset=i % 5, gain=(1.0, 1 / 3)[i % 2])
+
+
+@pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
+def test_mean_and_serve_give_the_bytes_of_the_law(kind, block):
+    for numel, senders in [(0, 1), (1, 2), (2049, 1), (5000, 2), (70, 5), (100_003, 8)]:
+        twin.check_serve("cuda", numel, senders, kind, block, seed=senders)
+
+
+@pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
+def test_numbers_from_denormal_to_overflow(kind, block):
+    """CuPy asks the compiler to flush denormals; the law keeps them."""
+    for seed in range(3):
+        twin.check_round("cuda", 20_001, 2, kind, block, seed, spread=30.0)
+
+
+@pytest.mark.parametrize("kind", [reference.SIGN_L1, reference.SIGN_RMS])
+def test_lazy_residual(kind):
+    twin.check_lazy("cuda", kind, 100_001, 4)
+    twin.check_lazy_serve("cuda", kind, 90_000, 2)
+
+
+@pytest.mark.parametrize("repeat", [1, 4, 20])
+def test_pieces_side_by_side_are_the_pieces_one_by_one(repeat):
+    twin.check_pieces("cuda", repeat)
+
+
+def test_the_tree_over_a_long_row():
+    """So many tiles that the float64 tree takes several rounds."""
+    twin.check_round("cuda", 40_000_001, 1, reference.SIGN_RMS, 0, seed=1)
+
+
+def test_runs_on_the_current_stream():
+    """Between two writes on a side stream, kernels see the first and not the second."""
+    pieces, flag = cut([Piece(0, 1 << 22, reference.SIGN_L1, 0)], 1), torch.zeros(1, dtype=torch.uint8, device="cuda")
+    wire, x = twin.Wire(1, pieces, 0, "cuda").rows, torch.zeros(1 << 22, device="cuda")
+    scale = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for step in range(1, 20):
+            torch.cuda._sleep(100_000)
+            x.fill_(step)
+            cuda.encode(x, wire, flag, pieces, new_scale=scale)
+            x.fill_(-1)
+            assert scale.item() == step
+
+
+def test_offsets_beyond_32_bits():
+    """A piece that lies behind 2³¹ elements."""
+    first, numel = (1 << 31) + 8, 5000
+    free, _ = torch.cuda.mem_get_info()
+    if free < 12 << 30:
+        pytest.skip(f"{free >> 30} GiB free on the device, 12 needed")
+    x = torch.empty(first + numel, device="cuda")
+    values = twin.sample(numel, 3)
+    x[first:] = torch.from_numpy(values)
+    pieces = cut([Piece(first, numel, reference.INT4, 256)], 2)
+    wire, flag = twin.Wire(2, pieces, 1, "cuda"), torch.zeros(1, dtype=torch.uint8, device="cuda")
+    cuda.encode(x, wire.rows, flag, pieces)
+    want, want_left = twin.expected(values, 2, reference.INT4, 256, 0)
+    twin.check_rows(wire, want, reference.INT4, 2504, 256)
+    cuda.decode(wire.rows, x, pieces)
+    twin.same(x[first:], values - want_left)
+
+
+# ---------------------------------------------------------------- speed
+
+
+def bytes_per_second(function, moved: int) -> float:
+    """The best of several runs, each long enough for the clock of the device."""
+    function()
+    best = np.inf
+    for _ in range(5):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(4):
+            function()
+        stop.record()
+        stop.synchronize()
+        best = min(best, start.elapsed_time(stop) / 4e3)
+    return moved / best
+
+
+@pytest.mark.parametrize("name", ["encode-lazy", "encode-blocks", "decode"])
+def test_reaches_the_speed_of_a_copy(name):
+    """Bytes that have to move, over time, against those of a copy of as many elements."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < 5 << 30:
+        pytest.skip(f"{free >> 30} GiB free on the device, 5 needed")
+    x, value = torch.randn(NUMEL, device="cuda"), torch.randn(NUMEL, device="cuda")
+    copy = bytes_per_second(lambda: value.copy_(x), 8 * NUMEL)
+    pieces = cut([Piece(0, NUMEL, reference.SIGN_L1, 2048 if name == "encode-blocks" else 0)], 1)
+    wire, flag = twin.Wire(1, pieces, 32, "cuda").rows, torch.zeros(1, dtype=torch.uint8, device="cuda")
+    scale = torch.zeros(1, device="cuda")
+    lazy = dict(residual_scale=scale, new_scale=scale) if name == "encode-lazy" else {}
+
+    def encode():
+        cuda.encode(x, wire, flag, pieces, residual=value, new_residual=value, **lazy)
+
+    encode()
+    if name == "decode":
+        moved = 4 * NUMEL + pieces.row_bytes
+        rate = bytes_per_second(lambda: cuda.decode(wire, x, pieces), moved)
+    else:
+        rate = bytes_per_second(encode, 12 * NUMEL + pieces.row_bytes)
+    print(f"{name}: {rate / 1e9:.0f} GB/s, copy {copy / 1e9:.0f} GB/s, {rate / copy:.2f} of it")
+    assert rate >= SHARE_OF_COPY * copy

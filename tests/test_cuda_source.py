@@ -1,0 +1,273 @@
+"""The CUDA source without a GPU: it compiles for real ones, and on the CPU it gives the bytes of the law.
+
+``cuda_shim`` runs the very launches that CuPy would, thread by thread; both orders of threads are tried in turn.
+"""
+
+import ctypes
+import inspect
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuda_shim
+import cuda_twin as twin
+import nvrtc
+from commpress.errors import InvalidArgument, MissingPackage
+from commpress.kernels import cpu, cuda, reference
+from commpress.kernels.pieces import Piece, cut, width_of
+
+# ---------------------------------------------------------------- compiled for GPUs
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_source_compiles_for_every_kind(architecture):
+    """With the options that CuPy adds to ours, of which the first would flush denormals if the source let it."""
+    if nvrtc.library() is None:
+        pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc")
+    if architecture not in nvrtc.architectures():
+        pytest.skip(f"this NVRTC does not know sm_{architecture}")
+    added = ("-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space")
+
+    def compiled(kind):
+        return nvrtc.compile_source(cuda.source(kind), cuda.options(kind) + added)
+
+    with ThreadPoolExecutor(2) as pool:
+        for kind, (ptx, binary) in zip(twin.KINDS, pool.map(compiled, twin.KINDS), strict=True):
+            assert binary.startswith(b"\x7fELF")
+            assert set(re.findall(r"\.entry (\w+)", ptx)) == set(cuda_shim.kernel_names(kind))
+            inexact = re.findall(r"\b\S*(?:\.ftz|\.approx|fma\.|mad\.rn)\S*", ptx)
+            assert not inexact, f"kind {kind}: {set(inexact)} round twice, approximately or drop denormals"
+
+
+# ---------------------------------------------------------------- run on the CPU
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    if cuda_shim.compiler() is None:
+        pytest.skip("no g++ to run the CUDA source on the CPU")
+    return cuda_shim.Shim(tmp_path_factory.mktemp("cuda"), twin.KINDS)
+
+
+@pytest.fixture
+def shim(libraries, monkeypatch):
+    """cuda.* on CPU tensors, until the test ends."""
+    libraries.reverse = False
+    monkeypatch.setattr(cuda, "execute", libraries.execute)
+    return libraries
+
+
+@pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
+def test_encode_and_decode_give_the_bytes_of_the_law(shim, kind, block):
+    for i, numel in enumerate(twin.LENGTHS):
+        rows = (1, 3, 2, 5, 4)[(i + kind) % 5]
+        shim.reverse = not shim.reverse
+        twin.check_round("cpu", numel, rows, kind, block, seed=31 * i + rows, offset=i % 5, gain=(1.0, 1 / 3)[i % 2])
+
+
+@pytest.mark.parametrize(("kind", "block"), [pair for pair in twin.PAIRS if pair[1] in (0, 8, 64, 256, 1024, 2048)])
+def test_mean_and_serve_give_the_bytes_of_the_law(shim, kind, block):
+    for numel, senders in [(0, 1), (1, 2), (2049, 1), (5000, 2), (70, 5)]:
+        shim.reverse = not shim.reverse
+        twin.check_serve("cpu", numel, senders, kind, block, seed=senders)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    numel=st.integers(0, 7000),
+    rows=st.integers(1, 5),
+    pair=st.sampled_from(twin.PAIRS),
+    seed=st.integers(0, 2**40),
+    offset=st.integers(0, 40),
+    gain=st.sampled_from([1.0, -1.0, 0.5, 1 / 3, 2.0**-16, 0.0]),
+    spread=st.sampled_from([0.0, 1.0, 8.0, 30.0]),
+    reverse=st.booleans(),
+)
+def test_any_geometry(libraries, numel, rows, pair, seed, offset, gain, spread, reverse):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "execute", libraries.execute)
+        libraries.reverse = reverse
+        twin.check_round("cpu", numel, rows, *pair, seed, offset=offset, gain=gain, spread=spread)
+
+
+@pytest.mark.parametrize("kind", [reference.SIGN_L1, reference.SIGN_RMS])
+def test_lazy_residual(shim, kind):
+    for reverse in (False, True):
+        shim.reverse = reverse
+        twin.check_lazy("cpu", kind, 10_001, 4)
+        twin.check_lazy("cpu", kind, 20, 5)
+        twin.check_lazy_serve("cpu", kind, 9000, 2)
+
+
+@pytest.mark.parametrize("repeat", [1, 4])
+def test_pieces_side_by_side_are_the_pieces_one_by_one(shim, repeat):
+    twin.check_pieces("cpu", repeat)
+
+
+EXTREMES = {
+    "zeros": np.zeros(40),
+    "minus-zero": np.full(40, -0.0),
+    "denormal": np.full(40, 1e-42),
+    "smallest": np.eye(1, 40)[0] * 1e-45,
+    "tiny": np.full(40, 2.0**-101),
+    "one-hot": np.eye(1, 40)[0] * 3,
+    "huge": np.full(40, 3e38) * np.tile([1, -1], 20),
+    "half-way": np.arange(40) / 2 + 0.25,
+    "range": 2.0 ** np.arange(-149, 128, 7)[:40],
+    "nan": np.where(np.arange(40) == 13, np.nan, 1),
+    "infinity": np.where(np.arange(40) == 39, np.inf, -1),
+    "both": np.where(np.arange(40) < 2, [np.inf, -np.inf] * 20, 0),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_values(shim, name):
+    x = EXTREMES[name].astype(np.float32)
+    for kind, block in twin.PAIRS:
+        if block in (0, 8, 64, 2048):
+            check_extreme(x, kind, block)
+
+
+def check_extreme(x, kind, block):
+    """As check_round, but overflow of the sums is allowed to raise the flag."""
+    pieces, flag = cut([Piece(0, len(x), kind, block)], 1), torch.zeros(1, dtype=torch.uint8)
+    want, want_left = twin.expected(x, 1, kind, block, 3)
+    wire, left = twin.Wire(1, pieces, 1, "cpu"), torch.empty(len(x))
+    cuda.encode(torch.from_numpy(x), wire.rows, flag, pieces, key=3, new_residual=left)
+    scales = reference.scale_count(kind, width_of(len(x), 1), block)
+    wire.check(0, want[0], scales)
+    twin.same(left, want_left)
+    assert flag.item() == int(not twin.finite(x, want, kind, width_of(len(x), 1), block))
+
+
+@pytest.mark.parametrize("kind", twin.KINDS)
+def test_one_bad_number_raises_the_flag(shim, kind):
+    pieces = cut([Piece(0, 5000, kind, 0 if twin.has(kind, 0) else 256)], 4)
+    for bad in (np.nan, np.inf, -np.inf):
+        for position in (0, 100, 4999):
+            x = twin.sample(5000, 1)
+            x[position] = bad
+            wire, flag = twin.Wire(4, pieces, 0, "cpu"), torch.zeros(1, dtype=torch.uint8)
+            cuda.encode(torch.from_numpy(x), wire.rows, flag, pieces)
+            assert flag.item() == 1
+
+
+@pytest.mark.parametrize("kind", [k for k in twin.KINDS if reference.CODE_BITS[k] in (8, 16)])
+def test_every_code_decodes_as_the_law_says(shim, kind):
+    """Also those that no encoder writes: -128, NaN and infinity."""
+    count = 1 << reference.CODE_BITS[kind]
+    block = 0 if kind in reference.CASTS else 2048
+    pieces = cut([Piece(0, count, kind, block)], 1)
+    row = np.zeros(pieces.row_bytes, np.uint8)
+    head = 4 * reference.scale_count(kind, count, block)
+    row[:head].view(np.float32)[:] = 1.5
+    codes = np.arange(count, dtype=np.uint8 if count == 256 else np.uint16).view(np.uint8)
+    row[head : head + len(codes)] = codes
+    out = torch.empty(count)
+    cuda.decode(torch.from_numpy(row[None]), out, pieces)
+    with np.errstate(invalid="ignore"):  # NaN among the codes
+        twin.same(out, reference.decode_row(row, kind, count, count, block))
+
+
+@pytest.mark.parametrize("tiles", [1, 1000, 1025, 20_000, 70_001])
+@pytest.mark.parametrize("kind", [reference.SIGN_L1, reference.SIGN_RMS])
+def test_the_tree_over_a_long_row(shim, monkeypatch, kind, tiles):
+    """finish_rows alone, over totals made up for rows too long to encode here; the tensors are never touched."""
+    totals = np.random.default_rng(tiles).random(tiles).astype(np.float32)
+    pieces = cut([Piece(0, tiles * cuda.TILE, kind, 0)], 1)
+    x, wire = torch.empty(tiles * cuda.TILE), torch.empty(1, pieces.row_bytes, dtype=torch.uint8)
+    scale, flag = torch.empty(1), torch.zeros(1, dtype=torch.uint8)
+
+    def execute(launch):
+        if launch.kernel == "encode_measure":
+            ctypes.memmove(int(launch.args[-1]), totals.ctypes.data, totals.nbytes)
+        else:
+            shim.execute(launch)
+
+    monkeypatch.setattr(cuda, "execute", execute)
+    cuda.encode(x, wire, flag, pieces, new_scale=scale)
+    mean = reference.tree_sum(totals.astype(np.float64)) / np.float64(tiles * cuda.TILE)
+    twin.same(scale, np.array([mean if kind == reference.SIGN_L1 else np.sqrt(mean)], np.float32))
+
+
+# ---------------------------------------------------------------- before any launch
+
+
+@pytest.mark.parametrize("name", ["encode", "serve", "decode", "decode_mean", "settle"])
+def test_arguments_are_those_of_the_cpu_path(name):
+    ours, theirs = (inspect.signature(getattr(path, name)).parameters.values() for path in (cuda, cpu))
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
+
+
+def test_importing_imports_no_cupy():
+    code = "import sys, commpress.kernels.cuda; sys.exit('cupy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_missing_cupy_names_the_cure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingPackage, match=r"commpress\[cuda12\].*commpress\[cuda13\]"):
+        cuda._cupy()
+
+
+def test_launches_go_to_cupy_on_the_current_stream(monkeypatch):
+    """What CuPy is asked for, in the words of version 14 and in those before."""
+    device, asked = torch.device("cuda", 3), []
+
+    @contextmanager
+    def context(*words):
+        asked.append(words)
+        yield
+
+    def get_function(name):
+        return lambda grid, threads, args: asked.append((name, grid, threads, args))
+
+    for stream_class in (
+        SimpleNamespace(from_external=lambda stream: context("from_external", stream.cuda_stream)),
+        SimpleNamespace(),
+    ):
+        cupy = SimpleNamespace(
+            RawModule=lambda code, options: SimpleNamespace(get_function=get_function),
+            cuda=SimpleNamespace(
+                Device=lambda index: context("device", index),
+                Stream=stream_class,
+                ExternalStream=lambda pointer, index: context("external", pointer, index),
+            ),
+        )
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=77))
+        monkeypatch.setattr(cuda, "_kernel", cuda._kernel.__wrapped__)
+        monkeypatch.setattr(cuda, "_module", cuda._module.__wrapped__)
+        cuda.execute(cuda.Launch("settle", 0, 5, 256, (np.int32(1),), device))
+        monkeypatch.undo()
+    launched = ("settle", (5,), (256,), (1,))
+    assert asked == [
+        *[("device", 3), ("from_external", 77), launched],
+        *[("device", 3), ("external", 77, 3), launched],
+    ]
+
+
+def test_wrong_tensors_are_refused():
+    pieces, flag = cut([Piece(0, 64, reference.INT8, 64)], 2), torch.zeros(1, dtype=torch.uint8)
+    x, wire = torch.zeros(64), torch.zeros(2, pieces.row_bytes, dtype=torch.uint8)
+    with pytest.raises(InvalidArgument, match=r"commpress\.kernels\.cpu"):
+        cuda.encode(x, wire, flag, pieces)
+    with pytest.raises(InvalidArgument, match=r"x is torch\.float64"):
+        cuda.encode(x.double(), wire, flag, pieces)
+    with pytest.raises(InvalidArgument, match=r"residual .* expected 64"):
+        cuda.encode(x, wire, flag, pieces, residual=x[:8])
+    with pytest.raises(InvalidArgument, match=r"flag is torch\.float32"):
+        cuda.encode(x, wire, flag.float(), pieces)
+    with pytest.raises(InvalidArgument, match="consecutive"):
+        cuda.decode(wire, torch.zeros(64, 2)[:, 0], pieces)
+    with pytest.raises(InvalidArgument, match=r"pieces\.row_bytes"):
+        cuda.decode(wire[:, :-8], x, pieces)
