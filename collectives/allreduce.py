@@ -43,7 +43,7 @@ class Workspace:
         return torch.zeros(rows, size, dtype=torch.uint8, device=device)
 
     def residual(self, message: Message, device: torch.device) -> ErrorFeedback:
-        free = self._free[id(message), device]
+        free = self._free[message, device]
         return free.pop() if free else ErrorFeedback.zeros(message.pieces, device)  # type: ignore[return-value]
 
     def give_wires(self, *wires: torch.Tensor) -> None:
@@ -51,7 +51,13 @@ class Workspace:
             self._free[wire.shape[0], wire.shape[1], wire.device].append(wire)
 
     def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
-        self._free[id(message), residual.sent.device].append(residual)
+        self._free[message, residual.sent.device].append(residual)
+
+    def forget(self, message: Message) -> None:
+        """Let go of what was kept for a message that will not come again."""
+        for key in list(self._free):
+            if key[0] is message:
+                del self._free[key]
 
 
 @dataclass

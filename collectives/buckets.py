@@ -26,14 +26,14 @@ class Span(NamedTuple):
     numel: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Message:
-    """Pieces that travel together: two collectives, one header each way."""
+    """Pieces that travel together: two collectives, one header each way. Compared by identity."""
 
     keys: tuple[tuple[str, int], ...]  # parameter name and offset of each piece
     pieces: Pieces
     codec: str  # the codecs in use, for the header
-    label: int  # CRC of the keys
+    label: int  # CRC of keys and lengths: with ranks and codecs it decides the bytes of a row
 
 
 def messages(spans: Iterable[Span], policy: Policy, ranks: int, *, feedback: bool = True) -> list[Message]:
@@ -47,7 +47,8 @@ def messages(spans: Iterable[Span], policy: Policy, ranks: int, *, feedback: boo
     def close() -> None:
         nonlocal keys, pieces, codecs, held
         if pieces:
-            label = zlib.crc32("\n".join(f"{name}@{offset}" for name, offset in keys).encode())
+            lengths = zip(keys, pieces, strict=True)
+            label = zlib.crc32("\n".join(f"{name}@{offset}+{p.numel}" for (name, offset), p in lengths).encode())
             result.append(Message(tuple(keys), cut(pieces, ranks), _describe(codecs), label))
         keys, pieces, codecs, held = [], [], [], 0
 

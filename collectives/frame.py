@@ -76,8 +76,8 @@ def stamp(wire: torch.Tensor, frame: torch.Tensor, flag: torch.Tensor, *, checks
     wire[:, :HEADER] = frame.to(wire.device, non_blocking=True)
     wire[:, FLAGS : FLAGS + 1] = flag
     if checksum:
-        for row in wire.numpy():
-            row[_PAYLOAD] = np.frombuffer(struct.pack("<I", zlib.crc32(row[HEADER:]) or 1), np.uint8)
+        sums = np.array([[zlib.crc32(row[HEADER:]) or 1] for row in wire.cpu().numpy()], "<u4")
+        wire[:, _PAYLOAD] = torch.from_numpy(sums.view(np.uint8)).to(wire.device)
 
 
 def same(mine: np.ndarray, theirs: np.ndarray) -> bool:
@@ -86,19 +86,19 @@ def same(mine: np.ndarray, theirs: np.ndarray) -> bool:
 
 def verify(wire: torch.Tensor, frame: Frame, packed: torch.Tensor, rank: int) -> None:
     """Raise ``Mismatch`` naming every rank whose message is not the expected one, or whose payload is damaged."""
-    rows, mine = wire.cpu().numpy() if wire.is_cuda else wire.numpy(), packed.numpy()
-    wrong = [(r, row) for r, row in enumerate(rows) if not same(mine, row[:HEADER])]
+    headers, mine = wire[:, :HEADER].cpu().numpy(), packed.numpy()
+    wrong = [(r, row) for r, row in enumerate(headers) if not same(mine, row)]
     if wrong:
-        got = [(r, unpack(row[:HEADER])) for r, row in wrong]
+        got = [(r, unpack(row)) for r, row in wrong]
         peers = "; ".join(f"rank {r} sent {f.describe() if f else 'bytes that are no header'}" for r, f in got)
         raise Mismatch(
             f"rank {rank} expected {frame.describe()}, but {peers}. Every rank must use the same codec, options and "
             "model, and call collectives in the same order.",
             ranks=tuple(r for r, _ in wrong),
         )
-    for r, row in enumerate(rows):
+    for r, row in enumerate(headers):
         (want,) = struct.unpack("<I", row[_PAYLOAD].tobytes())
-        if want and want != (zlib.crc32(row[HEADER:]) or 1):
+        if want and want != (zlib.crc32(wire[r, HEADER:].cpu().numpy()) or 1):
             raise CommunicationError(
                 f"the payload of rank {r} in {frame.describe()} is damaged: its checksum does not match. "
                 "Memory or network corrupt data; check both before going on.",

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from commpress.collectives.frame import HEADER, same
-from commpress.errors import CommunicationError, PeerFailure
+from commpress.collectives.frame import HEADER, same, unpack
+from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from commpress.work import Work
 
 
@@ -41,7 +41,9 @@ class TorchTransport:
     def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta, point_to_point: bool | None = None) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.size = group.rank(), group.size()
-        self.point_to_point = dist.get_backend(group) == "gloo" if point_to_point is None else point_to_point
+        backends = dist.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl
+        only_gloo = all(backend.endswith("gloo") for backend in backends)
+        self.point_to_point = only_gloo if point_to_point is None else point_to_point
         self.ordered = not self.point_to_point
         self.failure: str | None = None
         self._kept: list[Any] = []  # buffers of operations that a disagreement left unfinished
@@ -88,7 +90,7 @@ class TorchTransport:
         mine[0, :HEADER] = inp[0, :HEADER]
         mine[0, HEADER:] = torch.tensor([inp.shape[1]], dtype=torch.int64).view(torch.uint8).to(inp.device)
         every = mine.new_empty(self.size, HEADER + 8)
-        dist.all_gather_into_tensor(every, mine, group=self.group)
+        _Checked(self, dist.all_gather_into_tensor(every, mine, group=self.group, async_op=True)).wait()
         rows = every.cpu().numpy()
         different = tuple(
             r
@@ -96,10 +98,10 @@ class TorchTransport:
             if not (same(rows[self.rank], row) and (row[HEADER:] == rows[self.rank, HEADER:]).all())
         )
         if different:
-            names = ", ".join(self.peer(r) for r in different)
-            raise CommunicationError(
-                f"rank {self.rank} is about to {operation} rows of {inp.shape[1]} bytes, but {names} would do "
-                "something else: every rank must use the same codec, options and model.",
+            peers = "; ".join(f"{self.peer(r)} sends {_row(rows[r])}" for r in different)
+            raise Mismatch(
+                f"rank {self.rank} sends {_row(rows[self.rank])}, but {peers}. Every rank must use the same codec, options "
+                "and model, and call collectives in the same order.",
                 ranks=different,
             )
         self._agreed.add(key)
@@ -150,6 +152,7 @@ class _Exchange:
         mine = self.inp[self.transport.rank, :HEADER].numpy()
         if not all(same(mine, self.out[r, :HEADER].numpy()) for r in self.headers):
             self.transport._kept.append(self)  # their buffers must outlive messages that nobody will take
+            self.transport.failure = "the ranks disagreed and left messages behind."
             return
         self._wait_all(self.payloads, deadline)
         self._wait_all(self.sent_payloads, deadline)
@@ -174,6 +177,12 @@ class _Exchange:
             says += [f"{self.transport.peer(r)} was silent for {seconds:g} s ({failed[r]})" for r in silent]
         ranks = tuple(closed or silent)
         return self.transport.fail(f"rank {self.transport.rank}: " + "; ".join(says) + ".", ranks)
+
+
+def _row(header: Any) -> str:
+    """What a rank is about to send, from its header and the bytes of its rows."""
+    frame = unpack(header[:HEADER])
+    return f"{frame.describe() if frame else 'no header'} in rows of {int(header[HEADER:].view('int64')[0])} bytes"
 
 
 def _tags(tag: int, row: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ class ErrorFeedback:
     @classmethod
     def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu") -> "ErrorFeedback":
         def new(numel: int) -> torch.Tensor:
-            return torch.zeros(numel, device=device)
+            return torch.zeros(numel, dtype=torch.float32, device=device)
 
         feedback = cls(new(pieces.kept), new(pieces.shard if pieces.kept else 0))
         if pieces.row_scales and pieces.kept:
@@ -97,7 +97,8 @@ class ResidualStore:
                 before.feedback.settle(before.pieces)
                 self._fill(key, place, before.sent(), before.reduced())
             elif key in self._loaded:
-                self._fill(key, place, *self._loaded.pop(key))
+                self._fill(key, place, *self._loaded[key])
+                del self._loaded[key]
             self._places[key] = place
         return feedback
 
@@ -106,12 +107,18 @@ class ResidualStore:
             place.feedback.settle(place.pieces)
 
     def places(self) -> list[tuple[Key, torch.Tensor, torch.Tensor]]:
-        """(key, sent, reduced) of every piece, in the same order on every rank; views, plain residuals."""
+        """(key, sent, reduced) of every piece, in the same order on every rank; views, plain residuals.
+
+        Loaded pieces that no message has brought yet are among them: saving right after loading loses nothing.
+        """
         self.settle()
-        return [(key, place.sent(), place.reduced()) for key, place in sorted(self._places.items())]
+        every = self._loaded | {key: (place.sent(), place.reduced()) for key, place in self._places.items()}
+        return [(key, *every[key]) for key in sorted(every)]
 
     def load(self, residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Replace all residuals; pieces that no message has brought yet wait for it."""
+        """Replace all residuals; pieces that no message has brought yet wait for it. All or nothing."""
+        for key in residuals.keys() & self._places.keys():
+            self._check(key, self._places[key], *residuals[key])
         self.settle()
         self._loaded = dict(residuals)
         for key, place in self._places.items():
@@ -120,8 +127,14 @@ class ResidualStore:
             if key in self._loaded:
                 self._fill(key, place, *self._loaded.pop(key))
 
+    @classmethod
+    def _fill(cls, key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor) -> None:
+        cls._check(key, place, sent, reduced)
+        place.sent().copy_(sent)
+        place.reduced().copy_(reduced)
+
     @staticmethod
-    def _fill(key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor) -> None:
+    def _check(key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor) -> None:
         for name, mine, theirs in (("sent", place.sent(), sent), ("reduced", place.reduced(), reduced)):
             if mine.shape != theirs.shape:
                 raise StateMismatch(
@@ -129,4 +142,3 @@ class ResidualStore:
                     f"expected {mine.numel()}: the checkpoint is of another model or world size. On another world size "
                     "save with elastic_state_dict()."
                 )
-            mine.copy_(theirs)

@@ -60,6 +60,7 @@ def overlapped(jobs: Iterable[Steps[T]], *, limit: int) -> Steps[list[T]]:
 
     Every rank starts and resumes the jobs in the same order, whatever the timing: the oldest wait is always next.
     """
+    assert limit > 0
     running, results, pending = _Running(), {}, deque(enumerate(jobs))
     while pending or running.waiting:
         while pending and len(running.waiting) < limit:
@@ -85,11 +86,14 @@ class Worker:
         self._limit = limit
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
         self._failure: BaseException | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, steps: Steps[T]) -> torch.futures.Future[T]:
         """On CUDA the steps run on the worker's side stream, after what the caller's stream has queued so far."""
+        if self._closed:
+            raise RuntimeError("the worker is closed, nobody would run this job: make a new one")
         if self._stream is None:
             future: torch.futures.Future[Any] = torch.futures.Future()
         else:
@@ -100,6 +104,7 @@ class Worker:
 
     def close(self) -> None:
         """Let the jobs under way finish, then end the thread."""
+        self._closed = True
         self._jobs.put(None)
         self._thread.join()
 

@@ -12,7 +12,7 @@ import torch
 
 from commpress.codecs.family import EXACT
 from commpress.collectives.allreduce import Workspace, reduce_message
-from commpress.collectives.buckets import one_message
+from commpress.collectives.buckets import PIECE, one_message
 from commpress.collectives.transport import Transport
 from commpress.errors import StateMismatch
 from commpress.feedback import Key, ResidualStore
@@ -58,6 +58,8 @@ def residuals_of(
             "expected what state_dict() or elastic_state_dict() gave; this is something else or of another version"
         )
     first = states[0]
+    if any((s["kind"], s["size"]) != (first["kind"], first["size"]) for s in states):
+        raise StateMismatch("got states of different kinds or world sizes: pass those of one checkpoint")
     if first["kind"] == "elastic":
         return first["step"], _from_shards(states, transport)
     if len(states) > 1:
@@ -75,20 +77,35 @@ def _from_shards(
 ) -> dict[Key, tuple[torch.Tensor, torch.Tensor]]:
     size = states[0]["size"]
     ranks = sorted(s["rank"] for s in states)
-    if ranks != list(range(size)) or len({s["step"] for s in states}) > 1:
+    if ranks != list(range(size)) or len({(s["step"], *sorted(s["shards"])) for s in states}) > 1:
         raise StateMismatch(
             f"an elastic state saved by {size} ranks needs all {size} parts of one step, got those of ranks {ranks} at "
-            f"steps {sorted({s['step'] for s in states})}"
+            f"steps {sorted({s['step'] for s in states})}, not all with the same parameters or not all there"
         )
     residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
     for text in states[0]["shards"]:
         numel = states[0]["shards"][text]["numel"]
-        total = torch.zeros(numel)
+        total = torch.zeros(numel, dtype=torch.float32)
         for state in states:
             shard = state["shards"][text]
             total[shard["start"] : shard["start"] + shard["values"].numel()] = shard["values"]
-        residuals[_key(text)] = (total, torch.zeros(width_of(numel, transport.size)))
+        residuals[_key(text)] = (total, torch.zeros(width_of(numel, transport.size), dtype=torch.float32))
     return residuals
+
+
+def check_fit(residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]], numels: dict[str, int]) -> None:
+    """Every residual belongs to a parameter with these names and lengths."""
+    for (name, offset), (sent, _) in residuals.items():
+        if name not in numels:
+            raise StateMismatch(
+                f"the state has a residual of {name!r}, but the model has no such parameter: load the state of this model, "
+                "saved with the same named_parameters"
+            )
+        if sent.numel() != min(PIECE, numels[name] - offset):
+            raise StateMismatch(
+                f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, but that parameter has "
+                f"{numels[name]} elements, cut every {PIECE}: load the state of this model"
+            )
 
 
 def _head(kind: str, transport: Transport, step: int) -> dict[str, Any]:

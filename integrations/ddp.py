@@ -5,12 +5,14 @@ DDP a future. Backward goes on meanwhile.
 """
 
 import logging
+import re
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,13 +23,14 @@ from commpress.collectives.loopback import Recorded, Timed
 from commpress.collectives.transport import TorchTransport
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ErrorFeedback, ResidualStore
-from commpress.integrations.checkpoint import elastic_state, exact_state, residuals_of
+from commpress.integrations.checkpoint import check_fit, elastic_state, exact_state, residuals_of
 from commpress.integrations.counters import Counters, relative_errors
 from commpress.work import Steps, Worker
 
 log = logging.getLogger("commpress")
 
-DEFAULT_MIN_NUMEL = 1024
+DEFAULT_MIN_NUMEL = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNORDERED_LIMIT = 4  # buckets under way at once where messages are matched by tag
 
 
@@ -80,6 +83,34 @@ class _Step:
         self.number = number
         self.open, self.closed, self.finite = 0, False, True
         self.held: list[Outcome] = []
+        self.futures: list[torch.futures.Future[torch.Tensor]] = []
+        self.error: NonFiniteGradient | None = None
+
+    def raise_errors(self) -> None:
+        """At the end of this backward, as what they are. Called once, inside the hook of the last bucket.
+
+        Note: who raises. DDP makes "RuntimeError: Unable to cast" of an exception in a future, so autograd is asked to call
+        back before DDP looks at the futures. Where no node of the graph is being evaluated (the first step of a static
+        graph, a rank that has joined) it is too late for that: wait here. NonFiniteGradient comes after DDP has finished, so
+        that training may go on after it.
+        """
+        if torch._C._current_autograd_node() is None:
+            self._wait()
+        else:
+            Variable._execution_engine.queue_callback(self._wait)
+
+    def _wait(self) -> None:
+        for future in self.futures:
+            future.wait()
+        if self.error is None:
+            return
+        if torch._C._current_graph_task_id() < 0:
+            raise self.error
+        Variable._execution_engine.queue_callback(self._raise)
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 class _Layout:
@@ -135,15 +166,22 @@ class CompressedState:
             raise InvalidArgument("torch.distributed is not initialised: call init_process_group before CompressedState")
         self.policy = policy_of(codec, min_numel=min_numel, exclude=exclude)
         self.exact = policy_of("none")
-        self.error_feedback, self.on_nonfinite, self.grad_scaler = error_feedback, on_nonfinite, grad_scaler
+        self.error_feedback, self.on_nonfinite = error_feedback, on_nonfinite
+        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.exact_steps, self.measure_every, self.seed = exact_steps, measure_every, seed
         self.step = 0
         self.counters = Counters()
         self.residuals = ResidualStore()
-        self._names = {id(p): name for name, p in named_parameters or ()}
+        parameters = dict(named_parameters or ())
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._numels = {name: p.numel() for name, p in parameters.items()}
+        for pattern in exclude:
+            if not any(re.search(pattern, name) for name in parameters):
+                log.warning("exclude=%r matches no parameter: nothing is left out because of it", pattern)
         self._layouts: dict[tuple[object, ...], _Layout] = {}
         self._current: _Step | None = None
         self._sequence = 0
+        self._said = False
         self._workspace = Workspace(checksum=checksum)
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         backend = dist.get_backend(process_group)
@@ -160,6 +198,11 @@ class CompressedState:
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise InvalidArgument("a bucket holds sparse gradients, which are not compressed: build it with sparse=False")
+        if buffer.dtype not in DTYPES:
+            raise InvalidArgument(
+                f"a bucket holds {buffer.dtype} gradients, expected float32, bfloat16 or float16: convert the model with "
+                ".float(), or leave these parameters to DistributedDataParallel without this hook"
+            )
         if self.transport.size == 1:
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(buffer)
@@ -177,13 +220,17 @@ class CompressedState:
         if self._worker is None:
             limit = 1 if self.transport.ordered else UNORDERED_LIMIT
             self._worker = Worker("commpress", limit=limit, device=buffer.device)
-        return self._worker.submit(steps)
+        future = self._worker.submit(steps)
+        step.futures.append(future)
+        if step.closed:
+            step.raise_errors()
+        return future
 
     def _bucket(self, bucket: torch.Tensor, layout: _Layout, step: _Step, sequence: int) -> Steps[torch.Tensor]:
         buffer = bucket
         if bucket.dtype != torch.float32:
             if layout.scratch is None:
-                layout.scratch = torch.empty(bucket.numel(), device=bucket.device)
+                layout.scratch = torch.empty(bucket.numel(), dtype=torch.float32, device=bucket.device)
             buffer = layout.scratch.copy_(bucket)
         gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
         measure = self.measure_every and step.number % self.measure_every == 0
@@ -219,6 +266,7 @@ class CompressedState:
         step.finite &= finite
         if not finite:
             bucket.fill_(float("inf") if self.grad_scaler else 0.0)
+            self._bad_gradient(step)
         if self.grad_scaler:
             step.held += outcomes
             if step.closed and step.open == 0:
@@ -227,34 +275,29 @@ class CompressedState:
             _settle_outcomes(outcomes, finite)
         if step.closed and step.open == 0:
             self.counters.step(step.finite, self.transport.sent_bytes, self._timed.seconds, self._workspace)
-            if self.counters.steps == 1:
+            if not self._said and step.number >= self.exact_steps:
                 self._say_what_happened()
-        if not finite:
-            self._bad_gradient(step.number)
 
-    def _bad_gradient(self, number: int) -> None:
+    def _bad_gradient(self, step: _Step) -> None:
         if self.on_nonfinite == "raise":
-            raise NonFiniteGradient(
-                f"the gradients of step {number} hold NaN or infinity on some rank. No residual was changed. Look for the "
-                "cause in the loss, or pass on_nonfinite='skip'."
+            step.error = NonFiniteGradient(
+                f"the gradients of step {step.number} hold NaN or infinity on some rank. No residual was changed. Look for "
+                "the cause in the loss, or pass on_nonfinite='skip'."
             )
-        if self.counters.skipped_buckets <= 3 or self.counters.skipped_buckets % 100 == 0:
+        elif self.counters.skipped_buckets <= 3 or self.counters.skipped_buckets % 100 == 0:
             effect = "passed on as infinity to the GradScaler" if self.grad_scaler else "replaced by zeros on all ranks"
             log.warning(
                 "step %d: a bucket held NaN or infinity on some rank and was %s (%d so far). With AMP pass "
-                "grad_scaler= so that the loss scale adapts.", number, effect, self.counters.skipped_buckets + 1,
+                "grad_scaler= so that the loss scale adapts.", step.number, effect, self.counters.skipped_buckets + 1,
             )  # fmt: skip
         self.counters.skipped_buckets += 1
 
     def _say_what_happened(self) -> None:
-        counters = self.counters
-        if counters.compressed_elements == 0 and self.exact_steps == 0:
-            log.warning(
-                "NOTHING WAS COMPRESSED: all %d tensors travelled exactly (codec, min_numel or exclude leave none).",
-                sum(len(layout.spans) for layout in self._layouts.values()),
-            )
-        elif self.exact_steps == 0:
-            log.info("first step: %s", counters.summary())
+        self._said = True
+        if self.counters.compressed_elements == 0:
+            log.warning("NOTHING WAS COMPRESSED: every tensor travelled exactly (codec, min_numel or exclude leave none).")
+        else:
+            log.info("first compressed step: %s", self.counters.summary())
 
     # ------------------------------------------------------------ layouts
 
@@ -269,11 +312,19 @@ class CompressedState:
                 at += gradient.numel()
             if at != buffer.numel():
                 raise InvalidArgument(f"a bucket of {buffer.numel()} elements has gradients of {at}: unknown layout")
+            self._forget(exact, parameters)
             policy = self.exact if exact else self.policy
             plan = messages(spans, policy, self.transport.size, feedback=self.error_feedback)
             feedbacks = [self.residuals.attach(m.keys, m.pieces, buffer.device) for m in plan]
             self._layouts[key] = _Layout(plan, feedbacks, spans)
         return self._layouts[key]
+
+    def _forget(self, exact: bool, parameters: list[torch.Tensor]) -> None:
+        """Drop layouts whose parameters come in other buckets from now on: their residuals move away."""
+        now = set(map(id, parameters))
+        for key in [key for key in self._layouts if key[0] == exact and not now.isdisjoint(key[1:])]:
+            for message in self._layouts.pop(key).messages:
+                self._workspace.forget(message)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -287,8 +338,11 @@ class CompressedState:
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """From this rank's ``state_dict``, or from all ranks' ``elastic_state_dict``s in any order, at any time."""
-        self.step, residuals = residuals_of(states, self.transport)
+        step, residuals = residuals_of(states, self.transport)
+        if self._numels:
+            check_fit(residuals, self._numels)
         self.residuals.load(residuals)
+        self.step = step
 
     def _next_sequence(self) -> int:
         self._sequence += 1

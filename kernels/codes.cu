@@ -63,7 +63,7 @@ __device__ __forceinline__ f32 from_fp16(unsigned code) {
 // ---------------------------------------------------------------- codes
 
 struct Scale {
-    f32 scale, inverse; // inverse = 0 where the block is sent as zero; sign kinds and TERNARY do not use it
+    f32 scale, inverse; // inverse = 0 where the block is sent as zero; sign kinds do not use it
 };
 
 __device__ __forceinline__ f32 uniform(unsigned index, unsigned key) {
@@ -81,8 +81,8 @@ __device__ __forceinline__ unsigned to_code(f32 c, Scale s, unsigned index, unsi
     if (KIND == BF16) return to_bf16(c);
     if (KIND == FP16) return to_fp16(c);
     if (KIND == FP32) return pattern(c);
-    if (KIND == TERNARY) return uniform(index, key) * s.scale < magnitude(c) ? (c > f32{0} ? 1 : 3) : 0;
     if (pattern(s.inverse) == 0) return 0;
+    if (KIND == TERNARY) return uniform(index, key) * s.scale < magnitude(c) ? (c > f32{0} ? 1 : 3) : 0;
     return KIND == FP8 ? to_fp8(c * s.inverse) : (unsigned)nearest(c * s.inverse) & MASK;
 }
 

@@ -288,7 +288,7 @@ def _encode_any(x, gain, wires, wire, flag, pieces, rank, key, residual, new_res
         )
     )  # fmt: skip
     if pieces.row_scales:
-        scales = torch.empty(len(pieces.table) * rows) if new_scale is None else new_scale
+        scales = torch.empty(len(pieces.table) * rows, dtype=torch.float32) if new_scale is None else new_scale
         table = pieces.table
         finite = _finish_rows(partial, table, rows, senders, rank, flat, stride, scales.numpy()) and finite
         if new_residual is not None and new_scale is None:

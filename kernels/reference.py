@@ -155,6 +155,8 @@ def encode_block(c: np.ndarray, kind: int, first: int, key: int) -> tuple[np.flo
         return scale, pack_codes(codes, CODE_BITS[kind])
     if kind == TERNARY:
         scale = peak_scale(c, 1)
+        if not scale > 0:
+            return scale, pack_codes(zeros, 2)
         draw = uniform(np.arange(first, first + len(c), dtype=np.uint32), key) * scale
         codes = np.where(draw < np.abs(c), np.where(c > 0, np.uint8(1), np.uint8(3)), np.uint8(0))
         return scale, pack_codes(codes, 2)

@@ -6,6 +6,7 @@ gets a process group of its own, over a file in a temporary directory and never 
 
 import faulthandler
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -122,9 +123,16 @@ def _serve(pipe: connection.Connection, stack: str) -> None:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         while True:
             try:
-                pipe.send(_call(*pipe.recv()))
+                _answer(pipe, _call(*pipe.recv()))
             except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the tests are over
                 return
+
+
+def _answer(pipe: connection.Connection, outcome: Any) -> None:
+    try:
+        pipe.send(outcome)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        pipe.send(error)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, file: str) -> Any:

@@ -76,7 +76,7 @@ def check_telescoping(size, numel, codec, steps, tolerance_steps=None):
 
 
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("codec", ["sign", "sign-rms", SignCodec(block=0), "none"], ids=str)
+@pytest.mark.parametrize("codec", ["sign", "sign-l1", SignCodec(block=0), "none"], ids=str)
 def test_telescoping_on_every_world_size(size, codec):
     check_telescoping(size, 1000 + size, codec, steps=12)
 
@@ -86,14 +86,14 @@ def test_telescoping_on_every_world_size(size, codec):
     size=st.integers(1, 12),
     numel=st.integers(1, 3000),
     codec=st.sampled_from([
-        *NAMES, SignCodec(block=8), SignCodec("rms", 0), BlockCodec("int4", 8), TernaryCodec(64), CastCodec("fp16")
+        *NAMES, SignCodec(block=8), SignCodec("l1", 0), BlockCodec("int4", 8), TernaryCodec(64), CastCodec("fp16")
     ]),
 )  # fmt: skip
 def test_telescoping_for_every_codec_and_length(size, numel, codec):
     check_telescoping(size, numel, codec, steps=4)
 
 
-@pytest.mark.parametrize("codec", ["sign", "sign-rms", SignCodec(block=0), SignCodec("rms", 0)], ids=str)
+@pytest.mark.parametrize("codec", ["sign", "sign-l1", SignCodec(block=0), SignCodec("l1", 0)], ids=str)
 @pytest.mark.parametrize("size", WORLDS)
 def test_equal_sign_patterns_of_constant_magnitude_are_exact(size, codec):
     """x_i = k_i · p gives mean(k) · p and leaves nothing behind (the k are chosen so that sums are exact)."""

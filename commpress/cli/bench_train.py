@@ -1,6 +1,6 @@
 """a training step under several gradient hooks: which share of it waits for the network
 
-Trains a GPT of 10.8 M parameters under DistributedDataParallel, once per variant, in turns of a few steps, so that moods of
+Trains a GPT of 10.9 M parameters under DistributedDataParallel, once per variant, in turns of a few steps, so that moods of
 machine and network hit all alike.
   compute     no communication: what the others would take on an infinitely fast network
   plain       torch's all-reduce of float32
@@ -16,9 +16,7 @@ machine and network hit all alike.
 
 import argparse
 from dataclasses import asdict, dataclass
-from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +32,10 @@ from commpress.codecs.family import NAMES
 from commpress.errors import InvalidArgument
 
 VARIANTS = "compute,plain,bf16,powersgd1,sign"
-ONE_BUCKET = 1 << 20  # MB: PowerSGD chains collectives in callbacks, whose order differs between ranks if there are several
+# MB. PowerSGD chains collectives in callbacks: with several buckets ranks may issue them in different orders.
+ONE_BUCKET = 1 << 20
 WARM = 4  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD begins with the third
-HEAD = ["variant", "step ms", "of compute", "exposed ms", "MB sent/rank", "against plain", "buckets", "loss"]
+HEAD = ["variant", "step ms", "of compute", "exposed ms", "MB sent/rank", "against plain", "loss"]
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,21 @@ class Measured:
     variant: str
     step_seconds: float  # median of the slowest rank's
     exposed_seconds: float  # median over rounds of this variant's median step minus that of compute
-    sent_bytes: float | None  # per step, of rank 0; None where the kernel does not tell
-    buckets: int
+    sent_bytes: float | None  # per step, mean over the ranks; None where the kernel does not tell
     loss: float
     parameters: int
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variants", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}; compute is always measured")
     parser.add_argument(
-        "--bucket-mb", nargs="+", default=["25"], metavar="MB", help="DDP's buckets: MB for all, variant=MB for one (default 25)"
+        "--variants", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}; compute is always measured"
+    )
+    parser.add_argument(
+        "--bucket-mb",
+        nargs="+",
+        default=["25"],
+        metavar="MB",
+        help="DDP's buckets: MB for all, variant=MB for one (default 25)",
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each variant (default 5)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of each turn (default 4)")
@@ -100,7 +104,9 @@ def run(options: argparse.Namespace) -> int:
     print(summary(measured))
     bars = judge({m.variant: m for m in measured}) if options.check else []
     if options.json:
-        table.write_json(options.json, {"settings": asdict(settings), "rows": [asdict(m) for m in measured], "bars": bars})
+        table.write_json(
+            options.json, {"settings": asdict(settings), "rows": [asdict(m) for m in measured], "bars": bars}
+        )
     return table.verdict(bars)
 
 
@@ -120,7 +126,9 @@ def bucket_sizes(variants: tuple[str, ...], words: list[str]) -> tuple[float, ..
         except ValueError:
             sizes[name] = 0.0
         if sizes[name] <= 0 or name not in ("", *variants):
-            raise InvalidArgument(f"--bucket-mb has {word!r}, expected a number or variant=number with a variant that runs")
+            raise InvalidArgument(
+                f"--bucket-mb has {word!r}, expected a number or variant=number with a variant that runs"
+            )
         if name.startswith("powersgd"):
             raise InvalidArgument("torch's PowerSGD hook needs all gradients in one bucket, so it has no --bucket-mb")
     return tuple(ONE_BUCKET if name.startswith("powersgd") else sizes.get(name, sizes[""]) for name in variants)
@@ -138,7 +146,7 @@ class Variant:
         self.model = GPT(width=settings.width, layers=settings.layers, length=settings.length)
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
-        self.library, self.buckets = text.standard_library(), 0
+        self.library = text.standard_library()
         self.draws = torch.Generator().manual_seed(settings.seed * 4096 + dist.get_rank())
         self.sent, self.loss = 0, float("nan")
         attach(self.ddp, name)
@@ -188,18 +196,21 @@ def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None)
         variant.sent = 0
     parameters = sum(p.numel() for p in variants[0].model.parameters())
     if report is not None:
-        report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {settings.rounds} turns of {settings.steps} steps each")
+        report(
+            f"{size} ranks, {parameters / 1e6:.1f} M parameters, {settings.rounds} turns of {settings.steps} steps each"
+        )
     seconds = torch.empty(settings.rounds, len(variants), settings.steps, dtype=torch.float64)
     for turn in range(settings.rounds):
         for i, variant in enumerate(variants):
             seconds[turn, i] = torch.tensor(variant.turn(settings.steps))
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     turns = seconds.median(2).values  # [round, variant]
-    steps = settings.rounds * settings.steps
+    sent = torch.tensor([variant.sent for variant in variants]) / (settings.rounds * settings.steps * size)
+    dist.all_reduce(sent)
     return [
         Measured(
             variant.name, float(seconds[:, i].median()), float((turns[:, i] - turns[:, 0]).median()),
-            variant.sent / steps if sent_bytes() is not None else None, variant.buckets, variant.loss, parameters,
+            float(sent[i]) if sent_bytes() is not None else None, variant.loss, parameters,
         )
         for i, variant in enumerate(variants)
     ]  # fmt: skip
@@ -218,7 +229,7 @@ def summary(measured: list[Measured]) -> str:
             [
                 m.variant, f"{1e3 * m.step_seconds:.1f}", f"{m.step_seconds / compute.step_seconds:.2f}x",
                 f"{1e3 * m.exposed_seconds:.1f}", "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.3f}", against,
-                str(m.buckets), f"{m.loss:.2f}",
+                f"{m.loss:.2f}",
             ]
         )  # fmt: skip
     return table.render(HEAD, rows)
@@ -229,7 +240,7 @@ def judge(of: dict[str, Measured]) -> list[tuple[str, bool]]:
     print()
     return [
         (
-            f"sign exposes {1e3 * sign.exposed_seconds:.1f} ms, at most half of powersgd1's {1e3 * powersgd.exposed_seconds:.1f}",
+            f"sign exposes {1e3 * sign.exposed_seconds:.1f} ms, powersgd1 {1e3 * powersgd.exposed_seconds:.1f}: at most half",
             sign.exposed_seconds <= 0.5 * powersgd.exposed_seconds,
         ),
         (

@@ -44,7 +44,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option("steps", "N", "training steps of each run")
     option("seed", "N", "of weights and batches")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with so many seeds (default 1)")
-    option("codec", "NAME", "of the run commpress: sign, sign-rms, ternary, int8, int4, fp8, bf16, fp16 or none", str)
+    option("codec", "NAME", "of the run commpress: sign, sign-l1, ternary, int8, int4, fp8, bf16, fp16 or none", str)
     parser.add_argument("--no-error-feedback", action="store_true", help="throw away what compression leaves out")
     option("min_numel", "N", "smaller tensors travel exactly")
     option("exact_steps", "N", "first steps that travel exactly")

@@ -1,0 +1,222 @@
+"""The command line at toy size: that commands run, say what they measured, and fail when they should."""
+
+import argparse
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from commpress.cli import bench_train, main, parser, plot, race, table, wire
+from commpress.errors import InvalidArgument
+
+COMMANDS = [(), ("demo",), ("bench",), ("bench", "codec"), ("bench", "allreduce"), ("bench", "train")]
+TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "16"]
+
+
+def commpress(*arguments: str) -> int:
+    return main([str(a) for a in arguments])
+
+
+# ---------------------------------------------------------------- help and refusals
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command) or "commpress")
+def test_help_teaches(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        commpress(*command, "--help")
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    if command != ("bench",):
+        examples = re.findall(rf"^  .*{' '.join(('commpress', *command))}.*$", said, re.M)
+        assert len(examples) >= 2, said
+
+
+def leaves(top: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    found = [top]
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                found += leaves(below)
+    return found
+
+
+def test_every_option_has_a_help_text():
+    for command in leaves(parser()):
+        assert [a.dest for a in command._actions if not a.help and not isinstance(a, argparse._SubParsersAction)] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["demo", "--codec", "sing"], "did you mean 'sign'?"),
+        (["demo", "--runs", "plain,fast"], "expected some of plain, bf16, commpress"),
+        (["demo", "--ranks", "1"], "expected at least 2"),
+        (["demo", "--steps", "0"], "must be at least 1"),
+        (["bench", "codec", "--codec", "sing"], "expected some of sign"),
+        (["bench", "codec", "--codec", "int8", "--check", "--numel", "4096", "--threads", "1"], "--check needs"),
+        (["bench", "allreduce", "--min-bytes", "1MiB", "--max-bytes", "1KiB"], "<= --max-bytes"),
+        (["bench", "train", "--variants", "powersgd"], "expected powersgdN"),
+        (["bench", "train", "--variants", "sign", "--check"], "name both"),
+        (["bench", "train", "--bucket-mb", "plane=4"], "expected a number or variant=number"),
+        (["bench", "train", "--bucket-mb", "powersgd1=4"], "all gradients in one bucket"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(arguments, says, capsys):
+    assert commpress(*arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "tqdm"])
+def test_a_missing_package_is_named_with_its_cure(package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert commpress("demo") == 2
+    said = capsys.readouterr().err
+    assert said == f"commpress: error: the demo needs {package}: pip install 'commpress[demo]'\n"
+
+
+def test_half_a_launcher_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert commpress("bench", "allreduce") == 2
+    assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- demo
+
+
+def test_demo(tmp_path, capsys):
+    png, measured = tmp_path / "demo.png", tmp_path / "demo.json"
+    status = commpress("demo", "--ranks", 2, "--steps", 6, "--seeds", 2, *TINY, "--out", png, "--json", measured)
+    said = capsys.readouterr()
+    assert status == 0
+    rows = {line.split()[0]: line for line in said.out.splitlines() if line}
+    assert {"plain", "bf16", "commpress"} <= rows.keys()
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "step 6/6" in said.err, "progress where there is no terminal"
+    runs = {(r["settings"]["run"], r["settings"]["seed"]): r for r in json.loads(measured.read_text())}
+    assert len(runs) == 6
+    for seed in (0, 1):
+        plain, bf16, ours = (runs[name, seed] for name in ("plain", "bf16", "commpress"))
+        assert plain["losses"][0] == bf16["losses"][0] == ours["losses"][0], "equal weights and batches"
+        assert plain["losses"][1:] != ours["losses"][1:], "the hook ran"
+        assert plain["bytes_per_step"] > bf16["bytes_per_step"] > ours["bytes_per_step"]
+        assert ours["sent"][-1] >= ours["counters"]["wire_bytes"] > 0
+    assert runs["plain", 0]["losses"] != runs["plain", 1]["losses"]
+
+
+def test_demo_without_error_feedback_differs(tmp_path):
+    losses = []
+    for extra in ([], ["--no-error-feedback"]):
+        command = ["demo", "--ranks", 2, "--steps", 4, *TINY, "--runs", "commpress", *extra]
+        assert commpress(*command, "--out", tmp_path / "a.png", "--json", tmp_path / "a.json") == 0
+        losses.append(json.loads((tmp_path / "a.json").read_text())[0]["losses"])
+    assert losses[0][:2] == losses[1][:2], "feedback begins to matter with the second gradient"
+    assert losses[0] != losses[1]
+
+
+def test_a_line_is_the_mean_of_the_last_twentieth():
+    assert plot.smooth([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
+    assert plot.smooth([float(i) for i in range(40)])[-2:] == [37.5, 38.5]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what a socket sent")
+def test_sent_bytes_are_those_of_the_sockets():
+    server = socket.create_server(("127.0.0.1", 0))
+    sender = socket.create_connection(server.getsockname())
+    receiver, _ = server.accept()
+    with server, sender, receiver:
+        before = wire.sent_bytes()
+        sender.sendall(bytes(100_000))
+        left = 100_000
+        while left:
+            left -= len(receiver.recv(left))
+        assert 100_000 < wire.sent_bytes() - before < 110_000
+
+
+# ---------------------------------------------------------------- benchmarks
+
+
+def test_bench_codec(tmp_path, capsys):
+    codecs = "sign,sign/row,int8,none"
+    assert commpress("bench", "codec", "--numel", 65536, "--codec", codecs, "--json", tmp_path / "codec.json") == 0
+    figures = json.loads((tmp_path / "codec.json").read_text())["figures"]
+    assert len(figures) == 4 * 2 * 5
+    assert all(f["seconds"] > 0 and f["of_copy"] > 0 for f in figures)
+    assert f"bytes equal the reference for {codecs.replace(',', ', ')}" in capsys.readouterr().out
+
+
+def test_bench_codec_race_agrees(monkeypatch, capsys):
+    slow = race.candidates
+    monkeypatch.setattr(
+        race, "candidates", lambda numel: {k: v for k, v in slow(numel).items() if k != "torch.compile"}
+    )
+    before = torch.get_num_threads()
+    assert commpress("bench", "codec", "--race", "--numel", 1 << 18, "--threads", 1) == 0
+    assert torch.get_num_threads() == before
+    said = capsys.readouterr().out
+    assert "Numba (commpress)" in said
+    assert "failed" not in said
+
+
+def test_bench_allreduce(tmp_path, capsys):
+    command = ["bench", "allreduce", "--ranks", 2, "--min-bytes", "40KB", "--max-bytes", "400KB", "--factor", 10]
+    assert commpress(*command, "--iterations", 3, "--warmup", 0, "--check", "--json", tmp_path / "all.json") == 0
+    said = capsys.readouterr().out
+    assert said.count("\nok ") == 3
+    assert "busbw GB/s" in said
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+    assert [(r["size"], r["codec"]) for r in rows[:2]] == [(40_000, "sign"), (400_000, "sign")]
+    assert rows[1]["ratio"] > 28
+    assert all(r["wrong"] == 0 for r in rows)
+
+
+def test_bench_allreduce_under_torchrun(tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command = [str(Path(sys.executable).with_name("commpress")), "bench", "allreduce", "--iterations", "2"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [*launch, "--nproc-per-node=2", "--no-python", *command, "--min-bytes=8KB", "--max-bytes=8KB", "--codec=int8"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("# 2 ranks") == 1, "one rank prints"
+    assert re.search(r"^8000 +2000 +float +avg +int8 ", ran.stdout, re.M), ran.stdout
+
+
+def test_bench_train(tmp_path, capsys):
+    out, variants = tmp_path / "train.json", ["compute", "plain", "bf16", "powersgd1", "sign"]
+    command = ["bench", "train", "--ranks", 2, "--rounds", 2, "--steps", 2, *TINY, "--bucket-mb", 25, "sign=0.05"]
+    assert commpress(*command, "--json", out) == 0
+    rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == variants
+    assert set(variants) <= {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["compute"]["exposed_seconds"] == 0
+    if rows["plain"]["sent_bytes"] is not None:
+        assert rows["compute"]["sent_bytes"] < 1000, "no communication but the barrier"
+        assert rows["plain"]["sent_bytes"] > rows["bf16"]["sent_bytes"] > rows["sign"]["sent_bytes"]
+
+
+def test_a_missed_bar_is_exit_status_1(capsys):
+    def measured(variant: str, step: float, exposed: float) -> bench_train.Measured:
+        return bench_train.Measured(variant, step, exposed, None, 2.0, 1)
+
+    of = {
+        "compute": measured("compute", 1.0, 0.0),
+        "powersgd1": measured("powersgd1", 2.0, 1.0),
+        "sign": measured("sign", 1.4, 0.4),
+    }
+    bars = bench_train.judge(of)
+    assert [holds for _, holds in bars] == [True, False]
+    assert table.verdict(bars) == 1
+    assert "FAIL  a sign step takes 1.40 of compute" in capsys.readouterr().out
+
+
+def test_sizes():
+    assert [table.parse_bytes(t) for t in ("32MiB", "1 kb", "1.5GB", "7")] == [1 << 25, 1000, 1_500_000_000, 7]
+    with pytest.raises(InvalidArgument, match="expected a number with KiB"):
+        table.parse_bytes("many")

@@ -1,0 +1,137 @@
+"""Codecs and policies: names, sizes, choices, and errors that say what to do."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commpress.codecs import BlockCodec, ByName, BySize, CastCodec, SignCodec, TernaryCodec, codec_named, policy_of
+from commpress.codecs.family import EXACT, NAMES
+from commpress.codecs.policy import Same
+from commpress.errors import InvalidArgument
+from commpress.kernels import cpu
+from commpress.kernels.pieces import Piece, cut, width_of
+
+EVERY = [
+    *NAMES.values(),
+    SignCodec(block=0),
+    SignCodec("l1", 0),
+    *(SignCodec(scale, 2**k) for scale in ("l1", "rms") for k in (3, 7)),
+    TernaryCodec(8),
+    *(BlockCodec(number, 64) for number in ("int8", "int4", "fp8")),
+]
+
+
+@pytest.mark.parametrize("codec", EVERY, ids=lambda codec: codec.spec)
+@pytest.mark.parametrize(("numel", "ranks"), [(1, 1), (8, 2), (1000, 3), (4096, 2), (9001, 4)])
+def test_row_bytes_is_what_encode_writes(codec, numel, ranks):
+    """Written bytes are those that do not depend on what lay there before: all of a row and nothing behind it."""
+    pieces = cut([Piece(0, numel, codec.kind, codec.block)], ranks)
+    x, flag, after = torch.randn(numel), torch.zeros(1, dtype=torch.uint8), []
+    for before in (0x00, 0xFF):
+        wire = torch.full((ranks, pieces.row_bytes + 16), before, dtype=torch.uint8)
+        cpu.encode(x, wire[:, : pieces.row_bytes], flag, pieces)
+        after.append(wire)
+    size = codec.row_bytes(width_of(numel, ranks))
+    assert torch.equal(after[0][:, :size], after[1][:, :size])
+    assert not after[0][:, size:].any()
+    assert (after[1][:, size:] == 0xFF).all()
+    assert size <= pieces.row_bytes < size + 8
+
+
+def test_sizes_that_users_count_on():
+    """Bytes of 4096 elements: one bit each and a scale per block, half a byte, a byte, two bytes."""
+    assert {name: codec.row_bytes(4096) for name, codec in NAMES.items()} == {
+        "sign": 512 + 2 * 4,
+        "sign-l1": 512 + 2 * 4,
+        "ternary": 1024 + 2 * 4,
+        "int4": 2048 + 16 * 4,
+        "int8": 4096 + 16 * 4,
+        "fp8": 4096 + 16 * 4,
+        "bf16": 8192,
+        "fp16": 8192,
+        "none": 16384,
+    }
+    assert SignCodec(block=0).row_bytes(4096) == 512 + 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_stands_for_its_codec(name):
+    assert codec_named(name) is NAMES[name]
+    assert codec_named(NAMES[name]) is NAMES[name]
+
+
+def test_specs_tell_all_codecs_apart():
+    """The spec in a header is all that two ranks compare."""
+    assert len({codec.spec for codec in EVERY}) == len(EVERY) == len(set(EVERY))
+    assert all(len(codec.spec.encode("ascii")) <= 24 for codec in EVERY)
+
+
+def test_only_none_is_lossless():
+    assert [name for name, codec in NAMES.items() if codec.lossless] == ["none"]
+
+
+# ---------------------------------------------------------------- policies
+
+
+@given(numel=st.integers(1, 10_000), at_least=st.integers(1, 10_000))
+def test_by_size(numel, at_least):
+    policy = BySize(Same(NAMES["sign"]), at_least)
+    assert policy.choose("w", numel) is (NAMES["sign"] if numel >= at_least else EXACT)
+
+
+def test_by_name_takes_the_first_pattern_that_matches_anywhere():
+    policy = ByName({r"norm": EXACT, r"^head\.": NAMES["int8"], r"weight$": NAMES["int4"]}, Same(NAMES["sign"]))
+    assert policy.choose("layers.0.norm.weight", 10) is EXACT
+    assert policy.choose("head.weight", 10) is NAMES["int8"]
+    assert policy.choose("ahead.weight", 10) is NAMES["int4"]
+    assert policy.choose("layers.0.bias", 10) is NAMES["sign"]
+    assert policy.choose("", 10) is NAMES["sign"]
+
+
+def test_policy_of_composes_size_and_exclusion():
+    policy = policy_of("sign", min_numel=100, exclude=("embed", r"\.bias$"))
+    assert policy.choose("fc.weight", 100) == NAMES["sign"]
+    assert policy.choose("fc.weight", 99) == EXACT
+    assert policy.choose("embed.weight", 10**6) == EXACT
+    assert policy.choose("fc.bias", 10**6) == EXACT
+    assert policy.choose("fc.biases", 10**6) == NAMES["sign"]
+
+
+def test_policy_of_leaves_a_policy_as_it_is():
+    mine = ByName({"a": NAMES["int8"]}, Same(NAMES["bf16"]))
+    assert policy_of(mine) is mine
+    assert policy_of(mine, min_numel=10).choose("a", 10) is NAMES["int8"]
+    assert policy_of(mine, min_numel=10).choose("a", 9) is EXACT
+    assert policy_of(mine, exclude=("a",)).choose("a", 10) is EXACT
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: codec_named("singn"), "expected one of 'sign', .*: did you mean 'sign'?"),
+        (lambda: codec_named("zip"), "codec is 'zip', expected one of 'sign', "),
+        (lambda: codec_named(8), "codec is 8, expected a name or a codec"),
+        (lambda: codec_named(None), "codec is None, expected a name or a codec"),
+        (lambda: policy_of("one-bit"), "codec is 'one-bit', expected one of"),
+        (lambda: SignCodec("l2"), "scale is 'l2', expected 'l1' or 'rms'"),
+        (lambda: SignCodec(block=4), "power of two from 8 to 2048 or 0"),
+        (lambda: SignCodec(block=4096), "block is 4096"),
+        (lambda: TernaryCodec(0), "block is 0, expected a power of two from 8 to 2048$"),
+        (lambda: BlockCodec("int2"), "number is 'int2', expected 'int8', 'int4' or 'fp8'"),
+        (lambda: BlockCodec("int8", 0), "block is 0"),
+        (lambda: BlockCodec("int8", 300), "block is 300"),
+        (lambda: CastCodec("fp64"), "number is 'fp64', expected 'bf16', 'fp16' or 'none'"),
+    ],
+)
+def test_a_wrong_value_says_what_came_and_what_was_expected(make, says):
+    with pytest.raises(InvalidArgument, match=says):
+        make()
+
+
+def test_codecs_are_frozen():
+    with pytest.raises(AttributeError):
+        SignCodec().block = 8

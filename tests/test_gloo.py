@@ -1,0 +1,209 @@
+"""Real ranks over Gloo give, bit for bit, what the simulation gives: every codec, world size and transport."""
+
+import random
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import SignCodec, codec_named
+from commpress.codecs.family import EXACT, NAMES
+from commpress.codecs.policy import ByName, Same
+from commpress.collectives import buckets
+from commpress.collectives.allreduce import Workspace, compressed_allreduce, reduce_bucket
+from commpress.collectives.buckets import Span, messages
+from commpress.collectives.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transport import TorchTransport
+from commpress.feedback import ErrorFeedback
+from commpress.work import Worker, run
+
+TIMEOUT = timedelta(seconds=60)
+NUMELS = {"head.weight": 3001, "norm": 64, "fc.weight": 4096, "fc.bias": 37, "one": 1}
+STEPS = 4
+
+
+def plan_of(codec, ranks, monkeypatch):
+    """A bucket of five tensors in several messages, one tensor exact and one with another codec."""
+    monkeypatch.setattr(buckets, "MESSAGE", 4000)
+    monkeypatch.setattr(buckets, "PIECE", 2500)
+    spans, at = [], 0
+    for name, numel in NUMELS.items():
+        spans.append(Span(name, at, numel))
+        at += numel
+    plan = messages(spans, ByName({"norm": EXACT, "bias": NAMES["int8"]}, Same(codec)), ranks)
+    assert len(plan) == 3
+    return plan
+
+
+class Rank:
+    """One rank's buffers, residuals and numbers over the steps of a test."""
+
+    def __init__(self, rank, transport, plan, checksum=True):
+        self.rank, self.transport, self.plan = rank, Recorded(transport), plan
+        self.workspace = Workspace(checksum=checksum)
+        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.kept else None for m in plan]
+        self.outputs = []
+
+    def steps(self, step):
+        generator = torch.Generator().manual_seed(100 * step + self.rank)
+        buffer = torch.randn(sum(NUMELS.values()), generator=generator)
+        outcomes = yield from reduce_bucket(
+            buffer, self.feedbacks, messages=self.plan, transport=self.transport, workspace=self.workspace,
+            sequence=len(self.plan) * step, key=step,
+        )  # fmt: skip
+        for outcome in outcomes:
+            assert outcome.finite
+            outcome.commit()
+        self.outputs.append(buffer)
+
+    def result(self):
+        """Every bit that a step left: outputs, residuals, and what was sent."""
+        for feedback, message in zip(self.feedbacks, self.plan, strict=True):
+            if feedback is not None:
+                feedback.settle(message.pieces)
+        residuals = [t.numpy() for f in self.feedbacks if f is not None for t in (f.sent, f.reduced)]
+        return [o.numpy() for o in self.outputs] + residuals, self.transport.sent_bytes, self.transport.messages
+
+
+def real(plan, point_to_point):
+    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT, point_to_point=point_to_point)
+    assert transport.point_to_point == (point_to_point is not False)
+    rank = Rank(dist.get_rank(), transport, plan)
+    for step in range(STEPS):
+        run(rank.steps(step))
+    return rank.result()
+
+
+def simulated(plan, size):
+    ranks = [Rank(r, t, plan) for r, t in enumerate(Loopback(size).transports())]
+    for step in range(STEPS):
+        simulate([rank.steps(step) for rank in ranks])
+    return [rank.result() for rank in ranks]
+
+
+def assert_equal(results, twins):
+    for (arrays, sent_bytes, sent_messages), (twin, twin_bytes, twin_messages) in zip(results, twins, strict=True):
+        for array, expected in zip(arrays, twin, strict=True):
+            np.testing.assert_array_equal(array.view(np.uint32), expected.view(np.uint32))
+        assert (sent_bytes, sent_messages) == (twin_bytes, twin_messages)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("point_to_point", [None, False], ids=["point-to-point", "collectives"])
+@pytest.mark.parametrize(
+    "codec", [*NAMES.values(), SignCodec(block=0), SignCodec("l1", 0)], ids=lambda codec: codec.spec
+)
+def test_gloo_equals_the_simulation(pool, monkeypatch, codec, point_to_point, size):
+    plan = plan_of(codec, size, monkeypatch)
+    assert_equal(pool.run(real, plan, point_to_point, size=size), simulated(plan, size))
+
+
+# ---------------------------------------------------------------- several at once
+
+
+def hurried(plans):
+    """All steps given to one worker at once; each rank dawdles at other places, so they resume in other orders."""
+    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT)
+    dawdle = random.Random(dist.get_rank())
+    ranks = [Rank(dist.get_rank(), Shifted(transport, 1000 * i), plan) for i, plan in enumerate(plans)]
+    worker = Worker("hurried", limit=4)
+
+    def late(steps):
+        with suppress(StopIteration):
+            while True:
+                time.sleep(dawdle.random() * 0.01)
+                yield next(steps)
+
+    futures = [worker.submit(late(rank.steps(0))) for rank in ranks]
+    for future in futures:
+        future.wait()
+    worker.close()
+    return [rank.result() for rank in ranks]
+
+
+class Shifted:
+    """The same transport under other numbers, so that buckets under way at once share none."""
+
+    def __init__(self, inner, by):
+        self.inner, self.by = inner, by
+        self.rank, self.size, self.ordered = inner.rank, inner.size, inner.ordered
+
+    def all_to_all(self, out, inp, tag):
+        return self.inner.all_to_all(out, inp, tag + self.by)
+
+    def all_gather(self, out, inp, tag):
+        return self.inner.all_gather(out, inp, tag + self.by)
+
+
+def test_buckets_under_way_at_once_do_not_mix(pool, monkeypatch):
+    plans = [
+        plan_of(codec_named(name), 3, monkeypatch)
+        for name in ("sign", "int8", "none", "int8", "ternary", "sign", "sign")
+    ]
+    results = pool.run(hurried, plans, size=3)
+    for i, plan in enumerate(plans):
+        ranks = [Rank(r, t, plan) for r, t in enumerate(Loopback(3).transports())]
+        simulate([rank.steps(0) for rank in ranks])
+        assert_equal([result[i] for result in results], [rank.result() for rank in ranks])
+
+
+# ---------------------------------------------------------------- sizes, groups, backends
+
+
+def means_of(numel, codec, inputs, sequences=(0,)):
+    """The mean of constant buffers, one operation after another; every input and mean is exact in every codec."""
+    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT)
+    results = []
+    for i, sequence in enumerate(sequences):
+        buffer = torch.full((numel,), float(inputs[dist.get_rank()] + i))
+        assert run(compressed_allreduce(buffer, codec=codec, transport=transport, sequence=sequence))
+        results += buffer.unique().tolist()
+    return results
+
+
+def test_rows_longer_than_any_socket_buffer(pool):
+    """16 MB in each direction at once: sends that waited for their receives would never end."""
+    assert pool.run(means_of, 1 << 22, "none", [1, 3], size=2) == [[2.0]] * 2
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9])
+def test_fewer_elements_than_ranks_can_share(pool, numel):
+    assert pool.run(means_of, numel, "sign", [2, 4, 6, 8], size=4) == [[5.0]] * 4
+
+
+def test_operation_numbers_go_round_their_tags(pool):
+    """Tags repeat after 8192 operations, and numbers need 32 bits: both pass unnoticed."""
+    sequences = (0, 1, 8191, 8192, 8193, 0, 2**32 - 1, 2**32, 1)
+    assert pool.run(means_of, 8, "none", [0, 2], sequences, size=2) == [[float(i + 1) for i in range(9)]] * 2
+
+
+def in_a_subgroup(members):
+    """Everything but the members only helps to make the group."""
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return None
+    transport = TorchTransport(group, timeout=TIMEOUT)
+    buffer = torch.full((100,), float(10 + dist.get_rank()))
+    run(compressed_allreduce(buffer, codec="sign", transport=transport))
+    return transport.rank, buffer.unique().tolist(), [transport.peer(r) for r in range(transport.size)]
+
+
+def test_a_subgroup_counts_its_own_ranks_and_names_the_global_ones(pool):
+    names = ["rank 0 (global rank 1)", "rank 1 (global rank 3)"]
+    assert pool.run(in_a_subgroup, [1, 3], size=4) == [None, (0, [12.0], names), None, (1, [12.0], names)]
+    names = ["rank 0", "rank 1", "rank 2 (global rank 3)"]
+    assert pool.run(in_a_subgroup, [0, 1, 3], size=4)[3][2] == names
+
+
+def ways(backends):
+    groups = [dist.new_group(backend=backend) for backend in backends]
+    return [TorchTransport(group, timeout=TIMEOUT).point_to_point for group in groups]
+
+
+def test_gloo_is_recognised_however_it_was_asked_for(pool):
+    """init_process_group() without a name calls its backend "undefined"."""
+    assert pool.run(ways, ["gloo", "cpu:gloo", None], size=2) == [[True] * 3] * 2

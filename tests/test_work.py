@@ -1,0 +1,222 @@
+"""Waiting: the order of starts and resumptions, the limit, where exceptions go, closing."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commpress.work import Done, Worker, overlapped, run
+
+SECONDS = 30  # until a thread that should have gone on counts as stuck
+
+
+class Noted:
+    """Work that writes down that somebody waited for it."""
+
+    def __init__(self, log: list, name: object) -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(("wait", self.name))
+
+
+class Gate:
+    """Work that is finished when the test says so."""
+
+    def __init__(self) -> None:
+        self.event, self.reached = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.event.wait(SECONDS), "the gate stayed shut"
+
+
+def counting(log, name, waits):
+    for i in range(waits):
+        log.append(("step", name, i))
+        yield Noted(log, (name, i))
+    log.append(("end", name))
+    return name
+
+
+def failing(error):
+    yield Done()
+    raise error
+
+
+def test_run_waits_for_each_work_before_it_goes_on():
+    log = []
+    assert run(counting(log, "a", 2)) == "a"
+    assert log == [("step", "a", 0), ("wait", ("a", 0)), ("step", "a", 1), ("wait", ("a", 1)), ("end", "a")]
+
+
+def test_run_of_an_algorithm_without_waits():
+    assert run(counting([], "a", 0)) == "a"
+
+
+def test_run_raises_what_the_work_raises_inside_the_caller():
+    class Broken:
+        def wait(self):
+            raise OSError("wire cut")
+
+    def steps():
+        yield Broken()
+
+    with pytest.raises(OSError, match="wire cut"):
+        run(steps())
+
+
+def test_overlapped_order_is_fixed():
+    """Written out once: two at a time, the oldest wait next, a new job started when one ends."""
+    log = []
+    assert run(overlapped([counting(log, n, w) for n, w in (("a", 1), ("b", 2), ("c", 1))], limit=2)) == ["a", "b", "c"]
+    assert log == [
+        ("step", "a", 0),
+        ("step", "b", 0),
+        ("wait", ("a", 0)),
+        ("end", "a"),
+        ("step", "c", 0),
+        ("wait", ("b", 0)),
+        ("step", "b", 1),
+        ("wait", ("c", 0)),
+        ("end", "c"),
+        ("wait", ("b", 1)),
+        ("end", "b"),
+    ]
+
+
+@given(waits=st.lists(st.integers(0, 5), max_size=12), limit=st.integers(1, 5))
+def test_overlapped_returns_all_results_in_order_and_keeps_the_limit(waits, limit):
+    log = []
+    results = run(overlapped([counting(log, n, w) for n, w in enumerate(waits)], limit=limit))
+    assert results == list(range(len(waits)))
+    under_way, most = set(), 0
+    for what, name, *_ in log:
+        if what == "step":
+            under_way.add(name)
+        elif what == "end":
+            under_way.discard(name)
+        most = max(most, len(under_way))
+    assert most <= limit
+    assert [name for what, name, *i in log if what == "step" and i == [0]] == [n for n, w in enumerate(waits) if w]
+    assert sum(what == "wait" for what, *_ in log) == sum(waits)
+
+
+def test_overlapped_raises_the_first_error_and_stops():
+    log = []
+    with pytest.raises(ValueError, match="third"):
+        run(overlapped([counting(log, "a", 9), failing(ValueError("third")), counting(log, "c", 1)], limit=2))
+    assert ("step", "c", 0) not in log
+
+
+# ---------------------------------------------------------------- Worker
+
+
+@pytest.fixture
+def worker(request):
+    made = Worker("tested", limit=getattr(request, "param", 1))
+    yield made
+    if made._thread.is_alive():
+        made.close()
+
+
+def test_worker_gives_results_in_futures(worker):
+    futures = [worker.submit(counting([], n, n)) for n in range(20)]
+    assert [f.wait() for f in futures] == list(range(20))
+
+
+def test_worker_runs_in_one_thread_of_its_name_without_gradients(worker):
+    def where():
+        yield Done()
+        return threading.current_thread().name, torch.is_grad_enabled()
+
+    assert worker.submit(where()).wait() == ("tested", False)
+    assert torch.is_grad_enabled()
+
+
+def test_worker_with_limit_one_ends_a_job_before_the_next_starts(worker):
+    log, gate = [], Gate()
+
+    def held():
+        log.append("first begins")
+        yield gate
+        log.append("first ends")
+
+    first, second = worker.submit(held()), worker.submit(counting(log, "b", 1))
+    assert gate.reached.wait(SECONDS)
+    assert log == ["first begins"]
+    gate.event.set()
+    first.wait()
+    second.wait()
+    assert log == ["first begins", "first ends", ("step", "b", 0), ("wait", ("b", 0)), ("end", "b")]
+
+
+@pytest.mark.parametrize("worker", [3], indirect=True)
+def test_worker_starts_as_many_as_the_limit_in_order_of_submission(worker):
+    """The first job holds the thread until all five are submitted, so the order below does not depend on timing."""
+    started, doors, hold = [], [Gate() for _ in range(5)], threading.Event()
+
+    def job(n):
+        if n == 0:
+            assert hold.wait(SECONDS)
+        started.append(n)
+        yield doors[n]
+        return n
+
+    futures = [worker.submit(job(n)) for n in range(5)]
+    hold.set()
+    assert doors[0].reached.wait(SECONDS)
+    assert started == [0, 1, 2]
+    doors[0].event.set()
+    assert doors[1].reached.wait(SECONDS)
+    assert started == [0, 1, 2, 3]
+    for door in doors:
+        door.event.set()
+    assert [f.wait() for f in futures] == list(range(5))
+
+
+@pytest.mark.parametrize("worker", [1, 2], indirect=True)
+def test_after_an_exception_every_job_gets_it(worker):
+    """Under way, queued or submitted later: the ranks are out of step, nothing may run on."""
+    error, hold, log = ValueError("cause"), threading.Event(), []
+
+    def bad():
+        assert hold.wait(SECONDS)
+        yield Done()
+        raise error
+
+    futures = [worker.submit(bad()), worker.submit(counting(log, "under way", 5)), worker.submit(counting(log, "c", 1))]
+    hold.set()
+    for future in futures:
+        with pytest.raises(ValueError, match="cause"):
+            future.wait()
+    with pytest.raises(ValueError, match="cause"):
+        worker.submit(counting(log, "later", 1)).wait()
+    assert ("end", "under way") not in log
+    assert not [entry for entry in log if entry[1] in ("c", "later")]
+
+
+def test_close_lets_jobs_finish_and_ends_the_thread(worker):
+    gate = Gate()
+
+    def job():
+        yield gate
+        return "done"
+
+    futures = [worker.submit(job()), worker.submit(job())]
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    gate.event.set()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    assert not worker._thread.is_alive()
+    assert [f.wait() for f in futures] == ["done", "done"]
+
+
+def test_a_job_for_a_closed_worker_is_refused(worker):
+    """It would never run and its future never be set."""
+    worker.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.submit(counting([], "a", 0))
