@@ -16,6 +16,8 @@ from commpress.collectives.frame import HEADER, same, unpack
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from commpress.work import Work
 
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
 
 class Transport(Protocol):
     rank: int
@@ -47,21 +49,19 @@ class TorchTransport:
         self.ordered = not self.point_to_point
         self.failure: str | None = None
         self._kept: list[Any] = []  # buffers of operations that a disagreement left unfinished
-        self._agreed: set[tuple[str, int]] = set()
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._usable()
         if self.point_to_point:
             return _Exchange(self, out, inp, tag, ahead=True)
-        self._agree("all_to_all", inp)
+        self._agree(inp)
         return _Checked(self, dist.all_to_all_single(out, inp, group=self.group, async_op=True))
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._usable()
         if self.point_to_point:
             return _Exchange(self, out, inp.expand(self.size, -1), tag, ahead=False)
-        self._agree("all_gather", inp)
-        return _Checked(self, dist.all_gather_into_tensor(out, inp, group=self.group, async_op=True))
+        return _Checked(self, _gather(out, inp, group=self.group, async_op=True))
 
     def peer(self, rank: int) -> str:
         """How messages name a rank: its number in the group, and globally where that differs."""
@@ -78,19 +78,17 @@ class TorchTransport:
                 f"this transport failed before: {self.failure} Destroy the process group and build a new one."
             )
 
-    def _agree(self, operation: str, inp: torch.Tensor) -> None:
-        """The first time a row size is seen: compare headers before torch's collective, which would hang on a mismatch.
+    def _agree(self, inp: torch.Tensor) -> None:
+        """Compare headers before torch's all-to-all, which hangs or ends the process where rows differ in size.
 
-        Costs one small collective and one host synchronisation per size, not per call.
+        One small collective and one host synchronisation. Not only for sizes never seen: a rank that has seen its size
+        would enter the all-to-all while another is still here.
         """
-        key = (operation, inp.shape[1])
-        if key in self._agreed:
-            return
         mine = torch.zeros(1, HEADER + 8, dtype=torch.uint8, device=inp.device)
         mine[0, :HEADER] = inp[0, :HEADER]
         mine[0, HEADER:] = torch.tensor([inp.shape[1]], dtype=torch.int64).view(torch.uint8).to(inp.device)
         every = mine.new_empty(self.size, HEADER + 8)
-        _Checked(self, dist.all_gather_into_tensor(every, mine, group=self.group, async_op=True)).wait()
+        _Checked(self, _gather(every, mine, group=self.group, async_op=True)).wait()
         rows = every.cpu().numpy()
         different = tuple(
             r
@@ -104,7 +102,6 @@ class TorchTransport:
                 "and model, and call collectives in the same order.",
                 ranks=different,
             )
-        self._agreed.add(key)
 
 
 class _Checked:

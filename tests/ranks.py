@@ -145,3 +145,11 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def meet(place: str, count: int) -> None:
+    """Wait, inside a rank, until ``count`` ranks are here. Not over connections, which may be broken by now."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add(place, 1)
+    while store.add(place, 0) < count:
+        time.sleep(0.005)

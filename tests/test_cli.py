@@ -7,12 +7,15 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from commpress.cli import bench_train, main, parser, plot, race, table, wire
+from commpress.cli.ranks import LocalRanks
+from commpress.cli.train import Settings, train
 from commpress.errors import InvalidArgument
 
 COMMANDS = [(), ("demo",), ("bench",), ("bench", "codec"), ("bench", "allreduce"), ("bench", "train")]
@@ -109,14 +112,13 @@ def test_demo(tmp_path, capsys):
     assert runs["plain", 0]["losses"] != runs["plain", 1]["losses"]
 
 
-def test_demo_without_error_feedback_differs(tmp_path):
-    losses = []
-    for extra in ([], ["--no-error-feedback"]):
-        command = ["demo", "--ranks", 2, "--steps", 4, *TINY, "--runs", "commpress", *extra]
-        assert commpress(*command, "--out", tmp_path / "a.png", "--json", tmp_path / "a.json") == 0
-        losses.append(json.loads((tmp_path / "a.json").read_text())[0]["losses"])
-    assert losses[0][:2] == losses[1][:2], "feedback begins to matter with the second gradient"
-    assert losses[0] != losses[1]
+def test_error_feedback_acts_from_the_second_gradient_on():
+    settings = Settings(steps=4, width=32, layers=1, batch=2, length=16)
+    with LocalRanks(2) as pool:
+        kept = pool.call(train, settings, lambda *_: None)
+        lost = pool.call(train, replace(settings, error_feedback=False), lambda *_: None)
+    assert kept.losses[:2] == lost.losses[:2]
+    assert kept.losses[2:] != lost.losses[2:]
 
 
 def test_a_line_is_the_mean_of_the_last_twentieth():

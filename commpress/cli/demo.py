@@ -45,6 +45,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option("seed", "N", "of weights and batches")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with so many seeds (default 1)")
     option("codec", "NAME", "of the run commpress: sign, sign-l1, ternary, int8, int4, fp8, bf16, fp16 or none", str)
+    option("head_codec", "NAME", "of the output layer in that run", str)
     parser.add_argument("--no-error-feedback", action="store_true", help="throw away what compression leaves out")
     option("min_numel", "N", "smaller tensors travel exactly")
     option("exact_steps", "N", "first steps that travel exactly")
@@ -52,7 +53,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option("layers", "N", "of the model")
     option("length", "N", "bytes of text in a window")
     option("batch", "N", "windows per rank and step")
-    option("lr", "X", "peak learning rate of AdamW", float)
+    option("lr", "X", "peak learning rate of SGD with momentum", float)
     parser.add_argument("--out", default="demo.png", metavar="FILE", help="the plot (default demo.png)")
     parser.add_argument("--json", metavar="FILE", help="everything measured")
 
@@ -92,7 +93,7 @@ def _plan(options: argparse.Namespace) -> list[Settings]:
         raise InvalidArgument(f"--runs has {unknown[0]!r}, expected some of {', '.join(RUNS)}, separated by commas")
     if min(options.steps, options.seeds, options.batch, options.length) < 1:
         raise InvalidArgument("--steps, --seeds, --batch and --length must be at least 1")
-    codec_named(options.codec)
+    codec_named(options.codec), codec_named(options.head_codec)
     same = {field.name: getattr(options, field.name) for field in fields(Settings) if hasattr(options, field.name)}
     same |= {"error_feedback": not options.no_error_feedback}
     return [Settings(**same | {"run": name, "seed": options.seed + i}) for i in range(options.seeds) for name in runs]
@@ -102,7 +103,7 @@ def _headline(plan: list[Settings], ranks: int) -> str:
     s = plan[0]
     return (
         f"GPT of width {s.width}, {s.layers} layers, on bytes of Python's standard library; {ranks} ranks x {s.batch} windows "
-        f"of {s.length} bytes, {s.steps} steps of AdamW"
+        f"of {s.length} bytes, {s.steps} steps of SGD with momentum"
     )
 
 

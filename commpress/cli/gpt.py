@@ -31,7 +31,9 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if name.endswith(("out.weight", "down.weight")) else 0.02)
+                nn.init.normal_(
+                    p, std=0.02 / (2 * layers) ** 0.5 if name.endswith(("out.weight", "down.weight")) else 0.02
+                )
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean cross entropy in nats per byte."""

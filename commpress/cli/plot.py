@@ -37,7 +37,7 @@ def draw(results: list[Result], path: str) -> None:
     panels[1].set_xscale("log")
     settings, parameters, ranks = results[0].settings, results[0].parameters, results[0].ranks
     figure.suptitle(
-        f"GPT of {parameters / 1e6:.2g} M parameters on Python source, {ranks} ranks, AdamW, "
+        f"GPT of {parameters / 1e6:.2g} M parameters on Python source, {ranks} ranks, SGD, "
         f"commpress with codec {settings.codec}" + ("" if settings.error_feedback else " without error feedback")
     )
     figure.savefig(path, dpi=130)

@@ -32,7 +32,8 @@ class SignCodec(_Kernel):
     """One bit per element, ± the scale of its block.
 
     ``l1`` is mean |c|, the least-squares choice and always a contraction; ``rms`` keeps the norm: a worse guess in one
-    step, but it drains the residual of spiky input faster, and trained better in every comparison so far. ``block`` = 0 gives one scale per row: fewest bytes, but large and small gradients share it.
+    step, but it drains the residual of spiky input faster, and trained better in every comparison so far. ``block`` = 0
+    gives one scale per row: fewest bytes, but large and small gradients share it.
     """
 
     scale: Literal["l1", "rms"] = "rms"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from commpress.codecs.codec import Codec, codec_named
@@ -28,34 +28,33 @@ class Same:
 class BySize:
     """Tensors of fewer than ``min_numel`` elements travel exactly: they cost few bytes and lose most."""
 
-    large: Policy
+    large: "Policy | Codec | str"
     min_numel: int
 
     def choose(self, name: str, numel: int) -> Codec:
-        return self.large.choose(name, numel) if numel >= self.min_numel else EXACT
+        return policy_of(self.large).choose(name, numel) if numel >= self.min_numel else EXACT
 
 
 @dataclass(frozen=True)
 class ByName:
-    """The first pattern (regular expression, anywhere in the name) that matches decides, else ``otherwise``."""
+    """The first pattern (regular expression, anywhere in the name) that matches decides, else ``otherwise``.
 
-    rules: Mapping[str, Codec]
-    otherwise: Policy
-    _compiled: dict[str, re.Pattern[str]] = field(default_factory=dict, repr=False, compare=False)
+    ``ByName({"head": "int8"}, "sign")`` spends eight bits on an output layer, whose gradients are the spikiest.
+    """
+
+    rules: Mapping[str, Codec | str]
+    otherwise: "Policy | Codec | str"
 
     def choose(self, name: str, numel: int) -> Codec:
         for pattern, codec in self.rules.items():
-            if self._compiled.setdefault(pattern, re.compile(pattern)).search(name):
-                return codec
-        return self.otherwise.choose(name, numel)
+            if re.search(pattern, name):
+                return codec_named(codec)
+        return policy_of(self.otherwise).choose(name, numel)
 
 
-def policy_of(codec: "str | Codec | Policy", *, min_numel: int = 0, exclude: tuple[str, ...] = ()) -> Policy:
+def policy_of(codec: str | Codec | Policy, *, min_numel: int = 0, exclude: tuple[str, ...] = ()) -> Policy:
     """``codec`` for tensors of at least ``min_numel`` elements whose name matches no pattern of ``exclude``."""
-    if hasattr(codec, "choose"):
-        policy: Policy = codec  # type: ignore[assignment]
-    else:
-        policy = Same(codec_named(codec))  # type: ignore[arg-type]
+    policy: Policy = codec if hasattr(codec, "choose") else Same(codec_named(codec))  # type: ignore[assignment, arg-type]
     if min_numel:
         policy = BySize(policy, min_numel)
     return ByName(dict.fromkeys(exclude, EXACT), policy) if exclude else policy

@@ -1,0 +1,263 @@
+"""One training run twice: under DistributedDataParallel on real ranks, and its twin on replicas in one process.
+
+The twin knows nothing of buckets, hooks, threads or networks: it takes each parameter's gradients, reduces them as one
+bucket over the simulation and steps every replica. Both must agree in every bit.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.codecs import Codec, Policy, policy_of
+from commpress.collectives.allreduce import Workspace, reduce_bucket
+from commpress.collectives.buckets import Span, messages
+from commpress.collectives.loopback import Loopback, simulate
+from commpress.feedback import ResidualStore
+
+WIDTH, CLASSES, ROWS = 48, 8, 6
+MIN_NUMEL = 256
+WRAPPERS = {torch.float16: fp16_compress_wrapper, torch.bfloat16: bf16_compress_wrapper}
+
+
+class Net(nn.Module):
+    """Two branches, of which a forward takes none, one or both; weights are compressed, biases and norms exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(24, WIDTH)
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: torch.Tensor, branches: str = "left right") -> torch.Tensor:
+        h = self.embed(x).relu()
+        for name in branches.split():
+            h = h + getattr(self, name)(h).tanh()
+        return self.head(self.norm(h))
+
+
+def both(rank: int, step: int) -> str:
+    return "left right"
+
+
+def one_each(rank: int, step: int) -> str:
+    """Every branch is used by some rank at every step, but not by all."""
+    return ("left", "right")[(rank + step) % 2]
+
+
+def none_at_times(rank: int, step: int) -> str:
+    """At every third step nobody takes the right branch."""
+    return "left" if step % 3 == 2 else one_each(rank, step)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to train, in words that travel to other processes."""
+
+    codec: str | Codec | Policy = "sign"
+    steps: int = 6
+    first: int = 0  # number of the first step, where a run continues another
+    accumulate: int = 1  # backward passes per step, all but the last under no_sync
+    dtype: torch.dtype = torch.float32
+    wrapped: torch.dtype | None = None  # torch's wrapper around the hook
+    branches: Callable[[int, int], str] = both
+    ddp: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
+    scale: float = 0.0  # a GradScaler's first scale; 0: no scaler
+    bad: tuple[int, ...] = ()  # steps at which rank 1 brings an infinite gradient
+    left_out: tuple[int, ...] = ()  # steps that are not taken, for a run to compare with
+    seed: int = 0
+
+
+@dataclass
+class Trained:
+    """What one rank has at the end."""
+
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    residuals: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]
+    scales: list[float] = field(default_factory=list)
+    counters: dict[str, Any] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+
+
+def made(plan: Plan) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(plan.seed)
+    model = Net().to(plan.dtype)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def batch(plan: Plan, rank: int, step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(((plan.seed * 97 + step) * 97 + part) * 97 + rank)
+    x, y = torch.randn(ROWS, 24, generator=generator), torch.randn(ROWS, CLASSES, generator=generator)
+    return x.to(plan.dtype), y.to(plan.dtype)
+
+
+def loss_of(model: nn.Module, plan: Plan, rank: int, step: int, part: int) -> torch.Tensor:
+    x, y = batch(plan, rank, step, part)
+    loss = (model(x, plan.branches(rank, step)) - y).square().mean()
+    return loss * float("inf") if step in plan.bad and rank == 1 else loss
+
+
+def steps_of(plan: Plan) -> list[int]:
+    return [step for step in range(plan.first, plan.first + plan.steps) if step not in plan.left_out]
+
+
+# ---------------------------------------------------------------- on a real rank
+
+
+class Session:
+    """One rank's model, optimizer, hook and scaler."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.rank = plan, dist.get_rank()
+        self.model, self.optimizer = made(plan)
+        self.ddp = DistributedDataParallel(self.model, **plan.ddp)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=plan.scale, growth_interval=2) if plan.scale else None
+        self.log = Log()
+        options = {
+            "min_numel": MIN_NUMEL,
+            "exclude": plan.exclude,
+            "grad_scaler": self.scaler,
+            "checksum": True,
+        } | plan.state
+        if plan.wrapped is None:
+            self.state = commpress.compress(self.ddp, plan.codec, **options)
+        else:
+            options["named_parameters"] = self.model.named_parameters()
+            self.state = commpress.CompressedState(plan.codec, **options)
+            hook = WRAPPERS[plan.wrapped](commpress.compressed_allreduce_hook)
+            self.ddp.register_comm_hook(self.state, hook)
+        self.losses: list[float] = []
+        self.scales: list[float] = []
+
+    def step(self, step: int) -> None:
+        for part in range(self.plan.accumulate):
+            last = part == self.plan.accumulate - 1
+            with nullcontext() if last else self.ddp.no_sync():
+                loss = loss_of(self.ddp, self.plan, self.rank, step, part)
+                (self.scaler.scale(loss) if self.scaler else loss).backward()
+        self.losses.append(loss.item())
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scales.append(self.scaler.get_scale())
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def trained(self) -> Trained:
+        parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        residuals = {key: (sent.clone(), reduced.clone()) for key, sent, reduced in self.state.residuals.places()}
+        counters = self.state.counters.as_dict()
+        return Trained(self.losses, parameters, residuals, self.scales, counters, self.log.lines)
+
+
+def train(plan: Plan) -> Trained:
+    session = Session(plan)
+    for step in steps_of(plan):
+        session.step(step)
+    return session.trained()
+
+
+class Log(logging.Handler):
+    """Lines of our logger, kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger("commpress")
+        logger.handlers, logger.propagate = [self], False
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+# ---------------------------------------------------------------- in one process
+
+
+def twin(plan: Plan, size: int) -> list[Trained]:
+    """The same run on ``size`` replicas here; without scaler and counters."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _twin(plan, size)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _twin(plan: Plan, size: int) -> list[Trained]:
+    replicas = [made(plan) for _ in range(size)]
+    stores, losses = [ResidualStore() for _ in range(size)], [[] for _ in range(size)]
+    policy = policy_of(plan.codec, min_numel=MIN_NUMEL, exclude=plan.exclude)
+    for count, step in enumerate(steps_of(plan)):
+        for rank, (model, _) in enumerate(replicas):
+            for part in range(plan.accumulate):
+                loss = loss_of(model, plan, rank, step, part)
+                loss.backward()
+            losses[rank].append(loss.item())
+        exact = plan.first + count < plan.state.get("exact_steps", 0)
+        reduce_gradients([model for model, _ in replicas], stores, policy_of("none") if exact else policy, plan, count)
+        for _, optimizer in replicas:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [
+        Trained(
+            losses[rank],
+            {name: p.detach() for name, p in model.named_parameters()},
+            {key: (sent, reduced) for key, sent, reduced in stores[rank].places()},
+        )
+        for rank, (model, _) in enumerate(replicas)
+    ]
+
+
+def reduce_gradients(
+    models: list[nn.Module], stores: list[ResidualStore], policy: Policy, plan: Plan, count: int
+) -> None:
+    """Every parameter by itself; one that nobody used keeps its None, as in DistributedDataParallel."""
+    key = plan.state.get("seed", 0) * 1_000_003 + plan.first + count
+    feedback = plan.state.get("error_feedback", True)
+    for i, name in enumerate(dict(models[0].named_parameters())):
+        parameters = [dict(model.named_parameters())[name] for model in models]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        narrow = plan.wrapped or plan.dtype
+        buffers = [g.flatten().to(narrow).float() for g in grads]
+        parts = messages([Span(name, 0, buffers[0].numel())], policy, len(models), feedback=feedback)
+        outcomes = simulate([
+            reduce_bucket(
+                buffer, [store.attach(m.keys, m.pieces, buffer.device) for m in parts], messages=parts,
+                transport=transport, workspace=Workspace(), sequence=i, key=key,
+            )
+            for buffer, store, transport in zip(buffers, stores, Loopback(len(models)).transports(), strict=True)
+        ])  # fmt: skip
+        for outcome in (o for rank in outcomes for o in rank):
+            assert outcome.finite, "the twin takes only steps that are finite"
+            outcome.commit()
+        used = any(p.grad is not None for p in parameters)
+        for parameter, buffer in zip(parameters, buffers, strict=True):
+            mean = buffer.to(narrow).to(parameter.dtype).view_as(parameter)
+            parameter.grad = mean if used else None
+
+
+def assert_equal(results: list[Trained], twins: list[Trained], *, losses: bool = True) -> None:
+    """Parameters, residuals and losses, bit for bit, on every rank."""
+    assert len(results) == len(twins)
+    for rank, (one, two) in enumerate(zip(results, twins, strict=True)):
+        assert not losses or one.losses == two.losses, f"losses of rank {rank}"
+        assert one.parameters.keys() == two.parameters.keys()
+        for name in one.parameters:
+            assert torch.equal(one.parameters[name], two.parameters[name]), f"{name} of rank {rank}"
+        assert one.residuals.keys() == two.residuals.keys()
+        for key in one.residuals:
+            for a, b in zip(one.residuals[key], two.residuals[key], strict=True):
+                assert torch.equal(a, b), f"residual {key} of rank {rank}"
