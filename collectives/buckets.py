@@ -15,7 +15,7 @@ from commpress.codecs.policy import Policy
 from commpress.kernels.pieces import Piece, Pieces, cut
 
 PIECE = 1 << 22  # elements of the longest piece
-MESSAGE = 1 << 22  # a message is closed when it holds as many
+MESSAGE = 1 << 23  # a message is closed when it would hold more
 
 
 class Span(NamedTuple):

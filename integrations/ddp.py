@@ -279,25 +279,26 @@ class CompressedState:
                 self._say_what_happened()
 
     def _bad_gradient(self, step: _Step) -> None:
+        self.counters.skipped_buckets += 1
+        count = self.counters.skipped_buckets
         if self.on_nonfinite == "raise":
             step.error = NonFiniteGradient(
                 f"the gradients of step {step.number} hold NaN or infinity on some rank. No residual was changed. Look for "
                 "the cause in the loss, or pass on_nonfinite='skip'."
             )
-        elif self.counters.skipped_buckets <= 3 or self.counters.skipped_buckets % 100 == 0:
+        elif count <= 3 or count % 100 == 0:
             effect = "passed on as infinity to the GradScaler" if self.grad_scaler else "replaced by zeros on all ranks"
             log.warning(
                 "step %d: a bucket held NaN or infinity on some rank and was %s (%d so far). With AMP pass "
-                "grad_scaler= so that the loss scale adapts.", step.number, effect, self.counters.skipped_buckets + 1,
+                "grad_scaler= so that the loss scale adapts.", step.number, effect, count,
             )  # fmt: skip
-        self.counters.skipped_buckets += 1
 
     def _say_what_happened(self) -> None:
         self._said = True
         if self.counters.compressed_elements == 0:
             log.warning("NOTHING WAS COMPRESSED: every tensor travelled exactly (codec, min_numel or exclude leave none).")
         else:
-            log.info("first compressed step: %s", self.counters.summary())
+            log.info("up to the first compressed step: %s", self.counters.summary())
 
     # ------------------------------------------------------------ layouts
 

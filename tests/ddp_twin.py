@@ -68,12 +68,15 @@ class Plan:
     accumulate: int = 1  # backward passes per step, all but the last under no_sync
     dtype: torch.dtype = torch.float32
     wrapped: torch.dtype | None = None  # torch's wrapper around the hook
+    named: bool = True  # parameters have their names, not numbers
     branches: Callable[[int, int], str] = both
     ddp: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
     scale: float = 0.0  # a GradScaler's first scale; 0: no scaler
     bad: tuple[int, ...] = ()  # steps at which rank 1 brings an infinite gradient
+    poisoned: str = ""  # the one parameter whose gradient that is; empty: all
+    ends: tuple[int, ...] = ()  # step at which each rank's data ends, under DDP.join
     left_out: tuple[int, ...] = ()  # steps that are not taken, for a run to compare with
     seed: int = 0
 
@@ -105,11 +108,22 @@ def batch(plan: Plan, rank: int, step: int, part: int) -> tuple[torch.Tensor, to
 def loss_of(model: nn.Module, plan: Plan, rank: int, step: int, part: int) -> torch.Tensor:
     x, y = batch(plan, rank, step, part)
     loss = (model(x, plan.branches(rank, step)) - y).square().mean()
-    return loss * float("inf") if step in plan.bad and rank == 1 else loss
+    if step in plan.bad and rank == 1 and not plan.poisoned:
+        return loss * float("inf")
+    return loss
 
 
 def steps_of(plan: Plan) -> list[int]:
     return [step for step in range(plan.first, plan.first + plan.steps) if step not in plan.left_out]
+
+
+def has_data(plan: Plan, rank: int, step: int) -> bool:
+    return not plan.ends or step < plan.ends[rank]
+
+
+def parts_of(plan: Plan, step: int) -> int:
+    """torch itself fails if the first backward of a static graph is under no_sync."""
+    return 1 if plan.ddp.get("static_graph") and step == plan.first else plan.accumulate
 
 
 # ---------------------------------------------------------------- on a real rank
@@ -119,7 +133,7 @@ class Session:
     """One rank's model, optimizer, hook and scaler."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.rank = plan, dist.get_rank()
+        self.plan, self.rank = plan, dist.get_rank(plan.ddp.get("process_group"))
         self.model, self.optimizer = made(plan)
         self.ddp = DistributedDataParallel(self.model, **plan.ddp)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=plan.scale, growth_interval=2) if plan.scale else None
@@ -130,23 +144,36 @@ class Session:
             "grad_scaler": self.scaler,
             "checksum": True,
         } | plan.state
-        if plan.wrapped is None:
+        if plan.wrapped is None and plan.named:
             self.state = commpress.compress(self.ddp, plan.codec, **options)
         else:
-            options["named_parameters"] = self.model.named_parameters()
-            self.state = commpress.CompressedState(plan.codec, **options)
-            hook = WRAPPERS[plan.wrapped](commpress.compressed_allreduce_hook)
+            names = self.model.named_parameters() if plan.named else None
+            self.state = commpress.CompressedState(plan.codec, named_parameters=names, **options)
+            hook = commpress.compressed_allreduce_hook
+            if plan.wrapped is not None:
+                hook = WRAPPERS[plan.wrapped](hook)
+                hook.__name__ = "wrapped"  # DDP refuses the name of torch's bfloat16 wrapper without NCCL
             self.ddp.register_comm_hook(self.state, hook)
         self.losses: list[float] = []
         self.scales: list[float] = []
 
-    def step(self, step: int) -> None:
-        for part in range(self.plan.accumulate):
-            last = part == self.plan.accumulate - 1
+    def backward(self, step: int) -> None:
+        handle = None
+        if self.plan.poisoned and step in self.plan.bad and self.rank == 1:
+            parameter = self.model.get_parameter(self.plan.poisoned)
+            handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
+        parts = parts_of(self.plan, step)
+        for part in range(parts):
+            last = part == parts - 1
             with nullcontext() if last else self.ddp.no_sync():
                 loss = loss_of(self.ddp, self.plan, self.rank, step, part)
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
         self.losses.append(loss.item())
+        if handle:
+            handle.remove()
+
+    def step(self, step: int) -> None:
+        self.backward(step)
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -164,8 +191,10 @@ class Session:
 
 def train(plan: Plan) -> Trained:
     session = Session(plan)
-    for step in steps_of(plan):
-        session.step(step)
+    with session.ddp.join() if plan.ends else nullcontext():
+        for step in steps_of(plan):
+            if has_data(plan, session.rank, step):
+                session.step(step)
     return session.trained()
 
 
@@ -187,7 +216,7 @@ class Log(logging.Handler):
 
 
 def twin(plan: Plan, size: int) -> list[Trained]:
-    """The same run on ``size`` replicas here; without scaler and counters."""
+    """The same run on ``size`` replicas here; without scaler and counters. In a bad step all gradients are zero."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -202,12 +231,20 @@ def _twin(plan: Plan, size: int) -> list[Trained]:
     policy = policy_of(plan.codec, min_numel=MIN_NUMEL, exclude=plan.exclude)
     for count, step in enumerate(steps_of(plan)):
         for rank, (model, _) in enumerate(replicas):
-            for part in range(plan.accumulate):
+            if not has_data(plan, rank, step):
+                continue
+            for part in range(parts_of(plan, step)):
                 loss = loss_of(model, plan, rank, step, part)
                 loss.backward()
             losses[rank].append(loss.item())
         exact = plan.first + count < plan.state.get("exact_steps", 0)
-        reduce_gradients([model for model, _ in replicas], stores, policy_of("none") if exact else policy, plan, count)
+        if step in plan.bad:
+            for model, _ in replicas:
+                for parameter in model.parameters():
+                    parameter.grad.zero_()
+        else:
+            models = [model for model, _ in replicas]
+            reduce_gradients(models, stores, policy_of("none") if exact else policy, plan, count)
         for _, optimizer in replicas:
             optimizer.step()
             optimizer.zero_grad()

@@ -167,18 +167,27 @@ def _notes(results: list[Result]) -> list[str]:
         notes.append("Bytes: what the kernel counted on each rank's sockets, headers and acknowledgements included.")
     else:
         notes.append("Bytes: what the algorithms hand to the network (the kernel's own count is not available here).")
-    for result in results:
-        if result.counters:
-            own = result.counters["wire_bytes"] / len(result.losses) / 1e6
-            notes.append(f"commpress itself counted {own:.3f} MB/step of messages and their headers ({_how(result)}).")
-            break
+    ours = next((r for r in results if r.counters), None)
+    if ours is not None:
+        notes += _about(ours, next((r for r in results if r.settings.run == "plain"), None))
     notes.append("Loopback is faster than any network: speed here shows what compression costs, not what it gains.")
     return notes
 
 
-def _how(result: Result) -> str:
-    feedback = "with" if result.settings.error_feedback else "without"
-    return f"codec {result.settings.codec}, {feedback} error feedback"
+def _about(ours: Result, plain: Result | None) -> list[str]:
+    """What commpress did in its first run, counted by itself and after the steps that it left exact."""
+    settings, own = ours.settings, ours.counters["wire_bytes"] / len(ours.losses) / 1e6
+    feedback = "with" if settings.error_feedback else "without"
+    notes = [
+        f"commpress: codec {settings.codec}, {settings.head_codec} for the output layer, {feedback} error feedback. It counted "
+        f"{own:.4g} MB/step itself: messages and their headers, without those of TCP."
+    ]
+    exact, steps = settings.exact_steps, len(ours.losses)
+    if 0 < exact < steps:
+        rest = (ours.sent[-1] - ours.sent[exact - 1]) / (steps - exact)
+        fewer = f", {plain.bytes_per_step / rest:.1f} times fewer than plain" if plain else ""
+        notes.append(f"Its first {exact} steps travel exactly; after them it sends {rest / 1e6:.4g} MB/step{fewer}.")
+    return notes
 
 
 def spread(values: list[float]) -> str:

@@ -10,42 +10,55 @@ from matplotlib import pyplot
 
 from commpress.cli.train import Result, by_run
 
-COLORS = {"plain": "#444444", "bf16": "#1f77b4", "commpress": "#d62728"}
+STYLES = {  # the widest first, so that lines that lie on each other all show
+    "plain": {"color": "#999999", "linewidth": 5.0},
+    "bf16": {"color": "#1f77b4", "linewidth": 2.2, "linestyle": "--"},
+    "commpress": {"color": "#d62728", "linewidth": 1.8},
+}
 
 
 def draw(results: list[Result], path: str) -> None:
-    """One line per run, smoothed and averaged over seeds, the single steps faint behind it."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4.8), sharey=True, layout="constrained")
-    for name, group in by_run(results).items():
-        losses = [mean(step) for step in zip(*(r.losses for r in group), strict=True)]
+    """One line per run, averaged over seeds and smoothed over a fiftieth of the steps."""
+    figure, (by_step, by_bytes) = pyplot.subplots(1, 2, figsize=(12, 4.8), sharey=True, layout="constrained")
+    lowest, start = [], []
+    groups = by_run(results)
+    for name in sorted(groups, key=list(STYLES).index):
+        group = groups[name]
+        losses = smooth([mean(step) for step in zip(*(r.losses for r in group), strict=True)])
         sent = [mean(step) / 1e6 for step in zip(*(r.sent for r in group), strict=True)]
-        smoothed, steps, color = smooth(losses), range(1, len(losses) + 1), COLORS[name]
-        for panel, x, label in (
-            (panels[0], steps, f"{name}: held-out loss {mean(r.held_out_loss for r in group):.3f}"),
-            (panels[1], sent, f"{name}: {sent[-1]:.0f} MB" if sent[-1] >= 10 else f"{name}: {sent[-1]:.2g} MB"),
-        ):
-            panel.plot(x, losses, color=color, alpha=0.2, linewidth=0.8)
-            panel.plot(x, smoothed, color=color, linewidth=2, label=label)
-    for panel, label, title in (
-        (panels[0], "step", "The same steps"),
-        (panels[1], "MB sent by each rank (log scale)", "The same bytes"),
-    ):
-        panel.set(xlabel=label, title=title)
+        lowest.append(min(losses))
+        start.append(losses[len(losses) // 20])
+        held_out = mean(r.held_out_loss for r in group)
+        by_step.plot(range(1, len(losses) + 1), losses, label=f"{name}: held-out loss {held_out:.3f}", **STYLES[name])
+        by_bytes.plot(sent, losses, label=f"{name}: {sent[-1]:.3g} MB", **STYLES[name])
+        exact = group[0].settings.exact_steps
+        if name == "commpress" and 0 < exact < len(losses):
+            for panel, x in ((by_step, exact), (by_bytes, sent[exact - 1])):
+                panel.plot(
+                    x, losses[exact - 1], "o", color=STYLES[name]["color"], label=f"compressed from step {exact} on"
+                )
+    by_step.set(xlabel="step", title="The same steps", ylabel="training loss, nats per byte (smoothed)")
+    by_bytes.set(xlabel="MB sent by each rank", title="The same bytes")
+    margin = 0.05 * (max(start) - min(lowest))
+    by_step.set_ylim(min(lowest) - margin - 1e-3, max(start) + margin + 1e-3)  # the first steps would flatten the rest
+    for panel in (by_step, by_bytes):
         panel.grid(alpha=0.3)
         panel.legend(frameon=False)
-    panels[0].set_ylabel("training loss, nats per byte")
-    panels[1].set_xscale("log")
-    settings, parameters, ranks = results[0].settings, results[0].parameters, results[0].ranks
-    figure.suptitle(
-        f"GPT of {parameters / 1e6:.2g} M parameters on Python source, {ranks} ranks, SGD, "
-        f"commpress with codec {settings.codec}" + ("" if settings.error_feedback else " without error feedback")
-    )
+    figure.suptitle(_title(results[0]))
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
+def _title(result: Result) -> str:
+    settings = result.settings
+    return (
+        f"GPT of {result.parameters / 1e6:.2g} M parameters on Python source, {result.ranks} ranks, SGD; commpress: codec "
+        f"{settings.codec}" + ("" if settings.error_feedback else " without error feedback")
+    )
+
+
 def smooth(values: list[float]) -> list[float]:
-    """The mean of the last twentieth, or of what there is so far."""
-    window = max(len(values) // 20, 1)
+    """The mean of the last fiftieth, or of what there is so far."""
+    window = max(len(values) // 50, 1)
     sums = [0.0, *accumulate(values)]
     return [(sums[i] - sums[max(i - window, 0)]) / min(i, window) for i in range(1, len(sums))]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class Result:
     held_out_loss: float
     seconds: float
     ranks: int
-    counters: dict[str, object] = field(default_factory=dict)  # commpress's own, of this rank
+    counters: dict[str, Any] = field(default_factory=dict)  # commpress's own, of this rank
 
     @property
     def samples_per_second(self) -> float:
@@ -137,7 +138,7 @@ def _attach(ddp: DistributedDataParallel, settings: Settings) -> "commpress.Comp
 
 def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's own hook under another name: DDP refuses that name without NCCL, though Gloo adds bfloat16 as well."""
-    return bf16_compress_hook(dist.group.WORLD, bucket)
+    return bf16_compress_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
 
 def _warm_and_decay(step: int, steps: int) -> float:

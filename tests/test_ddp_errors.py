@@ -1,0 +1,164 @@
+"""What the hook says: every mistake has one clear message with its cure, and doing nothing is said loudly."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.errors import InvalidArgument
+from ddp_twin import Log, Net, Plan, loss_of, made, train
+
+
+def caught(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+# ---------------------------------------------------------------- before there are ranks
+
+
+def test_without_a_process_group():
+    with pytest.raises(InvalidArgument, match=r"torch\.distributed is not initialised: call init_process_group before"):
+        commpress.CompressedState()
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), None, "model"], ids=str)
+def test_a_model_that_is_not_wrapped(model):
+    name = type(model).__name__
+    with pytest.raises(
+        InvalidArgument, match=f"ddp is a {name}, expected a DistributedDataParallel: wrap the model first"
+    ):
+        commpress.compress(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"codec": "signn"}, r"codec is 'signn', expected one of .* did you mean 'sign'\?"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore', expected 'skip' or 'raise'"),
+        ({"exclude": ("bias",)}, "exclude matches parameter names, but named_parameters is missing: pass model.named_"),
+    ],
+)
+def test_wrong_options(pool, options, says):
+    for (error,) in pool.run(wrong_options, options):
+        assert type(error) is InvalidArgument
+        assert re.search(says, str(error))
+
+
+def wrong_options(options):
+    return [caught(commpress.CompressedState, **options)]
+
+
+# ---------------------------------------------------------------- in backward
+
+
+def wrong_state(state):
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+    ddp.register_comm_hook(state, commpress.compressed_allreduce_hook)
+    return [caught(ddp(torch.ones(1, 4)).sum().backward)]
+
+
+@pytest.mark.parametrize(("state", "name"), [(None, "NoneType"), ("sign", "str")])
+def test_a_hook_without_its_state(pool, state, name):
+    for (error,) in pool.run(wrong_state, state):
+        assert type(error) is InvalidArgument
+        assert (
+            f"state is a {name}, expected a CompressedState: ddp.register_comm_hook(commpress.CompressedState("
+            in str(error)
+        )
+
+
+def wrong_gradients(kind):
+    model = torch.nn.Embedding(10, 4, sparse=True) if kind == "sparse" else torch.nn.Linear(4, 4).to(kind)
+    ddp = DistributedDataParallel(model)
+    commpress.compress(ddp, min_numel=1)
+    inputs = torch.tensor([1, 2]) if kind == "sparse" else torch.ones(1, 4, dtype=kind)
+    return [caught(ddp(inputs).sum().backward)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (
+            torch.float64,
+            r"a bucket holds torch.float64 gradients, expected float32, bfloat16 or float16: convert .*\.float\(\)",
+        ),
+        ("sparse", "a bucket holds sparse gradients, which are not compressed: build it with sparse=False"),
+    ],
+    ids=str,
+)
+def test_gradients_of_a_wrong_kind(pool, kind, says):
+    for (error,) in pool.run(wrong_gradients, kind):
+        assert type(error) is InvalidArgument, error
+        assert re.search(says, str(error))
+
+
+# ---------------------------------------------------------------- said loudly
+
+
+def lines(plan):
+    return train(plan).log
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("none", steps=2),
+        Plan("sign", steps=2, state={"min_numel": 10**9}),
+        Plan("sign", steps=2, exclude=(".",)),
+        Plan("none", steps=4, state={"exact_steps": 2}),
+    ],
+    ids=["codec", "min_numel", "exclude", "after exact steps"],
+)
+def test_nothing_compressed_is_said_once_and_loudly(pool, plan):
+    for log in pool.run(lines, plan):
+        assert [line[:31] for line in log if "NOTHING" in line] == ["WARNING NOTHING WAS COMPRESSED:"]
+
+
+@pytest.mark.parametrize("plan", [Plan(steps=2), Plan(steps=3, state={"exact_steps": 2})], ids=["at once", "later"])
+def test_what_was_compressed_is_said_once(pool, plan):
+    for log in pool.run(lines, plan):
+        (line,) = log
+        assert line.startswith("INFO up to the first compressed step: 0.0")
+        assert "times fewer" in line
+
+
+def test_during_exact_steps_nothing_is_said(pool):
+    assert pool.run(lines, Plan(steps=2, state={"exact_steps": 2})) == [[], []]
+
+
+def test_a_pattern_that_excludes_nothing_is_said(pool):
+    for log in pool.run(lines, Plan(steps=1, exclude=("embedd", "head"))):
+        warnings = [line for line in log if line.startswith("WARNING")]
+        assert warnings == ["WARNING exclude='embedd' matches no parameter: nothing is left out because of it"]
+
+
+def alone(plan):
+    log = Log()
+    model, _ = made(plan)
+    ddp = DistributedDataParallel(model)
+    state = commpress.compress(ddp, plan.codec)
+    loss_of(ddp, plan, 0, 0, 0).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return log.lines, gradients, state.counters.steps, dist.get_world_size()
+
+
+def test_a_single_rank_passes_through_and_says_so(pool):
+    plan = Plan()
+    ((log, gradients, steps, size),) = pool.run(alone, plan, size=1)
+    assert size == 1
+    assert log == ["WARNING world size is 1: there is nothing to reduce, gradients pass through as they are"]
+    assert steps == 0
+    model, _ = made(plan)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    loss_of(model, plan, 0, 0, 0).backward()
+    torch.set_num_threads(threads)
+    assert gradients.keys() == dict(Net().named_parameters()).keys()
+    assert all(torch.equal(gradients[name], p.grad) for name, p in model.named_parameters())

@@ -1,0 +1,181 @@
+"""NaN and infinity: seen by all ranks, before a residual is committed; with a GradScaler and without."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import SignCodec
+from commpress.errors import NonFiniteGradient
+from ddp_twin import Plan, Session, assert_equal, steps_of, train, twin
+
+LAZY = SignCodec(block=0)
+SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
+
+
+def warnings(trained):
+    return [line for line in trained.log if line.startswith("WARNING")]
+
+
+# ---------------------------------------------------------------- with a GradScaler
+
+
+@pytest.mark.parametrize("codec", ["sign", LAZY, "int8"], ids=["sign", "lazy", "int8"])
+def test_residuals_are_in_unscaled_units(pool, codec):
+    """The loss scale doubles every second step and the training is, bit for bit, the one without any scale."""
+    plan = Plan(codec, scale=2.0**10, steps=7, ddp=SMALL_BUCKETS)
+    results = pool.run(train, plan)
+    assert_equal(results, twin(replace(plan, scale=0.0), 2))
+    assert results[0].scales == [2.0**k for k in (10, 11, 11, 12, 12, 13, 13)]
+
+
+@pytest.mark.parametrize("poisoned", ["", "head.weight", "embed.bias"])
+@pytest.mark.parametrize("codec", ["sign", LAZY], ids=["sign", "lazy"])
+def test_a_step_that_the_scaler_skips_leaves_no_trace(pool, codec, poisoned):
+    """Also where one bucket of several is bad and the others were committed as far as their ranks could tell."""
+    plan = Plan(codec, scale=2.0**10, bad=(2, 3), poisoned=poisoned, ddp=SMALL_BUCKETS)
+    results = pool.run(train, plan, size=3)
+    assert_equal(results, twin(replace(plan, scale=0.0, bad=(), left_out=(2, 3)), 3), losses=False)
+    for trained in results:
+        assert trained.scales == [2.0**k for k in (10, 11, 10, 9, 9, 10)]
+        assert trained.counters["skipped_steps"] == 2
+        assert (
+            "step 2: a bucket held NaN or infinity on some rank and was passed on as infinity" in warnings(trained)[0]
+        )
+
+
+def test_gradient_accumulation_under_a_scaler(pool):
+    plan = Plan(scale=2.0**6, accumulate=2, steps=5)
+    assert_equal(pool.run(train, plan), twin(replace(plan, scale=0.0), 2))
+
+
+def with_a_disabled_scaler(plan):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return train(replace(plan, state={"grad_scaler": scaler}))
+
+
+def test_a_disabled_scaler_is_none(pool):
+    """It would not skip the step that is passed on as infinity."""
+    plan = Plan(bad=(2,))
+    assert_equal(pool.run(with_a_disabled_scaler, plan), twin(plan, 2), losses=False)
+
+
+# ---------------------------------------------------------------- without
+
+
+@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_by_default_a_bad_step_has_zero_gradients_and_keeps_residuals(pool, options, size):
+    plan = Plan(LAZY, bad=(0, 3), ddp=options)
+    results = pool.run(train, plan, size=size)
+    assert_equal(results, twin(plan, size), losses=False)
+    for trained in results:
+        buckets = trained.counters["skipped_buckets"]
+        assert trained.counters["skipped_steps"] == 2
+        assert (buckets > 2) == (options is SMALL_BUCKETS)
+        assert all("replaced by zeros on all ranks" in line for line in warnings(trained))
+        assert len(warnings(trained)) == min(buckets, 3)
+        assert "(1 so far)" in warnings(trained)[0]
+        assert "pass grad_scaler=" in warnings(trained)[0]
+
+
+def bad_in_one_bucket(plan):
+    """Gradients and residuals around a step whose embedding bias alone is bad."""
+    session = Session(plan)
+    for step in range(3):
+        session.step(step)
+    before = session.trained().residuals
+    session.backward(3)
+    gradients = {name: p.grad.clone() for name, p in session.model.named_parameters()}
+    return before, gradients, session.trained()
+
+
+def test_a_bad_bucket_takes_only_itself_along(pool):
+    """Its parameters get zeros and keep their residuals; the others are reduced as ever."""
+    plan = Plan(bad=(3,), poisoned="embed.bias", ddp=SMALL_BUCKETS)
+    results = pool.run(bad_in_one_bucket, plan)
+    for before, gradients, after in results:
+        zero = {name for name, gradient in gradients.items() if not gradient.any()}
+        kept = {name for (name, _), (sent, _) in before.items() if torch.equal(sent, after.residuals[name, 0][0])}
+        assert "embed.bias" in zero
+        assert kept == {name for name in zero if (name, 0) in before}
+        assert "head.weight" not in zero
+        assert all(gradient.isfinite().all() for gradient in gradients.values())
+        assert after.counters["skipped_buckets"] == 1
+    assert all(torch.equal(results[0][1][name], results[1][1][name]) for name in results[0][1])
+
+
+def raising(plan):
+    """A user who catches the error and leaves the step out."""
+    session = Session(replace(plan, state={"on_nonfinite": "raise"}))
+    errors = []
+    for step in steps_of(plan):
+        before = session.trained().residuals
+        try:
+            session.step(step)
+        except NonFiniteGradient as error:
+            errors.append((step, str(error)))
+            session.optimizer.zero_grad()
+            for key, (sent, reduced) in session.trained().residuals.items():
+                assert key not in before or torch.equal(sent, before[key][0])
+                assert key not in before or torch.equal(reduced, before[key][1])
+    return errors, session.trained()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, SMALL_BUCKETS, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
+)
+@pytest.mark.parametrize("scale", [0.0, 2.0**10], ids=["no scaler", "scaler"])
+def test_the_policy_raise_raises_on_every_rank_and_training_can_go_on(pool, options, scale):
+    plan = Plan(bad=(0, 3), ddp=options, scale=scale)
+    results = pool.run(raising, plan, size=3)
+    for errors, trained in results:
+        assert [step for step, _ in errors] == [0, 3]
+        assert "gradients of step 3 hold NaN or infinity on some rank. No residual was changed" in errors[1][1]
+        assert trained.counters["skipped_steps"] == 2
+        assert warnings(trained) == []
+    assert_equal([t for _, t in results], twin(replace(plan, scale=0.0, bad=(), left_out=(0, 3)), 3), losses=False)
+
+
+def overflow(dtype):
+    """Gradient and residual fit float16, their sum does not."""
+    session = Session(Plan(dtype=dtype, state={"on_nonfinite": "skip"}))
+    for parameter in session.model.parameters():
+        parameter.register_hook(lambda gradient: torch.full_like(gradient, 60000.0))
+    session.backward(0)
+    state = session.state.state_dict()
+    for residual in state["residuals"].values():
+        residual["sent"].fill_(60000.0)
+    session.state.load_state_dict(state)
+    session.optimizer.zero_grad()
+    session.backward(1)
+    gradients = {name: p.grad.float() for name, p in session.model.named_parameters()}
+    return gradients, session.trained()
+
+
+def test_a_mean_that_overflows_float16_is_bad_too(pool):
+    for gradients, trained in pool.run(overflow, torch.float16):
+        assert not any(gradient.any() for gradient in gradients.values())
+        assert all(torch.equal(sent, torch.full_like(sent, 60000.0)) for sent, _ in trained.residuals.values())
+        assert trained.counters["skipped_steps"] == 1
+    for gradients, trained in pool.run(overflow, torch.bfloat16):
+        assert torch.equal(gradients["head.weight"].unique(), torch.tensor([119808.0]))  # 120000 in bfloat16
+        assert trained.counters["skipped_steps"] == 0
+
+
+def raise_while_joined(plan):
+    """Rank 0 has no more data when rank 1 brings a bad gradient."""
+    session = Session(replace(plan, state={"on_nonfinite": "raise"}))
+    try:
+        with session.ddp.join():
+            for step in range(1 + 2 * dist.get_rank()):
+                session.step(step)
+    except NonFiniteGradient as error:
+        return str(error)
+    return None
+
+
+def test_a_rank_that_has_joined_raises_too(pool):
+    for message in pool.run(raise_while_joined, Plan(bad=(2,))):
+        assert "gradients of step 2" in message
