@@ -8,7 +8,7 @@ whether its sender's numbers were finite, so all ranks take the same decision wi
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -21,7 +21,7 @@ from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic
-from commpress.work import Steps, overlapped
+from commpress.work import Steps, Work, overlapped
 
 ALONGSIDE = 2  # messages of one bucket under way at once: one on the wire while another is encoded or decoded
 
@@ -186,7 +186,15 @@ def reduce_message(
     return Outcome(message, finite, old, new, workspace)
 
 
-def _exchange(call, out, inp, frame, flag, transport, workspace) -> Steps[None]:
+def _exchange(
+    call: Callable[[torch.Tensor, torch.Tensor, int], Work],
+    out: torch.Tensor,
+    inp: torch.Tensor,
+    frame: Frame,
+    flag: torch.Tensor,
+    transport: Transport,
+    workspace: Workspace,
+) -> Steps[None]:
     packed = frame.pack()
     stamp(inp, packed, flag, checksum=workspace.checksum)
     yield call(out, inp, 2 * frame.sequence + (frame.operation == ALL_GATHER))

@@ -98,7 +98,7 @@ def verify(wire: torch.Tensor, frame: Frame, packed: torch.Tensor, rank: int) ->
         )
     for r, row in enumerate(headers):
         (want,) = struct.unpack("<I", row[_PAYLOAD].tobytes())
-        if want and want != (zlib.crc32(wire[r, HEADER:].cpu().numpy()) or 1):
+        if want and want != (zlib.crc32(wire[r, HEADER:].cpu().numpy().data) or 1):
             raise CommunicationError(
                 f"the payload of rank {r} in {frame.describe()} is damaged: its checksum does not match. "
                 "Memory or network corrupt data; check both before going on.",

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -124,7 +125,7 @@ class Worker:
                 if job is None:
                     closing = True
                 else:
-                    self._step(running, job[1], lambda steps=job[0], future=job[1]: running.advance(future, steps))
+                    self._step(running, job[1], partial(running.advance, job[1], job[0]))
             if running.waiting:
                 future, steps, work = running.waiting.popleft()
 

@@ -45,7 +45,7 @@ def sign_scale(c: np.ndarray, kind: int) -> np.float32:
     return np.float32(mean if kind == SIGN_L1 else np.sqrt(mean))
 
 
-def peak_scale(c: np.ndarray, top: float) -> np.float32:
+def peak_scale(c: np.ndarray, top: float | np.float32) -> np.float32:
     """max |c| / top, 0 for a block too small to divide by, NaN for one that is not finite."""
     peak = np.max(np.abs(c))
     if not np.isfinite(peak):

@@ -31,6 +31,7 @@ from ddp_twin import (
     made,
     none_at_times,
     one_each,
+    steps_of,
     train,
     twin,
 )
@@ -284,3 +285,21 @@ def test_a_parameter_longer_than_a_piece(pool):
         expected.append(zlib.crc32(buffers[0].numpy()))
     assert sum(len(m.keys) for m in parts) == 2
     assert pool.run(train_long) == [(expected, [("long", 0), ("long", PIECE)])] * 2
+
+
+def without_a_backend(plan, folder):
+    """``init_process_group()`` as users write it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    session = Session(plan)
+    for step in steps_of(plan):
+        session.step(step)
+    return session.state.transport.ordered, session.trained()
+
+
+def test_a_process_group_without_a_named_backend(pool, tmp_path):
+    """Gloo it is, and its point-to-point way is taken."""
+    results = pool.run(without_a_backend, Plan(), str(tmp_path))
+    assert [ordered for ordered, _ in results] == [False, False]
+    assert_equal([trained for _, trained in results], twin(Plan(), 2))

@@ -19,12 +19,10 @@ def _check_block(block: int, *, row: bool) -> None:
 class _Kernel:
     """The part that every codec of this family shares: sizes follow from kind and block."""
 
-    kind: int
-    block: int
     lossless: ClassVar[bool] = False
 
     def row_bytes(self, width: int) -> int:
-        return reference.row_bytes(self.kind, width, self.block)
+        return reference.row_bytes(self.kind, width, self.block)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class SignCodec(_Kernel):
         _check_block(self.block, row=True)
 
     @property
-    def kind(self) -> int:  # type: ignore[override]
+    def kind(self) -> int:
         return reference.SIGN_L1 if self.scale == "l1" else reference.SIGN_RMS
 
     @property
@@ -81,7 +79,7 @@ class BlockCodec(_Kernel):
         _check_block(self.block, row=False)
 
     @property
-    def kind(self) -> int:  # type: ignore[override]
+    def kind(self) -> int:
         return {"int8": reference.INT8, "int4": reference.INT4, "fp8": reference.FP8}[self.number]
 
     @property
@@ -101,7 +99,7 @@ class CastCodec(_Kernel):
             raise InvalidArgument(f"number is {self.number!r}, expected 'bf16', 'fp16' or 'none'")
 
     @property
-    def kind(self) -> int:  # type: ignore[override]
+    def kind(self) -> int:
         return {"bf16": reference.BF16, "fp16": reference.FP16, "none": reference.FP32}[self.number]
 
     @property

@@ -54,7 +54,7 @@ class ByName:
 
 def policy_of(codec: str | Codec | Policy, *, min_numel: int = 0, exclude: tuple[str, ...] = ()) -> Policy:
     """``codec`` for tensors of at least ``min_numel`` elements whose name matches no pattern of ``exclude``."""
-    policy: Policy = codec if hasattr(codec, "choose") else Same(codec_named(codec))  # type: ignore[assignment, arg-type]
+    policy: Policy = codec if hasattr(codec, "choose") else Same(codec_named(codec))  # type: ignore[assignment]
     if min_numel:
         policy = BySize(policy, min_numel)
     return ByName(dict.fromkeys(exclude, EXACT), policy) if exclude else policy
