@@ -5,7 +5,7 @@ BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test demo lint types check clean
+.PHONY: help venv test slow demo lint types docs check clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -24,6 +24,9 @@ venv: .venv/installed ## install torch, commpress (editable) and its tools into 
 test: venv ## run the tests; make test ARGS='-k sign'
 	@$(BIN)/pytest $(ARGS)
 
+slow: venv ## run the tests that take long
+	@$(BIN)/pytest -m slow $(ARGS)
+
 demo: venv ## train a small model with and without compression and show the difference
 	@$(BIN)/commpress demo $(ARGS)
 
@@ -37,7 +40,10 @@ types: venv ## mypy, on the built wheel
 	$(PIP) --no-deps --no-build-isolation --target "$$tmp" . && cd "$$tmp" && \
 	"$$root/$(BIN)/mypy" --config-file "$$root/pyproject.toml" --cache-dir "$$root/.mypy_cache" --package commpress
 
-check: lint types test ## all of the above: what must pass before a change lands
+docs: venv ## build the pages of docs/ as a static site into build/site
+	@$(BIN)/mkdocs build --strict --quiet
+
+check: lint types docs test ## all of the above: what must pass before a change lands
 
 clean: ## remove what builds and tools left behind; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

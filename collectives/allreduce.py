@@ -8,7 +8,7 @@ whether its sender's numbers were finite, so all ranks take the same decision wi
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -21,8 +21,10 @@ from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic
+from commpress.timeline import Timeline
 from commpress.work import Steps, Work, overlapped
 
+WIRE = {ALL_TO_ALL: "wire: all-to-all", ALL_GATHER: "wire: all-gather"}
 ALONGSIDE = 2  # messages of one bucket under way at once: one on the wire while another is encoded or decoded
 
 
@@ -33,10 +35,26 @@ class Workspace:
     checksum: bool = False  # verify payloads too, not only headers
     encode_seconds: float = 0.0  # in kernels before a row leaves
     decode_seconds: float = 0.0  # in kernels after the last row came
+    timeline: Timeline | None = None  # who watches
     _free: dict[tuple[object, ...], list[object]] = field(default_factory=lambda: defaultdict(list))
 
+    def encoded(self, start: float) -> None:
+        """A row has been encoded since ``start``."""
+        end = perf_counter()
+        self.encode_seconds += end - start
+        if self.timeline is not None:
+            self.timeline.span("encode", start, end)
+
+    def decoded(self, start: float) -> None:
+        end = perf_counter()
+        self.decode_seconds += end - start
+        if self.timeline is not None:
+            self.timeline.span("decode", start, end)
+
     def wires(self, message: Message, rows: int, device: torch.device) -> torch.Tensor:
-        size = HEADER + message.pieces.row_bytes
+        return self.rows(HEADER + message.pieces.row_bytes, rows, device)
+
+    def rows(self, size: int, rows: int, device: torch.device) -> torch.Tensor:
         free = self._free[rows, size, device]
         if free:
             return free.pop()  # type: ignore[return-value]
@@ -78,6 +96,15 @@ class Outcome:
     def discard(self) -> None:
         if self.proposed is not None:
             self.workspace.give_residual(self.message, self.proposed)
+
+
+def settle(outcomes: Iterable[Outcome], *, taken: bool) -> None:
+    """Commit them all, or discard them all."""
+    for outcome in outcomes:
+        if taken:
+            outcome.commit()
+        else:
+            outcome.discard()
 
 
 def compressed_allreduce(
@@ -148,6 +175,33 @@ def reduce_message(
     ``gain`` multiplies the input and divides the result: with gain = 1 / loss scale, residuals are in unscaled units.
     ``key`` seeds stochastic codecs; rank and direction are mixed in.
     """
+    rows, outcome = yield from average_rows(
+        buffer, feedback, message=message, transport=transport, workspace=workspace, sequence=sequence, key=key, gain=gain
+    )
+    start = perf_counter()
+    if outcome.finite:
+        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.pieces, gain=1.0 / gain)
+    workspace.decoded(start)
+    workspace.give_wires(rows)
+    return outcome
+
+
+def average_rows(
+    buffer: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    *,
+    message: Message,
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+    divisor: float = 0.0,
+) -> Steps[tuple[torch.Tensor, Outcome]]:
+    """All of ``reduce_message`` but the last decoding: the rows of the average, still encoded, the same on every rank.
+
+    The average is the sum over the ranks divided by ``divisor`` (0: by their number). Give the rows back to the workspace.
+    """
     pieces, device, ranks = message.pieces, buffer.device, transport.size
     kernels = arithmetic(device)
     outbox, inbox = workspace.wires(message, ranks, device), workspace.wires(message, ranks, device)
@@ -158,35 +212,29 @@ def reduce_message(
 
     start = perf_counter()
     kernels.encode(
-        buffer, outbox[:, HEADER:], flag, pieces, gain=gain, key=_noise(key, transport.rank, 0),
+        buffer, outbox[:, HEADER:], flag, pieces, gain=gain, key=noise(key, transport.rank, 0),
         residual=old and old.sent, residual_scale=old and old.sent_scale,
         new_residual=new and new.sent, new_scale=new and new.sent_scale,
     )  # fmt: skip
-    workspace.encode_seconds += perf_counter() - start
+    workspace.encoded(start)
     frame = Frame(ALL_TO_ALL, ranks, message.codec, pieces.numel, sequence, message.label)
-    yield from _exchange(transport.all_to_all, inbox, outbox, frame, flag, transport, workspace)
+    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag, transport, workspace)
 
     start = perf_counter()
-    flag.copy_(_any_flag(inbox))
+    flag.copy_(any_flag(inbox))
     kernels.serve(
-        inbox[:, HEADER:], reply[:, HEADER:], flag, pieces, transport.rank, key=_noise(key, transport.rank, 1),
-        residual=old and old.reduced, residual_scale=old and old.reduced_scale,
+        inbox[:, HEADER:], reply[:, HEADER:], flag, pieces, transport.rank, divisor=divisor,
+        key=noise(key, transport.rank, 1), residual=old and old.reduced, residual_scale=old and old.reduced_scale,
         new_residual=new and new.reduced, new_scale=new and new.reduced_scale,
     )  # fmt: skip
-    workspace.encode_seconds += perf_counter() - start
+    workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, sequence, message.label)
-    yield from _exchange(transport.all_gather, outbox, reply, frame, flag, transport, workspace)
-
-    start = perf_counter()
-    finite = not bool(_any_flag(outbox))
-    if finite:
-        kernels.decode(outbox[:, HEADER:], buffer, pieces, gain=1.0 / gain)
-    workspace.decode_seconds += perf_counter() - start
-    workspace.give_wires(outbox, inbox, reply)
-    return Outcome(message, finite, old, new, workspace)
+    yield from exchange(transport.all_gather, outbox, reply, frame, flag, transport, workspace)
+    workspace.give_wires(inbox, reply)
+    return outbox, Outcome(message, not bool(any_flag(outbox)), old, new, workspace)
 
 
-def _exchange(
+def exchange(
     call: Callable[[torch.Tensor, torch.Tensor, int], Work],
     out: torch.Tensor,
     inp: torch.Tensor,
@@ -195,17 +243,23 @@ def _exchange(
     transport: Transport,
     workspace: Workspace,
 ) -> Steps[None]:
+    """One collective under a header: ``inp`` is stamped, what came is verified."""
     packed = frame.pack()
     stamp(inp, packed, flag, checksum=workspace.checksum)
+    start = perf_counter() if workspace.timeline is not None else 0.0
     yield call(out, inp, 2 * frame.sequence + (frame.operation == ALL_GATHER))
+    if workspace.timeline is not None and start:
+        what = {"bytes": inp.numel(), "message": frame.label, "sequence": frame.sequence}
+        workspace.timeline.flight(WIRE[frame.operation], start, what=what)
     verify(out, frame, packed, transport.rank)
 
 
-def _any_flag(wire: torch.Tensor) -> torch.Tensor:
+def any_flag(wire: torch.Tensor) -> torch.Tensor:
+    """1 if the sender of some row was not finite."""
     return (wire[:, FLAGS] & NOT_FINITE).amax()
 
 
-def _noise(key: int, rank: int, direction: int) -> int:
+def noise(key: int, rank: int, direction: int) -> int:
     """A 32-bit seed that differs between steps, ranks and directions (multiplicative hashing)."""
     return (key * 0x9E3779B1 + rank * 0x85EBCA6B + direction * 0xC2B2AE35) & 0xFFFFFFFF
 

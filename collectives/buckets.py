@@ -36,8 +36,11 @@ class Message:
     label: int  # CRC of keys and lengths: with ranks and codecs it decides the bytes of a row
 
 
-def messages(spans: Iterable[Span], policy: Policy, ranks: int, *, feedback: bool = True) -> list[Message]:
-    """Cut ``spans`` into messages of about ``MESSAGE`` elements."""
+def messages(
+    spans: Iterable[Span], policy: Policy, ranks: int, *, feedback: bool = True, piece: int = 0, message: int = 0
+) -> list[Message]:
+    """Cut ``spans`` into messages of about ``message`` elements and these into pieces of ``piece`` (0: the usual sizes)."""
+    piece, message = piece or PIECE, message or MESSAGE
     result: list[Message] = []
     keys: list[tuple[str, int]] = []
     pieces: list[Piece] = []
@@ -49,15 +52,15 @@ def messages(spans: Iterable[Span], policy: Policy, ranks: int, *, feedback: boo
         if pieces:
             lengths = zip(keys, pieces, strict=True)
             label = zlib.crc32("\n".join(f"{name}@{offset}+{p.numel}" for (name, offset), p in lengths).encode())
-            result.append(Message(tuple(keys), cut(pieces, ranks), _describe(codecs), label))
+            result.append(Message(tuple(keys), cut(pieces, ranks), describe(codecs), label))
         keys, pieces, codecs, held = [], [], [], 0
 
     for span in spans:
         codec = policy.choose(span.name, span.numel)
-        keep = feedback and not codec.lossless
-        for offset in range(0, span.numel, PIECE):
-            numel = min(PIECE, span.numel - offset)
-            if held and held + numel > MESSAGE:
+        keep = feedback and codec.feedback and not codec.lossless
+        for offset in range(0, span.numel, piece):
+            numel = min(piece, span.numel - offset)
+            if held and held + numel > message:
                 close()
             keys.append((span.name, offset))
             mark = zlib.crc32(f"{span.name}@{offset}".encode())
@@ -71,11 +74,11 @@ def messages(spans: Iterable[Span], policy: Policy, ranks: int, *, feedback: boo
 def one_message(numel: int, codec: Codec, ranks: int, *, name: str = "", feedback: bool = True) -> Message:
     """A whole buffer as one piece of one message, however long."""
     mark = zlib.crc32(name.encode())
-    piece = Piece(0, numel, codec.kind, codec.block, mark, feedback and not codec.lossless)
+    piece = Piece(0, numel, codec.kind, codec.block, mark, feedback and codec.feedback and not codec.lossless)
     return Message(((name, 0),), cut([piece], ranks), codec.spec, mark)
 
 
-def _describe(codecs: Sequence[Codec]) -> str:
+def describe(codecs: Sequence[Codec]) -> str:
     """The spec if there is one codec, else the first and a digest of which piece has which."""
     specs = [codec.spec for codec in codecs]
     if len(set(specs)) == 1:

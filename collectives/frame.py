@@ -5,14 +5,16 @@ Bytes  0  magic "cp"          Bytes 32  elements of the buffer, u64
        3  operation, u8             44  label: CRC of what is being reduced, u32
        4  flags, u8                 48  checksum of bytes 0–47 with flags as 0, u32
        5  zero                      52  checksum of the payload, u32 (0: not checked)
-       6  world size, u16           56  zeros
+       6  world size, u16           56  length of the message that goes the other way, u64
        8  codec, 24 ASCII bytes
 
-All but the flags and the payload's checksum must be equal on every rank. Little endian throughout.
+All but the flags and the payload's checksum must be what the receiver expects: the same on every rank, or, in an exchange
+of rows of any length, the same two lengths on both sides. Lengths are elements there, bytes here. Little endian throughout.
 """
 
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,14 +23,21 @@ import torch
 from commpress.errors import CommunicationError, Mismatch
 
 HEADER = 64
-AGREED = (slice(0, 4), slice(5, 52))  # the bytes in which two ranks must not differ
+AGREED = (slice(0, 4), slice(5, 52), slice(56, 64))  # the bytes in which two ranks must not differ
 FLAGS = 4
 NOT_FINITE = 1
 _PAYLOAD = slice(52, 56)
 _LAYOUT = struct.Struct("<2sBBBBH24sQII")
 _VERSION = 1
-_OPERATIONS = {1: "all_to_all", 2: "all_gather"}
-ALL_TO_ALL, ALL_GATHER = 1, 2
+ALL_TO_ALL, ALL_GATHER, FLAT, LENGTHS, INSIDE, BETWEEN = range(1, 7)
+_OPERATIONS = {
+    ALL_TO_ALL: "all_to_all",
+    ALL_GATHER: "all_gather",
+    FLAT: "flat all_to_all",
+    LENGTHS: "lengths of an all_to_all",
+    INSIDE: "all_to_all inside a node",
+    BETWEEN: "all_to_all between nodes",
+}
 
 
 @dataclass(frozen=True)
@@ -41,22 +50,26 @@ class Frame:
     numel: int
     sequence: int
     label: int = 0
+    back: int = 0  # bytes that go the other way, in an exchange of rows of any length
 
     def pack(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.bytes()), dtype=torch.uint8)
+
+    def bytes(self) -> bytes:
         codec = self.codec.encode("ascii")
         if len(codec) > 24:
             raise ValueError(f"codec description {self.codec!r} is longer than 24 bytes")
         body = _LAYOUT.pack(
             b"cp", _VERSION, self.operation, 0, 0, self.size, codec, self.numel, self.sequence & 0xFFFFFFFF, self.label
         )
-        return torch.frombuffer(
-            bytearray(body + struct.pack("<I", zlib.crc32(body)) + bytes(HEADER - 52)), dtype=torch.uint8
-        )
+        return body + struct.pack("<IIQ", zlib.crc32(body), 0, self.back)
 
     def describe(self) -> str:
         what = _OPERATIONS.get(self.operation, f"operation {self.operation}")
+        each_way = self.operation not in (ALL_TO_ALL, ALL_GATHER)
+        length = f"{self.numel} bytes for {self.back} bytes" if each_way else f"{self.numel} elements"
         return (
-            f"{what} number {self.sequence} of {self.numel} elements with codec {self.codec!r} "
+            f"{what} number {self.sequence} of {length} with codec {self.codec!r} "
             f"among {self.size} ranks (label {self.label:08x})"
         )
 
@@ -68,7 +81,16 @@ def unpack(header: np.ndarray) -> Frame | None:
     magic, version, operation, _, _, size, codec, numel, sequence, label = _LAYOUT.unpack(body)
     if magic != b"cp" or version != _VERSION or header[48:52].tobytes() != struct.pack("<I", zlib.crc32(body)):
         return None
-    return Frame(operation, size, codec.rstrip(b"\0").decode("ascii", "replace"), numel, sequence, label)
+    (back,) = struct.unpack("<Q", header[56:64].tobytes())
+    return Frame(operation, size, codec.rstrip(b"\0").decode("ascii", "replace"), numel, sequence, label, back)
+
+
+def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
+    """uint8[size, HEADER]: the frame of each rank in its row, zeros where there is none."""
+    packed = {id(frame): frame.bytes() for frame in {id(f): f for f in frames.values()}.values()}  # often it is one for all
+    none = bytes(HEADER)
+    rows = b"".join(packed[id(frames[r])] if r in frames else none for r in range(size))
+    return torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(size, HEADER)
 
 
 def stamp(wire: torch.Tensor, frame: torch.Tensor, flag: torch.Tensor, *, checksum: bool = False) -> None:
@@ -81,7 +103,8 @@ def stamp(wire: torch.Tensor, frame: torch.Tensor, flag: torch.Tensor, *, checks
 
 
 def same(mine: np.ndarray, theirs: np.ndarray) -> bool:
-    return all(np.array_equal(mine[part], theirs[part]) for part in AGREED)
+    one, two = mine.tobytes(), theirs.tobytes()
+    return all(one[part] == two[part] for part in AGREED)
 
 
 def verify(wire: torch.Tensor, frame: Frame, packed: torch.Tensor, rank: int) -> None:
@@ -97,10 +120,43 @@ def verify(wire: torch.Tensor, frame: Frame, packed: torch.Tensor, rank: int) ->
             ranks=tuple(r for r, _ in wrong),
         )
     for r, row in enumerate(headers):
-        (want,) = struct.unpack("<I", row[_PAYLOAD].tobytes())
-        if want and want != (zlib.crc32(wire[r, HEADER:].cpu().numpy().data) or 1):
-            raise CommunicationError(
-                f"the payload of rank {r} in {frame.describe()} is damaged: its checksum does not match. "
-                "Memory or network corrupt data; check both before going on.",
-                ranks=(r,),
-            )
+        _check_payload(row, wire[r, HEADER:], frame, r)
+
+
+def verify_rows(
+    headers: torch.Tensor, payloads: Mapping[int, torch.Tensor], wanted: Mapping[int, Frame], rank: int
+) -> None:
+    """As ``verify`` where every peer has a frame of its own."""
+    got = headers.cpu().numpy()
+    expected = pack_rows(wanted, len(got)).numpy()
+    wrong = [r for r in wanted if not same(expected[r], got[r])]
+    if wrong:
+        found = {r: unpack(got[r]) for r in wrong}
+        peers = "; ".join(
+            f"rank {r} to send {wanted[r].describe()}, but it sent {f.describe() if f else 'bytes that are no header'}"
+            for r, f in found.items()
+        )
+        raise Mismatch(
+            f"rank {rank} expected {peers}. Two ranks must agree on the bytes they send each other (splits, row shape, "
+            "dtype), on codec and nodes, and call collectives in the same order.",
+            ranks=tuple(wrong),
+        )
+    for r, frame in wanted.items():
+        _check_payload(got[r], payloads[r], frame, r)
+
+
+def checksums(headers: torch.Tensor, payloads: Mapping[int, torch.Tensor]) -> None:
+    """Write the checksum of each rank's payload into its header."""
+    for r, payload in payloads.items():
+        sums = np.array([zlib.crc32(payload.cpu().numpy().data) or 1], "<u4")
+        headers[r, _PAYLOAD] = torch.from_numpy(sums.view(np.uint8)).to(headers.device)
+
+
+def _check_payload(header: np.ndarray, payload: torch.Tensor, frame: Frame, rank: int) -> None:
+    (want,) = struct.unpack("<I", header[_PAYLOAD].tobytes())
+    if want and want != (zlib.crc32(payload.cpu().numpy().data) or 1):
+        raise CommunicationError(
+            f"the payload of rank {rank} in {frame.describe()} is damaged: its checksum does not match. "
+            "Memory or network corrupt data; check both before going on.",
+            ranks=(rank,),
+        )

@@ -4,6 +4,7 @@
 """
 
 import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -11,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from commpress.collectives.frame import HEADER, same
-from commpress.collectives.transport import Transport
+from commpress.collectives.transport import Rows, Transport, rows_of
 from commpress.errors import PeerFailure
 from commpress.work import Steps, Work
 
@@ -23,7 +24,9 @@ class Loopback:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.posted: dict[tuple[int, int], torch.Tensor] = {}
+        self.sent: dict[tuple[int, int, int], deque[_Delivery]] = defaultdict(deque)  # by tag, sender and receiver
+        self.wanted: dict[tuple[int, int, int], deque[_Delivery]] = defaultdict(deque)
+        self.parts: dict[tuple[int, ...], Loopback] = {}
 
     def transport(self, rank: int) -> "LoopbackTransport":
         return LoopbackTransport(self, rank)
@@ -39,44 +42,75 @@ class LoopbackTransport:
         self.switch, self.rank, self.size = switch, rank, switch.size
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        self.switch.posted[self.rank, tag] = inp
-        return _Delivery(self, out, inp, tag)
+        return self.exchange(rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         return self.all_to_all(out, inp.expand(self.size, -1), tag)
 
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        work, sent, received = _Delivery(self, out, inp, wanted, tag), self.switch.sent, self.switch.wanted
+        for r in inp.payloads:
+            sent[tag, self.rank, r].append(work)
+        for r in out.payloads:
+            received[tag, r, self.rank].append(work)
+        for key in [(tag, self.rank, r) for r in inp.payloads] + [(tag, r, self.rank) for r in out.payloads]:
+            if sent[key] and received[key]:  # now and not in wait: who goes on may use its rows for something else
+                received[key].popleft().deliver(sent[key].popleft())
+        return work
+
+    def subset(self, ranks: Sequence[int]) -> "LoopbackTransport | None":
+        members = tuple(sorted(ranks))
+        if self.rank not in members:
+            return None
+        part = self.switch.parts.setdefault(members, Loopback(len(members)))
+        return part.transport(members.index(self.rank))
+
 
 class _Delivery:
-    def __init__(self, transport: LoopbackTransport, out: torch.Tensor, inp: torch.Tensor, tag: int) -> None:
-        self.transport, self.out, self.inp, self.tag = transport, out, inp, tag
+    def __init__(self, transport: LoopbackTransport, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> None:
+        self.transport, self.out, self.inp, self.wanted, self.tag = transport, out, inp, wanted, tag
+        self.missing, self.kept = set(out.payloads), set(inp.payloads)
 
     def wait(self) -> None:
-        """Like Gloo: a header is always delivered, a payload only behind a header equal to one's own."""
-        me, posted = self.transport.rank, self.transport.switch.posted
-        silent = tuple(r for r in range(self.transport.size) if (r, self.tag) not in posted)
-        if silent:
+        if silent := tuple(sorted(self.missing | self.kept)):
+            me = self.transport.rank
             raise PeerFailure(f"rank {me}: no message number {self.tag} from ranks {list(silent)}.", ranks=silent)
-        for r in range(self.transport.size):
-            row = posted[r, self.tag][me]
-            self.out[r, :HEADER] = row[:HEADER]
-            if same(self.inp[me, :HEADER].numpy(), row[:HEADER].numpy()):
-                self.out[r, HEADER:] = row[HEADER:]
+
+    def deliver(self, sender: "_Delivery") -> None:
+        """Like Gloo: a header is always delivered, a payload only behind a header that is wanted."""
+        me, r = self.transport.rank, sender.transport.rank
+        self.missing.discard(r)
+        sender.kept.discard(me)
+        header = sender.inp.headers[me]
+        self.out.headers[r] = header
+        if same(self.wanted[r].numpy(), header.numpy()):
+            self.out.payloads[r].copy_(sender.inp.payloads[me])
 
 
 def simulate(ranks: Sequence[Steps[T]]) -> list[T]:
-    """Step one algorithm per rank in lockstep, each to its next wait, and return all results."""
+    """Step one algorithm per rank in turn, each to its next wait, and return all results.
+
+    A rank that waits in vain has its turn again after the others; when nobody can go on, the first failure is raised.
+    """
     waits: dict[int, Work] = {}
     results: dict[int, T] = {}
-    running = dict(enumerate(ranks))
-    while running:
-        for r, steps in list(running.items()):
+    ready = dict(enumerate(ranks))
+    while ready:
+        for r, steps in ready.items():
             try:
                 waits[r] = next(steps)
             except StopIteration as stop:
                 results[r] = stop.value
-                del running[r]
-        for r in running:
-            waits[r].wait()
+        ready, failures = {}, []
+        for r in sorted(waits):
+            try:
+                waits[r].wait()
+                del waits[r]
+                ready[r] = ranks[r]
+            except PeerFailure as failure:
+                failures.append(failure)
+        if failures and not ready:
+            raise failures[0]
     return [results[r] for r in sorted(results)]
 
 
@@ -91,21 +125,31 @@ class Recorded:
     messages: int = 0
     sent_bytes: int = 0
     operations: list[str] = field(default_factory=list)
+    messages_to: Counter[int] = field(default_factory=Counter)  # by rank
+    bytes_to: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.rank, self.size, self.ordered = self.inner.rank, self.inner.size, self.inner.ordered
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        self._count("all_to_all", inp)
+        self._count("all_to_all", dict.fromkeys(range(self.size), inp.shape[1]))
         return self.inner.all_to_all(out, inp, tag)
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        self._count("all_gather", inp)
+        self._count("all_gather", dict.fromkeys(range(self.size), inp.shape[1]))
         return self.inner.all_gather(out, inp, tag)
 
-    def _count(self, operation: str, inp: torch.Tensor) -> None:
-        self.messages += self.size - 1
-        self.sent_bytes += (self.size - 1) * inp.shape[1]
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        self._count("exchange", {r: HEADER + payload.numel() for r, payload in inp.payloads.items()})
+        return self.inner.exchange(out, inp, wanted, tag)
+
+    def _count(self, operation: str, lengths: dict[int, int]) -> None:
+        for rank, length in lengths.items():
+            if rank != self.rank:
+                self.messages += 1
+                self.sent_bytes += length
+                self.messages_to[rank] += 1
+                self.bytes_to[rank] += length
         self.operations.append(operation)
 
 
@@ -123,6 +167,10 @@ class Faulty:
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._maybe(inp)
         return self.inner.all_gather(out, inp, tag)
+
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        self._maybe(inp.headers)
+        return self.inner.exchange(out, inp, wanted, tag)
 
     def _maybe(self, inp: torch.Tensor) -> None:
         self.left -= 1
@@ -147,6 +195,9 @@ class Timed:
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         return _TimedWork(self, self.inner.all_gather(out, inp, tag))
+
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        return _TimedWork(self, self.inner.exchange(out, inp, wanted, tag))
 
 
 class _TimedWork:

@@ -12,41 +12,152 @@ _HOMES = {
     "compress": "commpress.integrations.ddp",
     "CompressedState": "commpress.integrations.ddp",
     "compressed_allreduce_hook": "commpress.integrations.ddp",
+    "AllToAll": "commpress.integrations.all_to_all",
+    "init_process_group": "commpress.integrations.launch",
+    "Partitioned": "commpress.integrations.zero.partitioned",
+    "Offloaded": "commpress.integrations.zero.offloaded",
+    "stream": "commpress.integrations.zero.streamed",
+    "compress_fsdp": "commpress.integrations.fsdp",
+    "compress_hsdp": "commpress.integrations.hsdp",
+    "Difference": "commpress.integrations.shard_weights",
+    "FlatShardState": "commpress.integrations.fsdp1",
+    "compressed_reduce_scatter_hook": "commpress.integrations.fsdp1",
     "SignCodec": "commpress.codecs",
     "TernaryCodec": "commpress.codecs",
     "BlockCodec": "commpress.codecs",
     "CastCodec": "commpress.codecs",
+    "BitsCodec": "commpress.codecs",
+    "TopKCodec": "commpress.codecs",
+    "RandomKCodec": "commpress.codecs",
+    "LowRankCodec": "commpress.codecs",
     "BySize": "commpress.codecs",
     "ByName": "commpress.codecs",
+    "by_role": "commpress.codecs",
+    "OneBitAdam": "commpress.optim",
+    "ZeroOneAdam": "commpress.optim",
+    "OneBitLamb": "commpress.optim",
+    "ShardedOneBitAdam": "commpress.optim",
+    "ShardedZeroOneAdam": "commpress.optim",
+    "overlap": "commpress.integrations.overlap",
+    "save_distributed": "commpress.integrations.distributed_checkpoint",
+    "load_distributed": "commpress.integrations.distributed_checkpoint",
     "ErrorFeedback": "commpress.feedback",
     "compressed_allreduce": "commpress.collectives.allreduce",
+    "Policy": "commpress.integrations.group_policy",
+    "Topology": "commpress.collectives.topology",
+    "load_links": "commpress.collectives.links",
+    "TieredStore": "commpress.tiered_mem.store",
+    "Metrics": "commpress.integrations.metrics",
+    "MetricsEndpoint": "commpress.integrations.endpoint",
+    "to_writer": "commpress.integrations.metrics",
+    "Timeline": "commpress.timeline",
+    "merge_timelines": "commpress.timeline",
+    "watch": "commpress.integrations.watching",
     "CommpressError": "commpress.errors",
 }
 
+_MODULES = {"hf": "commpress.integrations.hf", "lightning": "commpress.integrations.lightning"}
+
 if TYPE_CHECKING:
-    from commpress.codecs import BlockCodec, ByName, BySize, CastCodec, SignCodec, TernaryCodec
+    from commpress.codecs import (
+        BitsCodec,
+        BlockCodec,
+        ByName,
+        BySize,
+        CastCodec,
+        LowRankCodec,
+        RandomKCodec,
+        SignCodec,
+        TernaryCodec,
+        TopKCodec,
+        by_role,
+    )
     from commpress.collectives.allreduce import compressed_allreduce
+    from commpress.collectives.links import load_links
+    from commpress.collectives.topology import Topology
     from commpress.errors import CommpressError
     from commpress.feedback import ErrorFeedback
+    from commpress.integrations.all_to_all import AllToAll
     from commpress.integrations.ddp import CompressedState, compress, compressed_allreduce_hook
+    from commpress.integrations.distributed_checkpoint import load_distributed, save_distributed
+    from commpress.integrations.endpoint import MetricsEndpoint
+    from commpress.integrations.fsdp import compress_fsdp
+    from commpress.integrations.fsdp1 import FlatShardState, compressed_reduce_scatter_hook
+    from commpress.integrations.group_policy import Policy
+    from commpress.integrations.hsdp import compress_hsdp
+    from commpress.integrations.launch import init_process_group
+    from commpress.integrations.metrics import Metrics, to_writer
+    from commpress.integrations.overlap import overlap
+    from commpress.integrations.shard_weights import Difference
+    from commpress.integrations.watching import watch
+    from commpress.integrations.zero.offloaded import Offloaded
+    from commpress.integrations.zero.partitioned import Partitioned
+    from commpress.integrations.zero.streamed import stream
+    from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+    from commpress.tiered_mem.store import TieredStore
+    from commpress.timeline import Timeline, merge_timelines
 
 __all__ = [
     "compress",
     "CompressedState",
     "compressed_allreduce_hook",
+    "AllToAll",
+    "init_process_group",
+    "compress_fsdp",
+    "compress_hsdp",
+    "Difference",
+    "FlatShardState",
+    "compressed_reduce_scatter_hook",
     "SignCodec",
     "TernaryCodec",
     "BlockCodec",
     "CastCodec",
+    "BitsCodec",
+    "TopKCodec",
+    "RandomKCodec",
+    "LowRankCodec",
     "BySize",
     "ByName",
+    "by_role",
+    "OneBitAdam",
+    "Partitioned",
+    "Offloaded",
+    "stream",
+    "ZeroOneAdam",
+    "OneBitLamb",
+    "ShardedOneBitAdam",
+    "ShardedZeroOneAdam",
+    "overlap",
+    "save_distributed",
+    "load_distributed",
     "ErrorFeedback",
     "compressed_allreduce",
+    "Policy",
+    "Topology",
+    "load_links",
+    "TieredStore",
+    "Metrics",
+    "MetricsEndpoint",
+    "to_writer",
+    "Timeline",
+    "merge_timelines",
+    "watch",
     "CommpressError",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        try:
+            module = import_module(_MODULES[name])
+        except ModuleNotFoundError as error:
+            from commpress.errors import MissingPackage
+
+            if (error.name or "").startswith("commpress"):
+                raise
+            raise MissingPackage(f"commpress.{name} needs {error.name}: pip install 'commpress[{name}]'") from error
+        globals()[name] = module
+        return module
     if name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value

@@ -5,9 +5,15 @@ CommpressError
 ├── StateMismatch       a loaded state does not belong to this model or codec     (also a ValueError)
 ├── MissingPackage      an optional package is needed; the message names it       (also an ImportError)
 ├── NonFiniteGradient   a rank produced NaN or infinity and the policy is "raise" (also an ArithmeticError)
-└── CommunicationError  the ranks could not finish a collective                   (also a RuntimeError)
-    ├── Mismatch        a peer is doing something else: codec, size or order differ
-    └── PeerFailure     a peer died or stayed silent beyond the timeout
+├── CommunicationError  the ranks could not finish a collective                   (also a RuntimeError)
+│   ├── Mismatch        a peer is doing something else: codec, size or order differ
+│   └── PeerFailure     a peer died or stayed silent beyond the timeout
+└── StorageError        a tiered store could not do what was asked                (also a RuntimeError)
+    ├── Damaged         committed bytes are missing or do not match their checksum
+    ├── DirectoryRefused  a directory is in use, foreign, or not a store
+    ├── DiskFull        no room left on a disk or in its budget
+    ├── OverBudget      everything in a memory tier is in use
+    └── DiskFailure     the operating system reported an error for a file
 
 Every message says what came, what was expected and what to do.
 """
@@ -47,3 +53,35 @@ class Mismatch(CommunicationError):
 
 class PeerFailure(CommunicationError):
     """A peer died, or stayed silent beyond the timeout."""
+
+
+class StorageError(CommpressError, RuntimeError):
+    """A tiered store could not do what was asked; what was committed before is unchanged."""
+
+
+class Damaged(StorageError):
+    """Committed bytes are missing or do not match their checksum; they are never handed out."""
+
+    def __init__(self, message: str, *, names: tuple[str, ...] = (), file: str = "", offset: int = 0) -> None:
+        super().__init__(message)
+        self.names, self.file, self.offset = names, file, offset
+
+
+class DirectoryRefused(StorageError):
+    """A directory is held by another process, belongs to somebody else, or is not a store."""
+
+
+class DiskFull(StorageError):
+    """No room left on a disk, or in a budget of bytes on it or written to it; ``missing`` is in bytes."""
+
+    def __init__(self, message: str, *, missing: int = 0) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class OverBudget(StorageError):
+    """Everything in a memory tier is in use and nobody will let go."""
+
+
+class DiskFailure(StorageError):
+    """The operating system reported an error for a file."""

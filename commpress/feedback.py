@@ -118,6 +118,20 @@ class ResidualStore:
         every = self._loaded | {key: (place.sent(), place.reduced()) for key, place in self._places.items()}
         return [(key, *every[key]) for key in sorted(every)]
 
+    def pay(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
+        """Add what is owed of parameter ``name`` to ``out``, its gradient on this rank, and owe nothing of it any more.
+
+        An exact mean over the ranks then carries all of it: R = mean(sent) + the reduced residuals side by side.
+        """
+        for (whose, offset), sent, reduced in self.places():
+            if whose == name:
+                part, width = out[offset : offset + sent.numel()], reduced.numel()
+                own = part[rank * width : (rank + 1) * width]
+                part += sent
+                own += size * reduced[: own.numel()]
+                sent.zero_()
+                reduced.zero_()
+
     def load(self, residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Replace all residuals; pieces that no message has brought yet wait for it. All or nothing."""
         for key in residuals.keys() & self._places.keys():

@@ -6,6 +6,7 @@ one thread per state that drives a training step's collectives in the background
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
@@ -23,6 +24,7 @@ class Work(Protocol):
 
 
 Steps = Generator[Work, None, T]
+Jobs = queue.SimpleQueue[tuple[Steps[Any], torch.futures.Future[Any]] | None]
 
 
 class Done:
@@ -80,16 +82,17 @@ class Worker:
 
     ``limit > 1`` may resume jobs in an order that depends on timing: use it only where messages are matched by tag.
     After an exception every job under way or submitted later gets the same exception: the ranks are out of step.
+    The thread knows nothing of this object: when nobody holds it any more, the thread ends as after ``close``.
     """
 
     def __init__(self, name: str, *, limit: int, device: torch.device | None = None) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Steps[Any], torch.futures.Future[Any]] | None] = queue.SimpleQueue()
-        self._limit = limit
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
-        self._failure: BaseException | None = None
+        self._jobs: Jobs = queue.SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = threading.Thread(target=_Loop(self._jobs, limit, self._stream).run, name=name, daemon=True)
         self._thread.start()
+        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._end.atexit = False
 
     def submit(self, steps: Steps[T]) -> torch.futures.Future[T]:
         """On CUDA the steps run on the worker's side stream, after what the caller's stream has queued so far."""
@@ -106,36 +109,48 @@ class Worker:
     def close(self) -> None:
         """Let the jobs under way finish, then end the thread."""
         self._closed = True
-        self._jobs.put(None)
+        self._end()
         self._thread.join()
 
-    def _loop(self) -> None:
+
+class _Loop:
+    """What the thread of a ``Worker`` does. Between jobs it keeps nothing of those it ran."""
+
+    def __init__(self, jobs: Jobs, limit: int, stream: torch.cuda.Stream | None) -> None:
+        self._jobs, self._limit, self._stream = jobs, limit, stream
+        self._running = _Running()
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
         torch.set_grad_enabled(False)
         with torch.cuda.stream(self._stream):  # no effect without a stream
-            self._serve()
+            closing = False
+            while not closing or self._running.waiting:
+                closing = self._admit(closing)
+                if self._running.waiting:
+                    self._resume(*self._running.waiting.popleft())
 
-    def _serve(self) -> None:
-        running, closing = _Running(), False
-        while not closing or running.waiting:
-            while not closing and len(running.waiting) < self._limit:
-                try:
-                    job = self._jobs.get(block=not running.waiting)
-                except queue.Empty:
-                    break
-                if job is None:
-                    closing = True
-                else:
-                    self._step(running, job[1], partial(running.advance, job[1], job[0]))
-            if running.waiting:
-                future, steps, work = running.waiting.popleft()
+    def _admit(self, closing: bool) -> bool:
+        """Start jobs while there is room; whether the last one has come."""
+        while not closing and len(self._running.waiting) < self._limit:
+            try:
+                job = self._jobs.get(block=not self._running.waiting)
+            except queue.Empty:
+                break
+            if job is None:
+                return True
+            self._step(job[1], partial(self._running.advance, job[1], job[0]))
+            del job
+        return closing
 
-                def resume(future: Any = future, steps: Steps[Any] = steps, work: Work = work) -> Any:
-                    work.wait()
-                    return running.advance(future, steps)
+    def _resume(self, future: Any, steps: Steps[Any], work: Work) -> None:
+        def resume() -> tuple[Any, Any] | None:
+            work.wait()
+            return self._running.advance(future, steps)
 
-                self._step(running, future, resume)
+        self._step(future, resume)
 
-    def _step(self, running: _Running, future: Any, step: Callable[[], tuple[Any, Any] | None]) -> None:
+    def _step(self, future: Any, step: Callable[[], tuple[Any, Any] | None]) -> None:
         try:
             if self._failure is not None:
                 raise self._failure
@@ -144,5 +159,5 @@ class Worker:
         except Exception as error:
             self._failure = error
             future.set_exception(error)
-            while running.waiting:
-                running.waiting.popleft()[0].set_exception(error)
+            while self._running.waiting:
+                self._running.waiting.popleft()[0].set_exception(error)

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.buckets import Message, Span
+from commpress.collectives.reduce_scatter import Deal
 from commpress.kernels.pieces import KEPT, KIND, NUMEL
-from commpress.kernels.reference import FP32
+from commpress.kernels.reference import CASTS, FP32
 
 
 @dataclass
@@ -19,14 +21,17 @@ class Counters:
     steps: int = 0
     skipped_steps: int = 0
     skipped_buckets: int = 0
+    plain_steps: int = 0  # of steps, those that torch's own all-reduce carried
     messages: int = 0
     logical_bytes: int = 0  # what a float32 ring all-reduce of the same buckets sends: 8·(P−1)/P per element
     wire_bytes: int = 0
+    between_bytes: int = 0  # of wire_bytes, those that left the node; counted where there is a topology
     compressed_elements: int = 0
     exact_elements: int = 0
     encode_seconds: float = 0.0
     wire_seconds: float = 0.0  # waiting for peers and the network, part of it hidden behind backward
     decode_seconds: float = 0.0
+    choice: str = ""  # what codec="auto" or a plan chose, and why
     errors: dict[str, float] = field(default_factory=dict)  # parameter → ‖c − Q(c)‖ / ‖c‖, last measured
 
     def bucket(self, numel: int, messages: Sequence[Message], ranks: int) -> None:
@@ -37,10 +42,21 @@ class Counters:
             self.exact_elements += exact
             self.compressed_elements += message.pieces.numel - exact
 
-    def step(self, finite: bool, sent_bytes: int, waited: float, workspace: Workspace) -> None:
+    def sent(self, plan: Sequence[Deal], ranks: int, *, elements: bool = True) -> None:
+        """One message of each deal to every other rank; ``elements``: count what was in them."""
+        self.messages += len(plan)
+        for deal in plan:
+            self.wire_bytes += deal.size * (ranks - 1)
+            if elements:
+                table = deal.every.pieces.table
+                lossy = int(table[~np.isin(table[:, KIND], CASTS), NUMEL].sum())
+                self.compressed_elements += lossy
+                self.exact_elements += deal.every.pieces.numel - lossy
+
+    def step(self, finite: bool, sent_bytes: int, between_bytes: int, waited: float, workspace: Workspace) -> None:
         self.steps += 1
         self.skipped_steps += not finite
-        self.wire_bytes, self.wire_seconds = sent_bytes, waited
+        self.wire_bytes, self.between_bytes, self.wire_seconds = sent_bytes, between_bytes, waited
         self.encode_seconds, self.decode_seconds = workspace.encode_seconds, workspace.decode_seconds
 
     @property
@@ -54,10 +70,11 @@ class Counters:
     def summary(self) -> str:
         elements = self.compressed_elements + self.exact_elements
         share = 100 * self.compressed_elements / elements if elements else 0.0
+        crossed = f"{self.between_bytes / max(self.steps, 1) / 1e6:.3f} of them between nodes, " if self.between_bytes else ""
         return (
             f"{self.wire_bytes / max(self.steps, 1) / 1e6:.3f} MB sent per step instead of "
-            f"{self.logical_bytes / max(self.steps, 1) / 1e6:.3f} ({self.ratio:.1f} times fewer), "
-            f"{share:.1f} % of elements compressed"
+            f"{self.logical_bytes / max(self.steps, 1) / 1e6:.3f} ({self.ratio:.1f} times fewer), {crossed}"
+            f"{share:.1f} % of elements compressed" + (f"; chosen: {self.choice}" if self.choice else "")
         )
 
 

@@ -8,29 +8,50 @@ import logging
 import re
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.codecs import Codec, Policy, policy_of
-from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
-from commpress.collectives.buckets import Message, Span, messages
+from commpress.codecs.planned import PLAIN, Planned, load_plan
+from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
+from commpress.collectives.checkpoint import (
+    check_fit,
+    elastic_of,
+    elastic_state,
+    exact_state,
+    residuals_of,
+)
+from commpress.collectives.hierarchical import reduce_routes
+from commpress.collectives.links import Links
 from commpress.collectives.loopback import Recorded, Timed
-from commpress.collectives.transport import TorchTransport
+from commpress.collectives.low_rank import (
+    Bases,
+    load_bases,
+    reduce_matrices,
+)
+from commpress.collectives.topology import Topology
+from commpress.collectives.transport import own_transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
-from commpress.feedback import ErrorFeedback, ResidualStore
-from commpress.integrations.checkpoint import check_fit, elastic_state, exact_state, residuals_of
+from commpress.feedback import ResidualStore
+from commpress.integrations.backward import Backward
 from commpress.integrations.counters import Counters, relative_errors
-from commpress.work import Steps, Worker
+from commpress.integrations.layouts import Layout, Layouts
+from commpress.integrations.levels import levels_of
+from commpress.integrations.plain import Plain
+from commpress.integrations.trial import Trial, trial_of
+from commpress.work import Steps, Worker, overlapped, run
 
 log = logging.getLogger("commpress")
 
 DEFAULT_MIN_NUMEL = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BUCKET = (25 << 20) // 4  # elements of a bucket of DDP, for choices that need a size beforehand
 UNORDERED_LIMIT = 4  # buckets under way at once where messages are matched by tag
 
 
@@ -38,11 +59,15 @@ def compress(
     ddp: DistributedDataParallel,
     codec: str | Codec | Policy = "sign",
     *,
+    policy: str | Path | Planned | None = None,
     min_numel: int = DEFAULT_MIN_NUMEL,
     exclude: tuple[str, ...] = (),
     **options: Any,
 ) -> "CompressedState":
     """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds residuals and counters.
+
+    ``codec="auto"`` tries no compression and several codecs for a few steps each and keeps the fastest. ``policy``: a file
+    that ``commpress plan`` wrote, in place of a codec.
 
     Tensors of fewer than ``min_numel`` elements, and those whose name matches a regular expression in ``exclude``, travel
     exactly. ``options`` are those of ``CompressedState``.
@@ -52,6 +77,10 @@ def compress(
             f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel: wrap the model first, "
             "as in DistributedDataParallel(model)"
         )
+    if policy is not None:
+        codec = policy if isinstance(policy, Planned) else load_plan(policy)
+        if codec.topology is not None:
+            options.setdefault("topology", codec.topology)
     state = CompressedState(
         codec,
         min_numel=min_numel,
@@ -64,9 +93,7 @@ def compress(
     return state
 
 
-def compressed_allreduce_hook(
-    state: "CompressedState", bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def compressed_allreduce_hook(state: "CompressedState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average ``bucket`` over the ranks of ``state``, compressed; the future holds the bucket's own buffer."""
     if not isinstance(state, CompressedState):
         raise InvalidArgument(
@@ -74,51 +101,6 @@ def compressed_allreduce_hook(
             "ddp.register_comm_hook(commpress.CompressedState(codec='sign'), commpress.compressed_allreduce_hook)"
         )
     return state.reduce(bucket)
-
-
-class _Step:
-    """One backward: which buckets are still under way and what they proposed."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.open, self.closed, self.finite = 0, False, True
-        self.held: list[Outcome] = []
-        self.futures: list[torch.futures.Future[torch.Tensor]] = []
-        self.error: NonFiniteGradient | None = None
-
-    def raise_errors(self) -> None:
-        """At the end of this backward, as what they are. Called once, inside the hook of the last bucket.
-
-        Note: who raises. DDP makes "RuntimeError: Unable to cast" of an exception in a future, so autograd is asked to call
-        back before DDP looks at the futures. Where no node of the graph is being evaluated (the first step of a static
-        graph, a rank that has joined) it is too late for that: wait here. NonFiniteGradient comes after DDP has finished, so
-        that training may go on after it.
-        """
-        if torch._C._current_autograd_node() is None:
-            self._wait()
-        else:
-            Variable._execution_engine.queue_callback(self._wait)
-
-    def _wait(self) -> None:
-        for future in self.futures:
-            future.wait()
-        if self.error is None:
-            return
-        if torch._C._current_graph_task_id() < 0:
-            raise self.error
-        Variable._execution_engine.queue_callback(self._raise)
-
-    def _raise(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-class _Layout:
-    """How one bucket, known by its parameters, is cut into messages."""
-
-    def __init__(self, plan: list[Message], feedbacks: list[ErrorFeedback | None], spans: list[Span]) -> None:
-        self.messages, self.feedbacks, self.spans = plan, feedbacks, spans
-        self.scratch: torch.Tensor | None = None  # float32 copy of a bucket of another dtype
 
 
 class CompressedState:
@@ -135,7 +117,10 @@ class CompressedState:
       as infinity so that it skips the step, and residuals of all buckets of a skipped step stay as they were. Costs
       4 bytes per parameter.
     - ``exact_steps``: so many first steps travel exactly (a warm-up for optimizers that estimate variances).
-    - ``measure_every``: steps between measurements of the compression error; 0 never.
+    - ``measure_every``: steps between measurements of the compression error; 0 never. Not with a topology.
+    - ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the launcher says). Sums
+      inside a node are then exact and only what crosses between nodes is compressed; see ``docs/hierarchy.md``. The
+      ``Links`` that ``commpress probe`` measured decide whether that is faster than one level.
     """
 
     def __init__(
@@ -154,6 +139,7 @@ class CompressedState:
         timeout: timedelta = default_pg_timeout,
         checksum: bool = False,
         seed: int = 0,
+        topology: Topology | str | Links | None = None,
     ) -> None:
         if on_nonfinite not in ("skip", "raise"):
             raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
@@ -163,31 +149,46 @@ class CompressedState:
                 "commpress.compress(ddp, exclude=...)"
             )
         if not dist.is_initialized():
-            raise InvalidArgument("torch.distributed is not initialised: call init_process_group before CompressedState")
-        self.policy = policy_of(codec, min_numel=min_numel, exclude=exclude)
-        self.exact = policy_of("none")
-        self.error_feedback, self.on_nonfinite = error_feedback, on_nonfinite
+            raise InvalidArgument(
+                "torch.distributed is not initialised: call init_process_group before CompressedState"
+            )
+        if isinstance(codec, str) and codec == PLAIN:
+            codec = Planned(PLAIN)
+        self._trial: Trial | None = trial_of(codec)
+        if self._trial is not None and topology is not None:
+            raise InvalidArgument("codec='auto' compares ways of one level: choose a codec, or leave topology out")
+        self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
+        self.policy = policy_of("none" if self._trial else codec, **self._limits)
+        self.compresses = not isinstance(codec, Planned) or codec.compresses  # else torch's all-reduce carries everything
+        self.on_nonfinite = on_nonfinite
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.exact_steps, self.measure_every, self.seed = exact_steps, measure_every, seed
         self.step = 0
-        self.counters = Counters()
+        self.counters = Counters(choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else "")
         self.residuals = ResidualStore()
+        self.bases: Bases = {}  # of low-rank codecs
         parameters = dict(named_parameters or ())
-        self._names = {id(p): name for name, p in parameters.items()}
-        self._numels = {name: p.numel() for name, p in parameters.items()}
+        numels = {name: p.numel() for name, p in parameters.items()}
         for pattern in exclude:
             if not any(re.search(pattern, name) for name in parameters):
                 log.warning("exclude=%r matches no parameter: nothing is left out because of it", pattern)
-        self._layouts: dict[tuple[object, ...], _Layout] = {}
-        self._current: _Step | None = None
+        self._current: Backward | None = None
         self._sequence = 0
         self._said = False
         self._workspace = Workspace(checksum=checksum)
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        backend = dist.get_backend(process_group)
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-        self._timed = Timed(TorchTransport(group, timeout=timeout))
+        transport = own_transport(process_group, timeout=timeout)
+        self._timed = Timed(transport)
         self.transport = Recorded(self._timed)
+        self.levels = None
+        if topology is not None:
+            usual = min(sum(numels.values()) or BUCKET, BUCKET)
+            self.levels = levels_of(topology, transport, usual, self.policy.choose("", usual))
+        self._layouts = Layouts(
+            self.policy, self.residuals, self._workspace, transport.size, self.bases, self.levels,
+            feedback=error_feedback, seed=seed, names={id(p): name for name, p in parameters.items()}, numels=numels,
+        )  # fmt: skip
+        group: Any = getattr(transport, "group", process_group or dist.group.WORLD)  # the own one, or over MPI the user's
+        self._plain = Plain(group, self.residuals, self.counters)
         self._worker: Worker | None = None
         if self.transport.size == 1:
             log.warning("world size is 1: there is nothing to reduce, gradients pass through as they are")
@@ -197,7 +198,9 @@ class CompressedState:
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            raise InvalidArgument("a bucket holds sparse gradients, which are not compressed: build it with sparse=False")
+            raise InvalidArgument(
+                "a bucket holds sparse gradients, which are not compressed: build it with sparse=False"
+            )
         if buffer.dtype not in DTYPES:
             raise InvalidArgument(
                 f"a bucket holds {buffer.dtype} gradients, expected float32, bfloat16 or float16: convert the model with "
@@ -208,17 +211,22 @@ class CompressedState:
             future.set_result(buffer)
             return future
         if self._current is None:
-            self._current = _Step(self.step)
+            if self._trial is not None and self.step >= self.exact_steps:
+                self._turn(self._trial, buffer.device)
+            self._current = Backward(self.step)
         step = self._current
         step.open += 1
         if bucket.is_last():
             step.closed, self._current = True, None
             self.step += 1
-        layout = self._layout(bucket, buffer, exact=step.number < self.exact_steps)
-        sequence, self._sequence = self._sequence, self._sequence + len(layout.messages)
+        if not self.compresses:
+            step.open -= 1
+            return self._plain.reduce(bucket, self._layouts.names, last=step.closed)
+        layout = self._layouts.of(bucket, buffer, exact=step.number < self.exact_steps)
+        sequence, self._sequence = self._sequence, self._sequence + layout.sequences
         steps = self._bucket(buffer, layout, step, sequence)
         if self._worker is None:
-            limit = 1 if self.transport.ordered else UNORDERED_LIMIT
+            limit = 1 if self.transport.ordered or self.levels is not None else UNORDERED_LIMIT
             self._worker = Worker("commpress", limit=limit, device=buffer.device)
         future = self._worker.submit(steps)
         step.futures.append(future)
@@ -226,19 +234,28 @@ class CompressedState:
             step.raise_errors()
         return future
 
-    def _bucket(self, bucket: torch.Tensor, layout: _Layout, step: _Step, sequence: int) -> Steps[torch.Tensor]:
+    def _turn(self, trial: Trial, device: torch.device) -> None:
+        """The next step of the trial begins, or the first after it: nothing is under way between two steps."""
+        way = trial.begin(perf_counter())
+        if way is None:
+            way, self.counters.choice = trial.agreed(self._plain.group, device)
+            self._trial, self._plain.owing = None, way == PLAIN
+            log.info("codec='auto' goes on with %s", self.counters.choice)
+        self.compresses = way != PLAIN
+        if self.compresses:
+            self.policy = policy_of(way, **self._limits)
+            self._layouts.use(self.policy)
+
+    def _bucket(self, bucket: torch.Tensor, layout: Layout, step: Backward, sequence: int) -> Steps[torch.Tensor]:
         buffer = bucket
         if bucket.dtype != torch.float32:
             if layout.scratch is None:
                 layout.scratch = torch.empty(bucket.numel(), dtype=torch.float32, device=bucket.device)
             buffer = layout.scratch.copy_(bucket)
         gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
-        measure = self.measure_every and step.number % self.measure_every == 0
+        measure = self.measure_every and step.number % self.measure_every == 0 and layout.levels is None
         before = self._compensated(buffer, layout, gain) if measure else None
-        outcomes = yield from reduce_bucket(
-            buffer, layout.feedbacks, messages=layout.messages, transport=self.transport,
-            workspace=self._workspace, sequence=sequence, key=self.seed * 1_000_003 + step.number, gain=gain,
-        )  # fmt: skip
+        outcomes = yield from self._exchange(buffer, layout, sequence, step.number, gain)
         finite = all(outcome.finite for outcome in outcomes)
         if finite and bucket is not buffer:
             bucket.copy_(buffer)
@@ -250,7 +267,28 @@ class CompressedState:
         self._finish(step, bucket, finite, outcomes)
         return bucket
 
-    def _compensated(self, buffer: torch.Tensor, layout: _Layout, gain: float) -> torch.Tensor:
+    def _exchange(
+        self, buffer: torch.Tensor, layout: Layout, sequence: int, step: int, gain: float
+    ) -> Steps[list[Outcome]]:
+        options: dict[str, Any] = {
+            "workspace": self._workspace, "key": self.seed * 1_000_003 + step, "gain": gain, "sequence": sequence
+        }  # fmt: skip
+        if self.levels is not None and layout.levels is not None:
+            routes, hierarchy = layout.levels.routes, self.levels.hierarchy
+            return (
+                yield from reduce_routes(buffer, layout.levels.feedbacks, plan=routes, hierarchy=hierarchy, **options)
+            )
+        options["transport"] = self.transport
+        feedbacks, count = layout.feedbacks, len(layout.rows)
+        rows = reduce_bucket(buffer, feedbacks[:count], messages=layout.rows, **options)
+        if layout.plan is None:
+            return (yield from rows)
+        options["sequence"] = sequence + count
+        jobs: list[Steps[Any]] = [reduce_matrices(buffer, feedbacks[-1], plan=layout.plan, **options), rows]
+        first, second = yield from overlapped(jobs, limit=2)
+        return [*second, first]
+
+    def _compensated(self, buffer: torch.Tensor, layout: Layout, gain: float) -> torch.Tensor:
         """c = g·x + e of the whole bucket: what the encoder is about to see. Measuring only."""
         c = buffer * gain
         for message, feedback in zip(layout.messages, layout.feedbacks, strict=True):
@@ -260,7 +298,7 @@ class CompressedState:
                     c[start : start + numel] += feedback.sent[kept : kept + numel]
         return c
 
-    def _finish(self, step: _Step, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome]) -> None:
+    def _finish(self, step: Backward, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome]) -> None:
         """Commit or discard residuals: per bucket, or for all buckets of the step together under a GradScaler."""
         step.open -= 1
         step.finite &= finite
@@ -270,15 +308,18 @@ class CompressedState:
         if self.grad_scaler:
             step.held += outcomes
             if step.closed and step.open == 0:
-                _settle_outcomes(step.held, step.finite)
+                settle(step.held, taken=step.finite)
         else:
-            _settle_outcomes(outcomes, finite)
+            settle(outcomes, taken=finite)
         if step.closed and step.open == 0:
-            self.counters.step(step.finite, self.transport.sent_bytes, self._timed.seconds, self._workspace)
+            inside, between, waited = (0, 0, 0.0) if self.levels is None else self.levels.traffic()
+            sent_bytes = self._plain.sent_bytes + self.transport.sent_bytes + inside + between
+            seconds = self._timed.seconds + waited
+            self.counters.step(step.finite, sent_bytes, between, seconds, self._workspace)
             if not self._said and step.number >= self.exact_steps:
                 self._say_what_happened()
 
-    def _bad_gradient(self, step: _Step) -> None:
+    def _bad_gradient(self, step: Backward) -> None:
         self.counters.skipped_buckets += 1
         count = self.counters.skipped_buckets
         if self.on_nonfinite == "raise":
@@ -296,63 +337,45 @@ class CompressedState:
     def _say_what_happened(self) -> None:
         self._said = True
         if self.counters.compressed_elements == 0:
-            log.warning("NOTHING WAS COMPRESSED: every tensor travelled exactly (codec, min_numel or exclude leave none).")
+            log.warning(
+                "NOTHING WAS COMPRESSED: every tensor travelled exactly (codec, min_numel or exclude leave none)."
+            )
         else:
             log.info("up to the first compressed step: %s", self.counters.summary())
-
-    # ------------------------------------------------------------ layouts
-
-    def _layout(self, bucket: dist.GradBucket, buffer: torch.Tensor, *, exact: bool) -> _Layout:
-        parameters = bucket.parameters()
-        key = (exact, *map(id, parameters))
-        if key not in self._layouts:
-            spans, at = [], 0
-            for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
-                name = self._names.setdefault(id(parameter), f"#{len(self._names):05d}")
-                spans.append(Span(name, at, gradient.numel()))
-                at += gradient.numel()
-            if at != buffer.numel():
-                raise InvalidArgument(f"a bucket of {buffer.numel()} elements has gradients of {at}: unknown layout")
-            self._forget(exact, parameters)
-            policy = self.exact if exact else self.policy
-            plan = messages(spans, policy, self.transport.size, feedback=self.error_feedback)
-            feedbacks = [self.residuals.attach(m.keys, m.pieces, buffer.device) for m in plan]
-            self._layouts[key] = _Layout(plan, feedbacks, spans)
-        return self._layouts[key]
-
-    def _forget(self, exact: bool, parameters: list[torch.Tensor]) -> None:
-        """Drop layouts whose parameters come in other buckets from now on: their residuals move away."""
-        now = set(map(id, parameters))
-        for key in [key for key in self._layouts if key[0] == exact and not now.isdisjoint(key[1:])]:
-            for message in self._layouts.pop(key).messages:
-                self._workspace.forget(message)
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a bitwise resume at the same world size: every rank saves and loads its own."""
-        return exact_state(self.residuals, self.transport, self.step)
+        state = exact_state(self.residuals, self.transport, self.step, str(self.levels or ""))
+        return state | self._saved_bases()
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the total residual R, for a resume at any world size; collective, between steps."""
-        return elastic_state(self.residuals, self.transport, self.step, self._next_sequence())
+        sequence = self._next_sequence()
+        if self.levels is None:
+            state = run(elastic_state(self.residuals, self.transport, self.step, sequence))
+        else:
+            parts = self.levels.parts(self.residuals, self._layouts.compressed())
+            state = run(elastic_of(parts, self.transport, self.step, sequence))
+        return state | self._saved_bases()
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """From this rank's ``state_dict``, or from all ranks' ``elastic_state_dict``s in any order, at any time."""
-        step, residuals = residuals_of(states, self.transport)
-        if self._numels:
-            check_fit(residuals, self._numels)
+        levels = self.levels
+        if levels is None:
+            step, residuals = residuals_of(states, self.transport)
+        else:
+            step, residuals = residuals_of(states, self.transport, share=levels.share, nodes=str(levels))
+        if numels := self._layouts.numels:
+            check_fit(residuals, numels, levels.lengths(numels) if levels else None)
+        load_bases(self.bases, states[0].get("bases", {}))
         self.residuals.load(residuals)
         self.step = step
+
+    def _saved_bases(self) -> dict[str, Any]:
+        return {"bases": {name: basis.clone() for name, basis in self.bases.items()}}
 
     def _next_sequence(self) -> int:
         self._sequence += 1
         return self._sequence - 1
-
-
-def _settle_outcomes(outcomes: list[Outcome], finite: bool) -> None:
-    for outcome in outcomes:
-        if finite:
-            outcome.commit()
-        else:
-            outcome.discard()

@@ -6,11 +6,28 @@ if __name__ != "commpress.kernels":
         "other packages of that name. Remove it from sys.path / PYTHONPATH, or run `pytest` instead of `python -m pytest`."
     )
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
+
+_INSTEAD: ContextVar[Any] = ContextVar("kernels instead of the real ones", default=None)
+
+
+@contextmanager
+def instead(kernels: Any) -> Iterator[None]:
+    """In this thread, within this block, ``kernels`` in place of those of any device: a simulation does not compute."""
+    token = _INSTEAD.set(kernels)
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
 
 
 def arithmetic(device: Any) -> Any:
     """The module that computes on ``device`` (a torch.device): ``cpu`` or ``cuda``, same names, arguments and bytes."""
+    if (given := _INSTEAD.get()) is not None:
+        return given
     if device.type == "cpu":
         from commpress.kernels import cpu
 
@@ -22,3 +39,16 @@ def arithmetic(device: Any) -> Any:
     from commpress.errors import InvalidArgument
 
     raise InvalidArgument(f"tensors are on {device}, expected a CPU or CUDA device: move them there")
+
+
+def low_rank_arithmetic(device: Any) -> Any:
+    """As ``arithmetic``, for matrices: Numba on the CPU, torch's batched products elsewhere."""
+    if (given := _INSTEAD.get()) is not None:
+        return given
+    if device.type == "cpu":
+        from commpress.kernels import cpu_low_rank
+
+        return cpu_low_rank
+    from commpress.kernels import torch_low_rank
+
+    return torch_low_rank

@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from commpress.kernels.cpu_blocks import cast, dequantize, jit, pack_signs, quantize_peak, tree_sum, uncast
+from commpress.kernels.cpu_blocks import (
+    cast,
+    dequantize,
+    is_cast,
+    jit,
+    pack_signs,
+    quantize_clipped,
+    quantize_peak,
+    tree_sum,
+    uncast,
+)
+from commpress.kernels.cpu_heads import HEADS, block_head, decode_headed, encode_headed
 from commpress.kernels.pieces import BITS, BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH
 from commpress.kernels.reference import BF16, CHUNK, SIGN_RMS
 
@@ -30,9 +41,20 @@ def _geometry(line):
     """Elements per block, blocks per row and bytes of scales of one piece."""
     step = line[BLOCK] if line[BLOCK] else CHUNK
     steps = (line[WIDTH] + step - 1) // step
-    if line[KIND] >= BF16:
+    if is_cast(line[KIND]):
         return step, steps, 0
+    if line[KIND] & 255 >= HEADS:
+        last = line[WIDTH] - (steps - 1) * step
+        return step, steps, (steps - 1) * block_head(line[KIND], step, step) + block_head(line[KIND], last, step)
     return step, steps, 4 * steps if line[BLOCK] else 4
+
+
+@jit
+def _head_at(line, step, k):
+    """Where the scale or head of block ``k`` begins in its row."""
+    if line[KIND] & 255 >= HEADS:
+        return k * block_head(line[KIND], step, step)
+    return 4 * k if line[BLOCK] else 0
 
 
 @jit
@@ -65,10 +87,12 @@ def _load(x, gain, residual, stale, c):
 
 
 @jit
-def _decode_block(row, head, scale_at, code_at, n, kind, gain, word, word_bytes, flags, work, out, add):
+def _decode_block(row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, out, add):
     codes = row[head + code_at :]
-    if kind >= BF16:
+    if is_cast(kind):
         uncast(codes, n, kind, gain, work, out, add)
+    elif kind & 255 >= HEADS:
+        decode_headed(row[scale_at : scale_at + size], codes, n, kind, gain, work, out, add)
     else:
         dequantize(codes, n, kind, _load_float(row, scale_at, word, word_bytes) * gain, flags, out, add)
 
@@ -77,8 +101,10 @@ def _decode_block(row, head, scale_at, code_at, n, kind, gain, word, word_bytes,
 def _quantize(c, n, kind, step, first, key, tree, flags, work, left, whole_row, codes):
     """Codes of one block and ``left`` := what stays behind (the compensated value if the row is one block)."""
     if kind > SIGN_RMS:
-        if kind >= BF16:
+        if is_cast(kind):
             return cast(c, n, kind, work, left, codes)
+        if kind > BF16:
+            return quantize_clipped(c, n, kind, step, first, key, tree, work, left, codes)
         return quantize_peak(c, n, kind, first, key, work, left, codes)
     for i in range(n, step):
         c[i] = np.float32(0)
@@ -102,11 +128,11 @@ def _encode(
 ):  # fmt: skip
     """Blocks ``start`` to ``stop`` of the table; returns False if one of them is not finite.
 
-    senders = 0: rows of ``x``. senders > 0: row ``rank`` alone, of the mean of the senders' rows.
+    senders = 0: rows of ``x``. senders > 0: row ``rank`` alone, of the sum of the senders' rows divided by ``gain``.
     ``stale`` (one per piece and row): lazy scales, the residual is v − stale·sgn(v). Where a row has one scale, the
     block leaves its chunk sum in ``partial`` and the compensated value as residual; ``_finish_rows`` does the rest.
     """
-    c, tree, left = np.empty(CHUNK, np.float32), np.empty(CHUNK // 2, np.float32), np.empty(CHUNK, np.float32)
+    c, tree, left = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     work, flags = np.empty(CHUNK + 4, np.float32), np.empty(CHUNK + 8, np.uint8)
     word = np.empty(1, np.float32)
     word_bytes = word.view(np.uint8)
@@ -116,14 +142,15 @@ def _encode(
         line = table[p]
         step, steps, head = _geometry(line)
         width, kind, bits = line[WIDTH], line[KIND], line[BITS]
-        whole_row = line[BLOCK] == 0 and kind <= SIGN_RMS
+        whole_row, headed = line[BLOCK] == 0 and kind <= SIGN_RMS, kind & 255 >= HEADS
         for b in range(max(start - done, 0), min(stop - done, rows * steps)):
             r, k = b // steps, b % steps
             row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + head + width * bits // 8]
             at = (rank if senders > 0 else r) * width + k * step
             span = min(step, width - k * step)
             n = min(span, max(line[NUMEL] - at, 0))
-            scale_at, code_at = 0 if whole_row else 4 * k, k * step * bits // 8
+            scale_at, code_at = _head_at(line, step, k), k * step * bits // 8
+            size = block_head(kind, min(step, width - k * step), step) if headed else 4
             codes = row[head + code_at : head + code_at + span * bits // 8]
             kept = line[SHARD] + k * step if senders > 0 else line[KEPT] + at
             feedback = line[KEPT] >= 0
@@ -134,26 +161,31 @@ def _encode(
                 if senders > 0:
                     for s in range(senders):
                         sent = wires[s * in_stride + line[COLUMN] : (s + 1) * in_stride]
-                        _decode_block(sent, head, scale_at, code_at, n, kind, np.float32(1), word, word_bytes, flags,
-                                      work, c, s > 0)  # fmt: skip
-                    count = np.float32(senders)
+                        _decode_block(sent, head, scale_at, size, code_at, n, kind, np.float32(1), word, word_bytes,
+                                      flags, work, c, s > 0)  # fmt: skip
                     for i in range(n):
-                        c[i] = c[i] / count
+                        c[i] = c[i] / gain
                     if old.size:
                         for i in range(n):
                             c[i] = c[i] + (old[i] - (lazy if old[i] >= 0 else -lazy))
                 else:
                     _load(x[line[SOURCE] + at : line[SOURCE] + at + n], gain, old, lazy, c)
                 keep = new_residual[kept : kept + n] if new_residual.size and feedback else left
-                scale = _quantize(c, n, kind, step, at, key ^ np.uint32(line[HASH]), tree, flags, work, keep, whole_row,
-                                  codes)  # fmt: skip
+                noise = key ^ np.uint32(line[HASH])
+                if headed:
+                    first = row[scale_at : scale_at + size]
+                    scale = encode_headed(c, n, kind, at, noise, work, keep, first, codes)
+                else:
+                    scale = _quantize(c, n, kind, step, at, noise, tree, flags, work, keep, whole_row, codes)
+            elif headed:
+                row[scale_at : scale_at + size] = 0
             for i in range((n * bits + 7) // 8, span * bits // 8):
                 codes[i] = 0
             if not np.isfinite(scale):
                 finite = False
             if whole_row:
                 partial[done + b] = scale
-            elif kind < BF16:
+            elif not headed and not is_cast(kind):
                 _store_float(row, scale_at, word, word_bytes, scale)
         done += rows * steps
     return finite
@@ -208,22 +240,25 @@ def _decode(wire, stride, out, gain, senders, rank, table, rows, start, stop):
         line = table[p]
         step, steps, head = _geometry(line)
         width, kind, bits = line[WIDTH], line[KIND], line[BITS]
+        headed = kind & 255 >= HEADS
         for b in range(max(start - done, 0), min(stop - done, rows * steps)):
             r, k = b // steps, b % steps
             at = (rank if senders > 0 else r) * width + k * step
             n = min(step, width - k * step, line[NUMEL] - at)
             if n <= 0:
                 continue
-            scale_at, code_at = 4 * k if line[BLOCK] else 0, k * step * bits // 8
+            scale_at, code_at = _head_at(line, step, k), k * step * bits // 8
+            size = block_head(kind, min(step, width - k * step), step) if headed else 4
             if senders == 0:
                 row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + head + width * bits // 8]
-                _decode_block(row, head, scale_at, code_at, n, kind, gain, word, word_bytes, flags, work,
+                _decode_block(row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work,
                               out[line[SOURCE] + at : line[SOURCE] + at + n], False)  # fmt: skip
                 continue
             part = out[line[SHARD] + k * step : line[SHARD] + k * step + n]
             for s in range(senders):
                 row = wire[s * stride + line[COLUMN] : (s + 1) * stride]
-                _decode_block(row, head, scale_at, code_at, n, kind, gain, word, word_bytes, flags, work, part, s > 0)
+                _decode_block(row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, part,
+                              s > 0)  # fmt: skip
             count = np.float32(senders)
             for i in range(n):
                 part[i] = part[i] / count
@@ -255,7 +290,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="commpress-kernel")
 
 
-def _split(function: Callable[..., Any], blocks: int, numel: int, *args: Any) -> list[Any]:
+def split(function: Callable[..., Any], blocks: int, numel: int, *args: Any) -> list[Any]:
     """Run ``function(*args, start, stop)`` over all blocks, on as many threads as torch may use."""
     threads = min(torch.get_num_threads(), blocks, max(numel // _PARALLEL_NUMEL, 1))
     if threads <= 1:
@@ -281,7 +316,7 @@ def _encode_any(x, gain, wires, wire, flag, pieces, rank, key, residual, new_res
     partial = np.empty(blocks, np.float32) if pieces.row_scales else _NONE
     inbox, in_stride, senders = (_NO_BYTES, 0, 0) if wires is None else (_bytes(wires), wires.stride(0), wires.shape[0])
     finite = all(
-        _split(
+        split(
             _encode, blocks, pieces.numel // (senders or 1), _floats(x), np.float32(gain), inbox, in_stride, senders,
             rank, _floats(residual), _floats(residual_scale), _floats(new_residual), flat, stride, partial,
             pieces.table, rows, np.uint32(key),
@@ -310,25 +345,28 @@ def encode(
 
 
 def serve(
-    wires, wire, flag, pieces, rank, *, key=0, residual=None, new_residual=None, residual_scale=None, new_scale=None
-):
+    wires, wire, flag, pieces, rank, *, divisor=0.0, key=0, residual=None, new_residual=None, residual_scale=None,
+    new_scale=None,
+):  # fmt: skip
     """Average the P rows, add the residual and encode the one row that goes back; the mean never reaches memory.
 
+    The sum is divided by ``divisor`` (0: by P): a row may stand for several ranks.
     Residuals are float32[pieces.shard], lazy scales float32[pieces].
     """
-    _encode_any(None, 1.0, wires, wire, flag, pieces, rank, key, residual, new_residual, residual_scale, new_scale)
+    _encode_any(None, divisor or wires.shape[0], wires, wire, flag, pieces, rank, key, residual, new_residual,
+                residual_scale, new_scale)  # fmt: skip
 
 
 def decode(wire, out, pieces, *, gain=1.0):
     """out[n] := all rows; each scale is multiplied by ``gain`` before it meets a code."""
     rows = wire.shape[0]
-    _split(_decode, rows * pieces.blocks, pieces.numel, _bytes(wire), wire.stride(0), out.numpy(), np.float32(gain), 0,
+    split(_decode, rows * pieces.blocks, pieces.numel, _bytes(wire), wire.stride(0), out.numpy(), np.float32(gain), 0,
            0, pieces.table, rows)  # fmt: skip
 
 
 def decode_mean(wires, out, pieces, rank):
     """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
-    _split(_decode, pieces.blocks, pieces.numel, _bytes(wires), wires.stride(0), out.numpy(), np.float32(1),
+    split(_decode, pieces.blocks, pieces.numel, _bytes(wires), wires.stride(0), out.numpy(), np.float32(1),
            wires.shape[0], rank, pieces.table, 1)  # fmt: skip
 
 

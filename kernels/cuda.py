@@ -21,7 +21,7 @@ import torch
 
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.kernels.pieces import BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH, Pieces
-from commpress.kernels.reference import CHUNK, SIGN_L1, SIGN_RMS, scale_count
+from commpress.kernels.reference import CHUNK, FP32, SIGN_L1, SIGN_RMS, scale_count
 
 THREADS, FINISH_THREADS = 256, 1024
 TILE, DECODE_TILE = CHUNK, 2 * CHUNK  # elements per thread block
@@ -139,6 +139,11 @@ def _upload(table_bytes: bytes, device: torch.device) -> list[Group]:
     table = np.frombuffer(table_bytes, np.int64).reshape(-1, 10)
     row_scale = (table[:, BLOCK] == 0) & (table[:, KIND] <= SIGN_RMS)
     groups = []
+    if (table[:, KIND] > FP32).any():
+        raise InvalidArgument(
+            "terngrad, bits…, shift…, topk-… and randk-… have CPU kernels only: on CUDA choose sign, ternary, int8, int4, "
+            "fp8, bf16, fp16 or powersgd-…"
+        )
     for kind, whole in sorted({(int(k), bool(w)) for k, w in zip(table[:, KIND], row_scale, strict=True)}):
         numbers = np.flatnonzero((table[:, KIND] == kind) & (row_scale == whole))
         lines = table[numbers]
@@ -255,12 +260,13 @@ def encode(
 
 @_executed
 def serve(
-    wires: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, key: int = 0,
-    residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None,
+    wires: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
+    key: int = 0, residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None, new_scale: torch.Tensor | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
     """Average the P rows, add the residual and encode the one row that goes back; the mean never reaches memory.
 
+    The sum is divided by ``divisor`` (0: by P): a row may stand for several ranks.
     Residuals are float32[pieces.shard], lazy scales float32[pieces].
     """
     scales = len(pieces.table)
@@ -271,7 +277,8 @@ def serve(
         residual_scale=(residual_scale, scales), new_scale=(new_scale, scales),
     )  # fmt: skip
     yield from _encode_any(
-        "serve", None, 1.0, wires, wire, flag, pieces, rank, key, residual, new_residual, residual_scale, new_scale
+        "serve", None, divisor or wires.shape[0], wires, wire, flag, pieces, rank, key, residual, new_residual,
+        residual_scale, new_scale,
     )
 
 

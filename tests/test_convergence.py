@@ -98,12 +98,14 @@ def losses() -> dict[str, list[float]]:
         return {name: [future.result() for future in group] for name, group in futures.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_one_bit_ends_within_the_spread_of_uncompressed_seeds(losses):
     mean = sum(losses["one bit"]) / 5
     assert min(losses["plain"]) <= mean <= max(losses["plain"]), losses
 
 
+@pytest.mark.slow
 def test_without_error_feedback_it_does_not(losses):
     mean = sum(losses["no feedback"]) / 2
     assert not min(losses["plain"]) <= mean <= max(losses["plain"]), losses

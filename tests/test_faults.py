@@ -19,8 +19,8 @@ from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.loopback import Faulty, Loopback, simulate
 from commpress.collectives.transport import TorchTransport
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
-from commpress.work import run
-from ranks import Ranks, SilentRank, meet
+from commpress.work import Done, run
+from ranks import meet
 
 PATIENT = timedelta(seconds=60)
 NUMEL = 5000
@@ -213,9 +213,52 @@ def test_a_silent_rank_is_named_when_the_time_is_over(mortal):
     for rank, (error, start, end, again) in enumerate((first, second)):
         assert type(error) is PeerFailure, error
         assert error.ranks == (2,)
-        assert f"rank {rank}: rank 2 was silent for 3 s" in str(error)
+        assert f"rank {rank}: rank 2 was silent for 3." in str(error)
         assert 2.9 < end - start < 3 + 10
         assert type(again) is CommunicationError
+
+
+class HalfHeard:
+    """A group in which one rank does not hear what this one sends."""
+
+    def __init__(self, group, deaf):
+        self.group, self.deaf = group, deaf
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+    def send(self, tensors, rank, tag):
+        return Done() if rank == self.deaf else self.group.send(tensors, rank, tag)
+
+
+def stop_half_heard(seconds):
+    """Rank 2 stops when rank 1 has heard it and rank 0 has not: rank 1 goes on and comes to wait for rank 0, too."""
+    transport = TorchTransport(dist.group.WORLD, timeout=timedelta(seconds=seconds))
+    reduce(transport, sequence=0)
+    if dist.get_rank() == 2:
+        transport.group = HalfHeard(transport.group, deaf=0)
+        message = one_message(NUMEL, NAMES["sign"], 3)
+        next(
+            reduce_message(
+                torch.ones(NUMEL), None, message=message, transport=transport, workspace=Workspace(), sequence=1
+            )
+        )
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if dist.get_rank() == 1:
+        time.sleep(1)  # so that rank 0 gives up first
+    outcome = caught(reduce, transport, sequence=1)
+    meet("both know", 2)
+    return outcome
+
+
+def test_whoever_gives_up_first_is_not_taken_for_dead(mortal):
+    """Rank 0's connections close when its time is over, and rank 1 is still waiting for both."""
+    first, second, _ = mortal.outcomes(stop_half_heard, 4, size=3, lost=[2])
+    for error, _, _ in (first, second):
+        assert type(error) is PeerFailure, error
+        assert error.ranks == (2,)
+        assert "rank 2 was silent for " in str(error)
 
 
 def test_torchs_collectives_fail_typed_when_a_rank_dies(mortal):
@@ -228,13 +271,18 @@ def test_torchs_collectives_fail_typed_when_a_rank_dies(mortal):
 
 
 def lose_a_rank_in_backward(how, seconds):
-    """Rank 2 has sent the bucket of its last layer when it goes: the others are in the middle of theirs."""
+    """Rank 2 has reduced the bucket of its last layer with the others when it goes, and owes them the next."""
     ddp, model = linear(bucket_cap_mb=0.01)
     commpress.compress(ddp, min_numel=8, timeout=timedelta(seconds=seconds))
     for _ in range(3):
         backward(ddp)
     if dist.get_rank() == 2:
-        model[0].weight.register_hook(lambda gradient: os.kill(os.getpid(), how))
+
+        def go(gradient):
+            time.sleep(0.5)
+            os.kill(os.getpid(), how)
+
+        model[0].weight.register_hook(go)
     outcome = caught(backward, ddp)
     meet("both know", 2)
     return outcome
@@ -316,45 +364,3 @@ def test_a_rank_missing_from_the_simulation_is_named():
     with pytest.raises(PeerFailure, match="no message number 0 from ranks") as caught_error:
         simulate([compressed_allreduce(torch.ones(9), codec="sign", transport=t) for t in transports[:2]])
     assert caught_error.value.ranks == (2,)
-
-
-# ---------------------------------------------------------------- the pool itself
-
-
-def hang():
-    if dist.get_rank() == 1:
-        time.sleep(600)
-
-
-def fail():
-    raise Mismatch("on purpose", ranks=(7,))
-
-
-def unpicklable():
-    return lambda: None
-
-
-def die():
-    if dist.get_rank() == 1:
-        os._exit(3)
-
-
-def test_the_pool_names_who_hangs_and_where():
-    ranks = Ranks(2)
-    with pytest.raises(SilentRank, match=r"rank 1: silent for 8 s(.|\n)*in hang"):
-        ranks.run(hang, seconds=8)
-    with pytest.raises(SilentRank, match="rank 1: ended with exit code 3"):
-        ranks.run(die)
-    ranks.close()
-
-
-def test_the_pool_brings_errors_back_as_they_were(pool):
-    for error in pool.outcomes(fail):
-        assert type(error) is Mismatch
-        assert error.ranks == (7,)
-        assert "in fail" in error.__notes__[0]
-    with pytest.raises(Mismatch, match="on purpose"):
-        pool.run(fail)
-    with pytest.raises(Exception, match="pickle"):
-        pool.run(unpicklable)
-    assert set(NAMES) == set(pool.run(sorted, NAMES)[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import sources
 
-OPTIONAL = {"accelerate", "aiofiles", "cupy", "libaio", "matplotlib", "mpi4py", "numba", "tqdm", "transformers"}
+OPTIONAL = {"accelerate", "aiofiles", "cupy", "libaio", "matplotlib", "mpi4py", "numba", "tqdm", "transformers", "xxhash"}
 
 # torch comes first, so that what it loads and starts by itself is not held against us.
 OBSERVE = """

@@ -11,7 +11,7 @@ import pytest
 
 import sources
 
-LEAVES = ("commpress.work", "commpress.errors")
+LEAVES = ("commpress.work", "commpress.errors", "commpress.timeline")
 MEANING = ("commpress.codecs", "commpress.feedback", "commpress.schedules")
 USES = ("commpress.optim", "commpress.plan")
 BELOW_USES = ("commpress.collectives", *MEANING, "commpress.kernels", *LEAVES)
@@ -20,6 +20,7 @@ BELOW_USES = ("commpress.collectives", *MEANING, "commpress.kernels", *LEAVES)
 MAY_IMPORT = {
     "commpress.work": LEAVES,
     "commpress.errors": LEAVES,
+    "commpress.timeline": LEAVES,
     "commpress.kernels": LEAVES,
     "commpress.codecs": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.feedback": (*MEANING, "commpress.kernels", *LEAVES),
@@ -29,6 +30,7 @@ MAY_IMPORT = {
     "commpress.optim": (*USES, *BELOW_USES),
     "commpress.plan": (*USES, *BELOW_USES),
     "commpress.integrations": ("commpress.tiered_mem", *USES, *BELOW_USES),
+    "commpress.backend": ("commpress.integrations",),  # importing it has an effect: nothing else may
     "commpress.cli": ("commpress",),
 }
 FACE = "commpress"  # commpress/__init__.py: may import everything, and only the command line imports it
@@ -40,17 +42,22 @@ HOMES = {
         "commpress.collectives.transport",
         "commpress.collectives.topology",
         "commpress.integrations*",
+        "commpress.backend",
         "commpress.cli*",
     ),
     "cupy": ("commpress.kernels.cuda",),
     "numba": ("commpress.kernels.cpu*",),
+    "llvmlite": ("commpress.kernels.cpu*",),  # comes with numba
     "mpi4py": ("commpress.collectives.mpi",),
     "libaio": ("commpress.tiered_mem.engines*",),
+    "xxhash": ("commpress.tiered_mem.checksum",),
     "aiofiles": ("commpress.tiered_mem.engines*",),
-    "transformers": ("commpress.integrations.hf",),
+    "transformers": ("commpress.integrations.hf", "commpress.integrations.hf_model"),
     "accelerate": ("commpress.integrations.hf",),
+    "lightning": ("commpress.integrations.lightning",),
     "matplotlib": ("commpress.cli*",),
     "tqdm": ("commpress.cli*",),
+    "sklearn": ("commpress.cli*",),
 }
 SHAPELESS = {"utils.py", "common.py", "helpers.py", "base.py"}
 

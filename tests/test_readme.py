@@ -1,7 +1,8 @@
-"""Every ```python block of README.md runs as it stands, each in a process of its own.
+"""Every ```python block of README.md runs as it stands, and every block of docs/ that says so.
 
-A comment on the line before a block changes that: `<!-- run: 2 ranks -->` launches it with torchrun on that many CPU
-processes, `<!-- skip: reason -->` skips it.
+A comment on the line before a block says how: `<!-- run: 2 ranks -->` on that many CPU processes, `<!-- skip: reason -->` not
+at all. In docs/ a block without a comment is a fragment. The README's first block of each kind runs as a user runs it, by
+torchrun or in a process of its own; the others in the test ranks, with a rendezvous of their own in place of a launcher's.
 """
 
 import os
@@ -9,9 +10,11 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import sources
 
@@ -72,7 +75,29 @@ def run(example: Example, folder: Path) -> None:
     assert process.returncode == 0, f"README.md line {example.line}:\n{output}"
 
 
+def execute(page: str, example: Example, folder: str) -> None:
+    """What torchrun would do, without its processes: every group of the example meets in a file."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # nobody leaves while another still connects: that one would fail, and we would wait for it
+    dist.destroy_process_group()
+    told = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= told if example.ranks else {}
+    torchs, place = dist.init_process_group, f"file://{folder}/rendezvous"
+    dist.init_process_group = partial(torchs, init_method=place, rank=rank, world_size=size)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        code = compile("\n" * (example.line - 1) + example.code, f"docs/{page}", "exec")
+        exec(code, {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+        dist.init_process_group = torchs
+        for name in told:
+            os.environ.pop(name, None)
+
+
 EXAMPLES = examples(README.read_text()) if README.exists() else []
+FIRST = [next(e for e in EXAMPLES if bool(e.ranks) == many and not e.skip) for many in (True, False)]
 
 
 def test_the_readme_shows_python():
@@ -81,10 +106,39 @@ def test_the_readme_shows_python():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"line{example.line}")
-def test_example(example, tmp_path):
+def test_example(example, pool, tmp_path):
     if example.skip:
         pytest.skip(example.skip)
-    run(example, tmp_path)
+    if example in FIRST or "transformers" in example.code:
+        return run(example, tmp_path)
+    pool.run(execute, "../README.md", example, str(tmp_path), size=example.ranks or 1)
+
+
+# ---------------------------------------------------------------- docs/
+
+PAGES = {path.name: examples(path.read_text()) for path in sorted((sources.ROOT / "docs").glob("*.md"))}
+RUN = [
+    pytest.param(
+        page, example, id=f"{page}-{example.line}", marks=[pytest.mark.slow] if "transformers" in example.code else []
+    )
+    for page in PAGES
+    for example in PAGES[page]
+    if example.ranks
+]
+
+
+def test_every_integration_has_a_page_that_runs():
+    running = {page for page, found in PAGES.items() if any(example.ranks for example in found)}
+    assert running >= {"index.md", "ddp.md", "fsdp.md", "trainer.md", "backend.md", "store.md", "offload.md", "observe.md"}
+
+
+@pytest.mark.parametrize(("page", "example"), RUN)
+def test_page(page, example, pool, tmp_path):
+    if "transformers" in example.code:
+        pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+        return run(example, tmp_path)  # the Trainer makes the group itself and leaves much behind: a launch of its own
+    pool.run(execute, page, example, str(tmp_path), size=example.ranks)
 
 
 TEXT = """

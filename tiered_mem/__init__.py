@@ -1,1 +1,1 @@
-"""The tiered tensor store is planned and not in this release."""
+"""Tensors that live on the fastest tier with room; see ``commpress.tiered_mem.store``."""

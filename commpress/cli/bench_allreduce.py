@@ -15,26 +15,20 @@ It runs what the DDP hook runs: the same messages, kernels, transport and error 
 """
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commpress.cli import ranks, table
-from commpress.codecs import codec_named, policy_of
-from commpress.collectives.allreduce import Workspace, reduce_bucket
-from commpress.collectives.buckets import Message, Span, messages
+from commpress.cli import outputs, ranks, rounds, sizes, table
+from commpress.cli.reduced import Reduced
+from commpress.codecs import codec_named
 from commpress.collectives.loopback import Recorded
 from commpress.collectives.transport import TorchTransport
 from commpress.errors import InvalidArgument
-from commpress.feedback import ErrorFeedback
 from commpress.kernels.pieces import NUMEL, SHARD, SOURCE, WIDTH
-from commpress.work import run as drive
 
 ORDER = ("none", "bf16", "int8", "int4", "sign")  # from the smallest error to the largest
 HEAD = [
@@ -90,41 +84,22 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
-    parser.add_argument("--min-bytes", type=table.parse_bytes, default="1MiB", metavar="SIZE", help="default 1MiB")
-    parser.add_argument("--max-bytes", type=table.parse_bytes, default="32MiB", metavar="SIZE", help="default 32MiB")
-    parser.add_argument("--factor", type=int, default=2, metavar="N", help="from one size to the next (default 2)")
+    sizes.options(parser, "1MiB", "32MiB")
     parser.add_argument("--iterations", type=int, default=10, metavar="N", help="timed, of each size (default 10)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="not timed, of each size (default 2)")
     ranks.add_options(parser)
-    parser.add_argument(
-        "--check", action="store_true",
-        help="exit status 1 unless ranks agree bit for bit, error feedback loses nothing and codecs err in the right order",
-    )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="everything measured")
+    outputs.options(parser, check="ranks agree bit for bit, error feedback loses nothing and codecs err in the right order")
 
 
 def run(options: argparse.Namespace) -> int:
     codec_named(options.codec)
-    if (
-        not 4 <= options.min_bytes <= options.max_bytes
-        or options.factor < 2
-        or options.iterations < 1
-        or options.warmup < 0
-    ):
-        raise InvalidArgument(
-            "expected 4 <= --min-bytes <= --max-bytes, --factor >= 2, --iterations >= 1, --warmup >= 0"
-        )
-    sizes = [options.min_bytes]
-    while sizes[-1] * options.factor <= options.max_bytes:
-        sizes.append(sizes[-1] * options.factor)
-    settings = Settings(tuple(sizes), options.codec, options.iterations, options.warmup, options.check)
-    measured = ranks.on_ranks(bench, settings, print_line, ranks=options.ranks, threads=options.threads)
+    if options.iterations < 1 or options.warmup < 0:
+        raise InvalidArgument("expected --iterations >= 1 and --warmup >= 0")
+    settings = Settings(sizes.chosen(options), options.codec, options.iterations, options.warmup, options.check)
+    measured = ranks.on_ranks(bench, settings, LINES, ranks=options.ranks, threads=options.threads)
     if measured is None:  # not rank 0 of a launcher
         return 0
-    bars = judge(measured) if options.check else []
-    if options.json:
-        table.write_json(options.json, {"rows": [as_dict(m) for m in measured], "bars": bars})
-    return table.verdict(bars)
+    return outputs.deliver(options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured))
 
 
 # ---------------------------------------------------------------- on every rank
@@ -135,74 +110,56 @@ def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None)
     transport = Recorded(TorchTransport(group, timeout=timedelta(minutes=5)))
     measured = []
     if report is not None:
-        report(None, size)
+        report(None, f"{size} ranks")
     plan = [(numel_bytes, settings.codec) for numel_bytes in settings.sizes]
     if settings.check:
         plan += [(settings.sizes[0], codec) for codec in ORDER if codec != settings.codec]
     sequence = 0
     for numel_bytes, codec in plan:
-        buffer = Reduced(numel_bytes // 4, codec, transport, sequence)
+        buffer = Checked(numel_bytes // 4, codec, transport, sequence)
         measured.append(buffer.measure(settings.iterations, settings.warmup))
         sequence = buffer.sequence
         if report is not None:
-            report(measured[-1], size)
+            report(measured[-1])
     return measured
 
 
-class Reduced:
-    """One buffer, all-reduced again and again from the same input, with what feedback keeps in between."""
+class Checked(Reduced):
+    """Measured beside torch's all-reduce, then reduced again and held against the exact mean."""
 
     def __init__(self, numel: int, codec: str, transport: Recorded, sequence: int) -> None:
-        self.transport, self.codec, self.sequence = transport, codec, sequence
-        self.messages: list[Message] = messages([Span("buffer", 0, numel)], policy_of(codec), transport.size)
-        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.kept else None for m in self.messages]
-        self.workspace = Workspace()
-        self.input = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
-        self.buffer, self.floats = torch.empty(numel), torch.empty(numel)
-        self.total = torch.zeros(numel, dtype=torch.float64)
-        self.rounds = 0
+        super().__init__(numel, codec, transport, sequence)
+        self.recorded, self.floats = transport, torch.empty(numel)
 
     def measure(self, iterations: int, warmup: int) -> Measured:
         self._both(warmup)
-        took = [self._both(min(TURN, iterations - done)) for done in range(0, iterations, TURN)]
-        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.kept else None for m in self.messages]
-        self.rounds = 0
-        exact = self._mean_of(self.input.double())
-        before = self.transport.sent_bytes
+        turns = [self._both(min(TURN, iterations - done)) for done in range(0, iterations, TURN)]
+        took = rounds.medians(rounds.slowest({name: [turn[name] for turn in turns] for name in turns[0]}))
+        self.forget()
+        exact, total = self._mean_of(self.input.double()), torch.zeros(len(self.input), dtype=torch.float64)
+        before = self.recorded.sent_bytes
         for _ in range(CHECKED):
-            self.buffer.copy_(self.input)
-            self._reduce()
+            self.fill()
+            self.reduce()
             if self.rounds == 1:
                 error = float((self.buffer - exact).norm() / exact.norm())
-            self.total += self.buffer
-        wire_bytes = (self.transport.sent_bytes - before) // CHECKED
-        slowest = torch.tensor(took, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        owed = self._owed()
-        seconds, fp32_seconds = slowest.median(0).values.tolist()
+            total += self.buffer
+        wire_bytes, owed = (self.recorded.sent_bytes - before) // CHECKED, self._owed()
         return Measured(
-            ranks=self.transport.size, size=4 * self.input.numel(), codec=self.codec, seconds=seconds,
-            fp32_seconds=fp32_seconds, wrong=self._wrong(), wire_bytes=wire_bytes, error=error,
+            ranks=self.transport.size, size=4 * self.input.numel(), codec=self.codec, seconds=took["ours"],
+            fp32_seconds=took["torch"], wrong=rounds.wrong(self.buffer), wire_bytes=wire_bytes, error=error,
             kept=float(owed.norm() / exact.norm()),
-            lost=float((self.total + owed - self.rounds * exact).norm() / (self.rounds * exact).norm()),
+            lost=float((total + owed - self.rounds * exact).norm() / (self.rounds * exact).norm()),
         )  # fmt: skip
 
-    def _both(self, calls: int) -> tuple[float, float]:
-        """Seconds per call of the compressed all-reduce and of torch's: calls back to back, ranks started together."""
-        self.buffer.copy_(self.input)
-        ours = _timed(self._reduce, calls)
+    def _both(self, calls: int) -> dict[str, float]:
+        """Seconds per call of the compressed all-reduce and of torch's."""
+        self.fill()
         self.floats.copy_(self.input)
-        return ours, _timed(lambda: dist.all_reduce(self.floats), calls)
-
-    def _reduce(self) -> None:
-        steps = reduce_bucket(
-            self.buffer, self.feedbacks, messages=self.messages, transport=self.transport, workspace=self.workspace,
-            sequence=self.sequence, key=self.rounds,
-        )  # fmt: skip
-        for outcome in drive(steps):
-            outcome.commit()
-        self.sequence += len(self.messages)
-        self.rounds += 1
+        return {
+            "ours": rounds.together(self.reduce, calls),
+            "torch": rounds.together(lambda: dist.all_reduce(self.floats), calls),
+        }
 
     def _owed(self) -> torch.Tensor:
         """R = mean of the sent residuals + the reduced ones side by side: the same tensor on every rank."""
@@ -220,46 +177,43 @@ class Reduced:
                 owed[line[SOURCE] + first : line[SOURCE] + last] += size * shard
         return self._mean_of(owed)
 
-    def _wrong(self) -> int:
-        """Elements whose bits are not those of rank 0, over all ranks."""
-        first = self.buffer.clone()
-        dist.broadcast(first, 0)
-        count = (first.view(torch.int32) != self.buffer.view(torch.int32)).sum()
-        dist.all_reduce(count)
-        return int(count)
-
     def _mean_of(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor)
         return tensor / self.transport.size
 
 
-def _timed(call: Callable[[], object], calls: int) -> float:
-    dist.barrier()
-    start = perf_counter()
-    for _ in range(calls):
-        call()
-    return (perf_counter() - start) / max(calls, 1)
-
-
 # ---------------------------------------------------------------- on paper
 
 
-def print_line(m: Measured | None, size: int) -> None:
-    if m is None:
-        print(f"# {size} ranks\n{table.line(HEAD, WIDTHS)}", flush=True)
-        return
-    cells = [
+def cells(m: Measured) -> list[str]:
+    return [
         str(m.size), str(m.size // 4), "float", "avg", m.codec, f"{1e6 * m.seconds:.0f}", f"{m.algorithm_bandwidth / 1e9:.3f}",
         f"{m.bus_bandwidth / 1e9:.3f}", str(m.wrong), str(m.wire_bytes), f"{m.ratio:.1f}", f"{m.error:.1e}", f"{m.kept:.1e}",
         f"{1e6 * m.fp32_seconds:.0f}", f"{m.speed_up:.2f}",
     ]  # fmt: skip
-    print(table.line(cells, WIDTHS), flush=True)
+
+
+LINES = table.Lines(HEAD, WIDTHS, cells)
+
+
+def draw(path: str, measured: list[Measured]) -> None:
+    from commpress.cli import charts
+
+    first = measured[0]
+    plan = [m for m in measured if m.codec == first.codec]
+    ratio = plan[-1].ratio
+    title = f"One all-reduce among {first.ranks} ranks: {first.codec} ({ratio:.0f} times fewer bytes) and torch's float32"
+    with charts.chart(path, title, panels=2) as (time, gain):
+        curves = {"torch, float32": [(m.size, m.fp32_seconds) for m in plan]}
+        charts.over_sizes(time, curves | {f"commpress, {first.codec}": [(m.size, m.seconds) for m in plan]})
+        charts.over_sizes(gain, {"": [(m.size, m.speed_up) for m in plan]}, "times faster than torch", scale=1)
+        gain.set(yscale="linear", ylim=(0, 1.1 * max(1.0, *(m.speed_up for m in plan))))
+        gain.axhline(1, color="#333333", linewidth=1, linestyle="--")
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     error = {m.codec: m.error for m in measured if m.size == measured[0].size}
     order = [error[codec] for codec in ORDER]
-    print()
     return [
         ("every element has the same bits on every rank", all(m.wrong == 0 for m in measured)),
         (
@@ -271,8 +225,3 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
             all(a < b for a, b in pairwise(order)) and order[0] < 1e-6,
         ),
     ]
-
-
-def as_dict(m: Measured) -> dict[str, Any]:
-    derived = ("algorithm_bandwidth", "bus_bandwidth", "ratio", "speed_up")
-    return asdict(m) | {name: getattr(m, name) for name in derived}

@@ -10,29 +10,27 @@ encode moves 12 + bits/8 bytes per element, a copy 8. "naive" is the same arithm
 
   commpress bench codec                            all codecs on 1 and 2 threads, about a minute
   commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
+  commpress bench codec --table                    every codec on the gradients of a small GPT, as in docs/codecs.md
   commpress bench codec --race                     why Numba: the sign encoder written four other ways
 """
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from statistics import median
-from time import perf_counter
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from commpress.cli import table
+from commpress.cli import outputs, rounds, table
 from commpress.cli.naive import naive_encode, naive_mean
 from commpress.codecs import Codec, SignCodec
 from commpress.codecs.family import NAMES
 from commpress.collectives.frame import HEADER
 from commpress.errors import InvalidArgument
 from commpress.kernels import cpu, reference
-from commpress.kernels.pieces import Piece, Pieces, cut
+from commpress.kernels.pieces import WIDTH, Piece, Pieces, cut
 
 ROWS = 4  # ranks
-REPETITIONS, SECONDS = 15, 0.5  # of each figure: so many, or fewer once they have taken so long
 CODECS: dict[str, Codec] = {"sign": SignCodec(), "sign/row": SignCodec(block=0)} | NAMES
 OPERATIONS = ("encode", "encode in place", "decode", "mean", "serve")
 
@@ -57,8 +55,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--race", action="store_true", help="time other ways to write the sign encoder, and nothing else"
     )
-    parser.add_argument("--check", action="store_true", help="exit status 1 if the sign codec misses a bar")
-    parser.add_argument("--json", metavar="FILE", help="everything measured")
+    parser.add_argument("--table", action="store_true", help="bits, error on real gradients and speed of all codecs")
+    outputs.options(parser, check="the sign codec holds its bars (not with --table or --race)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,22 +67,21 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"--numel must be at least {8 * ROWS} and --threads at least 1")
     if options.check and not (options.race or ("sign" in names and {1, 2} <= set(threads))):
         raise InvalidArgument("--check needs the codec sign on 1 and 2 threads")
-    if options.race:
-        from commpress.cli.race import race
+    if options.table:
+        from commpress.cli import codec_table
 
-        rows = race(options.numel, threads)
-        if options.json:
-            table.write_json(options.json, rows)
-        return 0
+        return codec_table.show(options)
+    if options.race:
+        from commpress.cli import race
+
+        return race.show(options, threads)
     for name in names:
         check_bytes(CODECS[name])
     print(f"bytes equal the reference for {', '.join(names)}\n")
     figures, naive = measure(names, options.numel, threads)
-    bars = judge(figures, naive) if options.check else []
-    if options.json:
-        content = {"numel": options.numel, "figures": [asdict(f) for f in figures], "naive": naive, "bars": bars}
-        table.write_json(options.json, content)
-    return table.verdict(bars)
+    return outputs.deliver(
+        options, figures, judge=lambda: judge(figures, naive), draw=lambda path: draw(path, figures), naive=naive
+    )
 
 
 # ---------------------------------------------------------------- bytes
@@ -130,7 +127,7 @@ class Buffers:
         wire = torch.zeros(ROWS, HEADER + pieces.row_bytes, dtype=torch.uint8)[:, HEADER:]
         reply, mean, owed = wire[:1].clone(), torch.zeros(pieces.shard), torch.zeros(pieces.shard)
         lazy, lazy_row = _lazy(pieces, ROWS), _lazy(pieces, 1)
-        code = reference.CODE_BITS[codec.kind] / 8
+        code = wire.shape[1] / int(pieces.table[0, WIDTH])  # heads and scales included
         x, old, new, flag = self.x, self.residual, self.left, self.flag
 
         def encode(into: torch.Tensor) -> Callable[[], object]:
@@ -161,7 +158,7 @@ def measure(names: list[str], numel: int, threads: list[int]) -> tuple[list[Figu
     try:
         for count in threads:
             torch.set_num_threads(count)
-            copy = median(seconds(buffers.copy))
+            copy = rounds.alternately({"copy": buffers.copy})["copy"]
             print(table.line(["copy", str(count), f"{4 * numel / copy / 1e9:.1f}", *[""] * 6], widths), flush=True)
             for name in names:
                 new = [timed(buffers, name, count, operation) for operation in buffers.operations(CODECS[name]).items()]
@@ -170,10 +167,8 @@ def measure(names: list[str], numel: int, threads: list[int]) -> tuple[list[Figu
                 print(table.line([name, str(count), *rates, *shares], widths), flush=True)
                 figures += new
         torch.set_num_threads(1)
-        naive = {
-            "encode": median(seconds(lambda: naive_encode(buffers.x, buffers.residual), least=2)),
-            "mean": median(seconds(_naive_mean(numel // ROWS // 8 * 8), least=2)),
-        }
+        operations = {"encode": lambda: naive_encode(buffers.x, buffers.residual), "mean": _naive_mean(numel // ROWS // 8 * 8)}
+        naive = {name: rounds.alternately({name: call}, least=2)[name] for name, call in operations.items()}
     finally:
         torch.set_num_threads(before)
     return figures, naive
@@ -183,36 +178,9 @@ def timed(
     buffers: Buffers, codec: str, threads: int, operation: tuple[str, tuple[Callable[[], object], int, float]]
 ) -> Figure:
     name, (call, numel, moved) = operation
-    ours, copies = alternately(call, buffers.copy)
-    rate = moved * numel / ours
-    return Figure(codec, threads, name, ours, 4 * numel / ours / 1e9, rate / 1e9, rate / (8 * buffers.numel / copies))
-
-
-def alternately(one: Callable[[], object], other: Callable[[], object]) -> tuple[float, float]:
-    """Median seconds of each, called in turn so that a machine's moods hit both."""
-    one()
-    other()
-    took: tuple[list[float], list[float]] = ([], [])
-    while not _enough(took[0], least=3):
-        for call, times in ((one, took[0]), (other, took[1])):
-            start = perf_counter()
-            call()
-            times.append(perf_counter() - start)
-    return median(took[0]), median(took[1])
-
-
-def seconds(call: Callable[[], object], *, least: int = 3) -> list[float]:
-    call()
-    took: list[float] = []
-    while not _enough(took, least=least):
-        start = perf_counter()
-        call()
-        took.append(perf_counter() - start)
-    return took
-
-
-def _enough(took: list[float], *, least: int) -> bool:
-    return len(took) >= REPETITIONS or (len(took) >= least and sum(took) >= SECONDS)
+    took = rounds.alternately({"ours": call, "copy": buffers.copy})
+    ours, rate = took["ours"], moved * numel / took["ours"]
+    return Figure(codec, threads, name, ours, 4 * numel / ours / 1e9, rate / 1e9, rate / (8 * buffers.numel / took["copy"]))
 
 
 def _naive_mean(numel: int) -> Callable[[], object]:
@@ -220,14 +188,13 @@ def _naive_mean(numel: int) -> Callable[[], object]:
     return lambda: naive_mean(packed, scales)
 
 
-# ---------------------------------------------------------------- bars
+# ---------------------------------------------------------------- on paper
 
 
 def judge(figures: list[Figure], naive: dict[str, float]) -> list[tuple[str, bool]]:
     """What the sign codec promises."""
     of = {(f.operation, f.threads): f for f in figures if f.codec == "sign"}
     one, two, mean = of["encode in place", 1], of["encode in place", 2], of["mean", 1]
-    print()
     return [
         (
             f"sign encode in place moves {100 * one.of_copy:.0f} % of a copy's bytes per second, 65 % expected",
@@ -243,3 +210,19 @@ def judge(figures: list[Figure], naive: dict[str, float]) -> list[tuple[str, boo
             naive["mean"] >= 10 * mean.seconds,
         ),
     ]
+
+
+def draw(path: str, figures: list[Figure]) -> None:
+    from commpress.cli import charts
+
+    threads = list(dict.fromkeys(f.threads for f in figures))
+    names = list(dict.fromkeys(f.codec for f in figures))
+    of = {(f.codec, f.threads, f.operation): f.fp32_gb_per_second for f in figures}
+    title, size = "Codecs on this processor", (6.4, 1.2 + 0.55 * len(names))
+    with charts.chart(path, title, panels=len(threads), size=size, share=True) as panels:
+        for count, panel in zip(threads, panels, strict=True):
+            series = {
+                operation: [of[name, count, operation] for name in names] for operation in ("encode", "decode", "mean", "serve")
+            }
+            charts.bars(panel, names, series, "GB of float32 per second", show="{:.1f}")
+            panel.set_title("one thread" if count == 1 else f"{count} threads")

@@ -15,8 +15,7 @@ machine and network hit all alike.
 """
 
 import argparse
-from dataclasses import asdict, dataclass
-from time import perf_counter
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import ranks, table, text
-from commpress.cli.gpt import GPT
+from commpress.cli import outputs, ranks, table, training
 from commpress.cli.train import bf16_hook
-from commpress.cli.wire import sent_bytes
 from commpress.codecs.family import NAMES
 from commpress.errors import InvalidArgument
 
@@ -42,13 +39,7 @@ HEAD = ["variant", "step ms", "of compute", "exposed ms", "MB sent/rank", "again
 class Settings:
     variants: tuple[str, ...]
     buckets: tuple[float, ...]  # MB, one per variant
-    rounds: int
-    steps: int
-    width: int
-    layers: int
-    length: int
-    batch: int
-    seed: int = 0
+    load: training.Load
 
 
 @dataclass
@@ -72,18 +63,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="MB",
         help="DDP's buckets: MB for all, variant=MB for one (default 25)",
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each variant (default 5)")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of each turn (default 4)")
-    parser.add_argument("--batch", type=int, default=4, metavar="N", help="windows per rank and step (default 4)")
-    parser.add_argument("--length", type=int, default=64, metavar="N", help="bytes of text in a window (default 64)")
-    parser.add_argument("--width", type=int, default=384, metavar="N", help="of the model (default 384)")
-    parser.add_argument("--layers", type=int, default=6, metavar="N", help="of the model (default 6)")
+    training.options(parser, rounds=5, steps=4, batch=4)
     ranks.add_options(parser)
-    parser.add_argument(
-        "--check", action="store_true",
-        help="exit status 1 unless sign exposes at most half of what powersgd1 does and its step is at most 1.3 of compute",
-    )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="everything measured")
+    outputs.options(parser, check="sign exposes at most half of what powersgd1 does and its step is at most 1.3 of compute")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -92,22 +74,14 @@ def run(options: argparse.Namespace) -> int:
         check_variant(name)
     if options.check and not {"powersgd1", "sign"} <= set(variants):
         raise InvalidArgument("--check compares sign and powersgd1: name both in --variants")
-    if min(options.rounds, options.steps, options.batch, options.length) < 1:
-        raise InvalidArgument("--rounds, --steps, --batch and --length must be at least 1")
-    settings = Settings(
-        variants, bucket_sizes(variants, options.bucket_mb), options.rounds, options.steps, options.width, options.layers,
-        options.length, options.batch,
-    )  # fmt: skip
+    settings = Settings(variants, bucket_sizes(variants, options.bucket_mb), training.load_of(options))
     measured = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
     if measured is None:  # not rank 0 of a launcher
         return 0
     print(summary(measured))
-    bars = judge({m.variant: m for m in measured}) if options.check else []
-    if options.json:
-        table.write_json(
-            options.json, {"settings": asdict(settings), "rows": [asdict(m) for m in measured], "bars": bars}
-        )
-    return table.verdict(bars)
+    return outputs.deliver(
+        options, measured, judge=lambda: judge({m.variant: m for m in measured}), draw=lambda path: draw(path, measured)
+    )
 
 
 def check_variant(name: str) -> None:
@@ -137,36 +111,11 @@ def bucket_sizes(variants: tuple[str, ...], words: list[str]) -> tuple[float, ..
 # ---------------------------------------------------------------- on every rank
 
 
-class Variant:
-    """One model with its optimizer and hook; all start from equal weights and see equal batches."""
-
-    def __init__(self, name: str, bucket_mb: float, settings: Settings) -> None:
-        torch.manual_seed(settings.seed)
-        self.name, self.settings = name, settings
-        self.model = GPT(width=settings.width, layers=settings.layers, length=settings.length)
-        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
-        self.library = text.standard_library()
-        self.draws = torch.Generator().manual_seed(settings.seed * 4096 + dist.get_rank())
-        self.sent, self.loss = 0, float("nan")
-        attach(self.ddp, name)
-
-    def turn(self, steps: int) -> list[float]:
-        """Seconds of each step, which all ranks begin together."""
-        before, took = sent_bytes(), []
-        for _ in range(steps):
-            batch = text.batch(self.library, self.settings.batch, self.settings.length, self.draws)
-            dist.barrier()
-            start = perf_counter()
-            loss = self.ddp(*batch)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            took.append(perf_counter() - start)
-            self.loss = loss.item()
-        if before is not None:
-            self.sent += (sent_bytes() or before) - before
-        return took
+def trainee(name: str, bucket_mb: float, load: training.Load) -> training.Trainee:
+    ddp = DistributedDataParallel(load.model(), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-4, fused=True)
+    attach(ddp, name)
+    return training.Trainee(name, ddp, optimizer, load)
 
 
 def attach(ddp: DistributedDataParallel, name: str) -> None:
@@ -190,29 +139,21 @@ def no_communication_hook(state: object, bucket: dist.GradBucket) -> torch.futur
 
 
 def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
-    variants = [Variant(name, mb, settings) for name, mb in zip(settings.variants, settings.buckets, strict=True)]
-    for variant in variants:
-        variant.turn(WARM)
-        variant.sent = 0
-    parameters = sum(p.numel() for p in variants[0].model.parameters())
+    load, sizes = settings.load, zip(settings.variants, settings.buckets, strict=True)
+    trainees = {name: trainee(name, bucket_mb, load) for name, bucket_mb in sizes}
+    for one in trainees.values():
+        one.turn(WARM)
+    parameters = sum(p.numel() for p in trainees["compute"].wrapped.parameters())
     if report is not None:
-        report(
-            f"{size} ranks, {parameters / 1e6:.1f} M parameters, {settings.rounds} turns of {settings.steps} steps each"
-        )
-    seconds = torch.empty(settings.rounds, len(variants), settings.steps, dtype=torch.float64)
-    for turn in range(settings.rounds):
-        for i, variant in enumerate(variants):
-            seconds[turn, i] = torch.tensor(variant.turn(settings.steps))
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    turns = seconds.median(2).values  # [round, variant]
-    sent = torch.tensor([variant.sent for variant in variants]) / (settings.rounds * settings.steps * size)
-    dist.all_reduce(sent)
+        report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps} steps each")
+    seconds, sent = training.race(trainees, load)
+    compute = seconds["compute"].median(1).values  # of each round
     return [
         Measured(
-            variant.name, float(seconds[:, i].median()), float((turns[:, i] - turns[:, 0]).median()),
-            float(sent[i]) if sent_bytes() is not None else None, variant.loss, parameters,
+            name, float(seconds[name].median()), float((seconds[name].median(1).values - compute).median()), sent[name],
+            one.loss, parameters,
         )
-        for i, variant in enumerate(variants)
+        for name, one in trainees.items()
     ]  # fmt: skip
 
 
@@ -237,7 +178,6 @@ def summary(measured: list[Measured]) -> str:
 
 def judge(of: dict[str, Measured]) -> list[tuple[str, bool]]:
     sign, powersgd, compute = of["sign"], of["powersgd1"], of["compute"]
-    print()
     return [
         (
             f"sign exposes {1e3 * sign.exposed_seconds:.1f} ms, powersgd1 {1e3 * powersgd.exposed_seconds:.1f}: at most half",
@@ -248,3 +188,18 @@ def judge(of: dict[str, Measured]) -> list[tuple[str, bool]]:
             sign.step_seconds <= 1.3 * compute.step_seconds,
         ),
     ]
+
+
+def draw(path: str, measured: list[Measured]) -> None:
+    from commpress.cli import charts
+
+    names, compute = [m.variant for m in measured], measured[0]
+    title = f"A training step of {compute.parameters / 1e6:.1f} M parameters under DDP"
+    with charts.chart(path, title, panels=2) as (time, sent):
+        hidden = [min(m.step_seconds, compute.step_seconds) * 1e3 for m in measured]
+        exposed = [max(m.step_seconds - compute.step_seconds, 0) * 1e3 for m in measured]
+        charts.stacked(time, names, {"compute": hidden, "exposed communication": exposed}, "one step, ms")
+        charts.bars(
+            sent, names, {"": [None if m.sent_bytes is None else m.sent_bytes / 1e6 for m in measured]},
+            "MB sent per rank and step", show="{:.2f}",
+        )  # fmt: skip

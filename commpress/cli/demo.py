@@ -60,7 +60,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _need_packages()
-    from commpress.cli import plot
+    from commpress.cli import demo_plot
 
     plan = _plan(options)
     print(_headline(plan, options.ranks))
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
                 results.append(ranks.call(train, settings, progress.report))
     print()
     print(summary(results))
-    plot.draw(results, options.out)
+    demo_plot.draw(results, options.out)
     print(f"\nplot: {options.out}")
     if options.json:
         table.write_json(options.json, [as_dict(result) for result in results])

@@ -4,6 +4,7 @@ The task is the sign encoder with residual in place, one mean |c| per 2048 eleme
 e := c - scale * sign(c). Every candidate fills buffers made beforehand as far as its tool allows.
 """
 
+import argparse
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from commpress.cli import table
-from commpress.cli.bench_codec import ROWS, alternately
+from commpress.cli import outputs, rounds, table
+from commpress.cli.bench_codec import ROWS
 from commpress.kernels import cpu
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import SIGN_L1
@@ -20,6 +21,7 @@ from commpress.kernels.reference import SIGN_L1
 BLOCK = 2048
 SLICE = 1 << 16  # elements that NumPy and blocked torch handle at a time: 256 KiB, in the second-level cache
 HEAD = ["candidate", "threads", "first call s", "ms", "GB/s float32", "of copy"]
+Rows = list[dict[str, Any]]
 Task = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # x, residual → bits, scales
 
 
@@ -84,7 +86,7 @@ def candidates(numel: int) -> dict[str, Task]:
     }
 
 
-def race(numel: int, threads: list[int]) -> list[dict[str, Any]]:
+def race(numel: int, threads: list[int]) -> Rows:
     """Print a line per candidate and number of threads; all must agree before any is timed."""
     numel = max(numel // (ROWS * SLICE), 1) * ROWS * SLICE
     x, residual, spare = torch.randn(numel), torch.randn(numel), torch.zeros(numel)
@@ -103,6 +105,27 @@ def race(numel: int, threads: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def show(options: argparse.Namespace, threads: list[int]) -> int:
+    rows = race(options.numel, threads)
+    return outputs.deliver(options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows))
+
+
+def judge(rows: Rows) -> list[tuple[str, bool]]:
+    one = {row["candidate"]: row["seconds"] for row in rows if row["threads"] == rows[0]["threads"] and "seconds" in row}
+    ours, best = one["Numba (commpress)"], min(one.values())
+    return [(f"ours takes {ours / best:.2f} of the fastest candidate's time, at most 1.05 expected", ours <= 1.05 * best)]
+
+
+def draw(path: str, rows: Rows) -> None:
+    from commpress.cli import charts
+
+    names, threads = (list(dict.fromkeys(row[key] for row in rows)) for key in ("candidate", "threads"))
+    rates = {(r["candidate"], r["threads"]): 4e-9 * r["numel"] / r["seconds"] for r in rows if "seconds" in r}
+    series = {f"{count} thread{'s' * (count > 1)}": [rates.get((name, count)) for name in names] for count in threads}
+    with charts.chart(path, "One sign encoder, written in several ways", size=(8, 4.2)) as (panel,):
+        charts.bars(panel, names, series, "GB of float32 per second")
+
+
 def enter(task: Task, x: torch.Tensor, residual: torch.Tensor, spare: torch.Tensor) -> dict[str, Any]:
     spare.copy_(residual)
     start = perf_counter()
@@ -112,9 +135,9 @@ def enter(task: Task, x: torch.Tensor, residual: torch.Tensor, spare: torch.Tens
         return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
     first = perf_counter() - start
     agree(x + residual, bits, scales, spare)
-    took, copy = alternately(lambda: task(x, residual), lambda: spare.copy_(x))
-    moved = (12 + 1 / 8) * len(x) / took
-    return {"numel": len(x), "first_call": first, "seconds": took, "of_copy": moved / (8 * len(x) / copy)}
+    took = rounds.alternately({"task": lambda: task(x, residual), "copy": lambda: spare.copy_(x)})
+    moved = (12 + 1 / 8) * len(x) / took["task"]
+    return {"numel": len(x), "first_call": first, "seconds": took["task"], "of_copy": moved / (8 * len(x) / took["copy"])}
 
 
 def agree(c: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, left: torch.Tensor) -> None:

@@ -16,20 +16,22 @@ import torch
 import torch.distributed as dist
 
 from commpress.errors import InvalidArgument
+from commpress.integrations.launch import init_process_group, place
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Report = Callable[..., None]
 
 
 def launched() -> bool:
-    """Whether torchrun, or whatever sets the same four variables, started this process."""
-    there = [name for name in _LAUNCHED if name in os.environ]
-    if there and len(there) < len(_LAUNCHED):
-        missing = ", ".join(name for name in _LAUNCHED if name not in there)
+    """Whether torchrun, mpirun or srun started this process as one of several."""
+    there = [name for name in _TORCHRUN if name in os.environ]
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if missing and ("RANK" in there or "WORLD_SIZE" in there):
         raise InvalidArgument(
-            f"{', '.join(there)} set but {missing} not: a launcher sets all four, unset them for local ranks"
+            f"{', '.join(there)} set but {', '.join(missing)} not: a launcher sets all four, unset them for local ranks"
         )
-    return bool(there)
+    where = place()
+    return where is not None and (where.launcher == "torchrun" or where.size > 1)
 
 
 def add_options(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
@@ -52,7 +54,7 @@ def on_ranks(function: Callable[..., Any], settings: Any, report: Report, *, ran
         with LocalRanks(ranks, threads=threads) as pool:
             return pool.call(function, settings, report)
     torch.set_num_threads(threads)
-    dist.init_process_group("gloo", init_method="env://")
+    init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         check_size(size)

@@ -1,14 +1,11 @@
 """Aligned columns for people, units they know, JSON for programs."""
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from commpress.errors import InvalidArgument
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+from commpress.tiered_mem.sizes import parse_bytes as parse_bytes
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -24,12 +21,18 @@ def line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first, *rest]).rstrip()
 
 
-def parse_bytes(text: str) -> int:
-    """'32MiB' or '1000000' as a number of bytes."""
-    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
-    if not match or match[2].upper() not in _UNITS:
-        raise InvalidArgument(f"size is {text!r}, expected a number with KiB, MiB, GiB, KB, MB, GB or nothing")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+class Lines:
+    """A table that is printed as its rows are measured: the head for the row None, with a title, then a line for each row."""
+
+    def __init__(self, head: Sequence[str], widths: Sequence[int], cells: Callable[[Any], Sequence[str]]) -> None:
+        self.head, self.cells = head, cells
+        self.widths = [max(width, len(word)) for width, word in zip(widths, head, strict=True)]
+
+    def __call__(self, row: Any, title: object = None) -> None:
+        if row is None:
+            print(f"# {title}\n{line(self.head, self.widths)}", flush=True)
+        else:
+            print(line(self.cells(row), self.widths), flush=True)
 
 
 def write_json(path: str, content: Any) -> None:

@@ -2,17 +2,25 @@
 
 from commpress.codecs.codec import Codec, codec_named
 from commpress.codecs.family import BlockCodec, CastCodec, SignCodec, TernaryCodec
-from commpress.codecs.policy import ByName, BySize, Policy, policy_of
+from commpress.codecs.low_rank import LowRankCodec
+from commpress.codecs.policy import ByName, ByRole, BySize, Policy, by_role, policy_of
+from commpress.codecs.sparse import BitsCodec, RandomKCodec, TopKCodec
 
 __all__ = [
+    "BitsCodec",
     "BlockCodec",
     "ByName",
+    "ByRole",
     "BySize",
     "CastCodec",
     "Codec",
+    "LowRankCodec",
     "Policy",
+    "RandomKCodec",
     "SignCodec",
     "TernaryCodec",
+    "TopKCodec",
+    "by_role",
     "codec_named",
     "policy_of",
 ]

@@ -1,6 +1,7 @@
 """What a codec is: a meaning of bytes, named by a kernel kind and a block size."""
 
 import difflib
+import re
 from typing import Protocol
 
 from commpress.errors import InvalidArgument
@@ -22,6 +23,10 @@ class Codec(Protocol):
     @property
     def lossless(self) -> bool: ...
 
+    @property
+    def feedback(self) -> bool:
+        """Whether what it leaves behind should be kept and sent later: not where it is noise of zero mean."""
+
     def row_bytes(self, width: int) -> int:
         """Bytes of one row of ``width`` elements (a multiple of 8)."""
 
@@ -34,10 +39,37 @@ def codec_named(codec: "str | Codec") -> Codec:
         if not hasattr(codec, "row_bytes"):
             raise InvalidArgument(f"codec is {codec!r}, expected a name or a codec such as SignCodec(scale='rms')")
         return codec
-    if codec not in NAMES:
-        close = difflib.get_close_matches(codec, NAMES, n=1)
-        raise InvalidArgument(
-            f"codec is {codec!r}, expected one of {', '.join(map(repr, NAMES))}"
-            + (f": did you mean {close[0]!r}?" if close else "")
-        )
-    return NAMES[codec]
+    if codec in NAMES:
+        return NAMES[codec]
+    if (numbered := _numbered(codec)) is not None:
+        return numbered
+    every = [*NAMES, *EXAMPLES]
+    close = difflib.get_close_matches(codec, every, n=1)
+    raise InvalidArgument(
+        f"codec is {codec!r}, expected one of {', '.join(map(repr, every))} (the numbers may differ)"
+        + (f": did you mean {close[0]!r}?" if close else "")
+    )
+
+
+EXAMPLES = ("terngrad", "bits3", "shift8", "topk-64", "randk-32", "powersgd-4")  # of names that are patterns
+
+
+def _numbered(name: str) -> "Codec | None":
+    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 (one of 32), powersgd-4 (rank 4)."""
+    from commpress.codecs.family import TernaryCodec
+    from commpress.codecs.low_rank import LowRankCodec
+    from commpress.codecs.sparse import BitsCodec, RandomKCodec, TopKCodec
+
+    if name == "terngrad":
+        return TernaryCodec(clip=2.5)
+    match = re.fullmatch(r"(bits|shift|topk-|randk-|powersgd-)([1-9]\d{0,3})", name)
+    if not match:
+        return None
+    number = int(match[2])
+    if match[1] == "bits":
+        return BitsCodec(number)
+    if match[1] == "shift":
+        return BitsCodec(number, shifted=True)
+    if match[1] == "topk-":
+        return TopKCodec(1 / number)
+    return RandomKCodec(number) if match[1] == "randk-" else LowRankCodec(number)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from commpress.codecs.codec import Codec, codec_named
 from commpress.codecs.family import EXACT
 
@@ -50,6 +52,72 @@ class ByName:
             if re.search(pattern, name):
                 return codec_named(codec)
         return policy_of(self.otherwise).choose(name, numel)
+
+
+@dataclass(frozen=True)
+class ByRole:
+    """A codec for each role a tensor plays in a model: made by ``by_role``, which finds the roles."""
+
+    roles: Mapping[str, str]  # parameter → one of ROLES
+    codecs: Mapping[str, Codec]  # role → codec
+
+    def choose(self, name: str, numel: int) -> Codec:
+        return self.codecs[self.roles.get(name, "body")]
+
+
+ROLES = ("body", "attention", "embedding", "output", "norm", "bias")
+_ATTENTION = re.compile(r"attn|attention|qkv|[qkvo]_proj|c_attn", re.IGNORECASE)
+
+
+def by_role(
+    model: torch.nn.Module,
+    body: Codec | str = "int4",
+    *,
+    attention: Codec | str | None = None,
+    embedding: Codec | str = "int8",
+    output: Codec | str = "int8",
+    norm: Codec | str = "none",
+    bias: Codec | str = "none",
+) -> ByRole:
+    """A policy for ``model``: the cheap codec where most elements are, finer ones where errors cost most.
+
+    Gradients of embeddings and of the output layer are the spikiest: a few tokens get most of them. Norms and biases are few
+    elements that move everything, and travel exactly. ``attention`` is ``body`` if None; ``attention="none"`` compresses
+    only the large layers between (the layer-selective choice of TAGC).
+    """
+    codecs = {"body": body, "attention": attention if attention is not None else body, "embedding": embedding}
+    codecs |= {"output": output, "norm": norm, "bias": bias}
+    return ByRole(roles_of(model), {role: codec_named(codec) for role, codec in codecs.items()})
+
+
+def roles_of(model: torch.nn.Module) -> dict[str, str]:
+    """Parameter → role. The output layer is the last matrix that is no embedding, or the embedding itself if they are tied."""
+    roles: dict[str, str] = {}
+    matrices: list[str] = []
+    seen: set[int] = set()
+    for place, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:  # tied: it keeps its first name, as in named_parameters
+                continue
+            seen.add(id(parameter))
+            name = f"{place}.{leaf}" if place else leaf
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+                roles[name] = "embedding"
+            elif "norm" in type(module).__name__.lower():
+                roles[name] = "norm"
+            elif parameter.dim() < 2:
+                roles[name] = "bias"
+            else:
+                attention = isinstance(module, torch.nn.MultiheadAttention) or _ATTENTION.search(name)
+                roles[name] = "attention" if attention else "body"
+                matrices.append(name)
+    last = next((m for m in reversed(list(model.modules())) if isinstance(m, torch.nn.Linear)), None)
+    tied = last is not None and any(
+        isinstance(m, torch.nn.Embedding) and m.weight is last.weight for m in model.modules()
+    )
+    if matrices and not tied:
+        roles[matrices[-1]] = "output"
+    return roles
 
 
 def policy_of(codec: str | Codec | Policy, *, min_numel: int = 0, exclude: tuple[str, ...] = ()) -> Policy:

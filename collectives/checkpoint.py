@@ -5,7 +5,7 @@ rank a shard of it, N floats in all however many ranks; on the new ranks every s
 zero, so R, and with it everything still owed, is unchanged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,42 +17,65 @@ from commpress.collectives.transport import Transport
 from commpress.errors import StateMismatch
 from commpress.feedback import Key, ResidualStore
 from commpress.kernels.pieces import width_of
-from commpress.work import run
+from commpress.work import Steps
 
 _FORMAT = 1
+Residuals = dict[Key, tuple[torch.Tensor, torch.Tensor]]
 
 
-def exact_state(store: ResidualStore, transport: Transport, step: int) -> dict[str, Any]:
+def exact_state(store: ResidualStore, transport: Transport, step: int, nodes: str = "") -> dict[str, Any]:
+    """``nodes``: the topology, if it decides who has which residual."""
     residuals = {
         _text(key): {"sent": sent.clone(), "reduced": reduced.clone()} for key, sent, reduced in store.places()
     }
-    return _head("exact", transport, step) | {"residuals": residuals}
+    return _head("exact", transport, step) | {"residuals": residuals} | ({"nodes": nodes} if nodes else {})
 
 
-def elastic_state(store: ResidualStore, transport: Transport, step: int, sequence: int) -> dict[str, Any]:
-    """Fold the own reduced residual into the own sent one (× P), average over the ranks, keep the own row of each piece."""
-    places, parts = store.places(), []
-    for _, sent, reduced in places:
+def flat_parts(store: ResidualStore, transport: Transport) -> dict[Key, torch.Tensor]:
+    """Of each piece, what averages to R over the ranks: the own sent residual with the own reduced one (× P) added."""
+    parts = {}
+    for key, sent, reduced in store.places():
         part = sent.clone()
         mine = part[transport.rank * reduced.numel() :][: reduced.numel()]
         mine += transport.size * reduced[: mine.numel()]
-        parts.append(part)
+        parts[key] = part
+    return parts
+
+
+def elastic_state(store: ResidualStore, transport: Transport, step: int, sequence: int) -> Steps[dict[str, Any]]:
+    """This rank's row of R of every piece."""
+    return elastic_of(flat_parts(store, transport), transport, step, sequence)
+
+
+def elastic_of(
+    parts: dict[Key, torch.Tensor], transport: Transport, step: int, sequence: int
+) -> Steps[dict[str, Any]]:
+    """Average the parts over the ranks, keep the own row of each piece."""
     shards = {}
     if parts:
-        flat = torch.cat(parts)
+        flat = torch.cat(list(parts.values()))
         message = one_message(flat.numel(), EXACT, transport.size, name="elastic state")
-        run(reduce_message(flat, None, message=message, transport=transport, workspace=Workspace(), sequence=sequence))
-        for (key, sent, _), total in zip(places, flat.split([p.numel() for p in parts]), strict=True):
-            start = min(transport.rank * width_of(sent.numel(), transport.size), sent.numel())
-            stop = min(start + width_of(sent.numel(), transport.size), sent.numel())
-            shards[_text(key)] = {"numel": sent.numel(), "start": start, "values": total[start:stop].clone()}
+        yield from reduce_message(
+            flat, None, message=message, transport=transport, workspace=Workspace(), sequence=sequence
+        )
+        for (key, part), total in zip(parts.items(), flat.split([p.numel() for p in parts.values()]), strict=True):
+            start = min(transport.rank * width_of(part.numel(), transport.size), part.numel())
+            stop = min(start + width_of(part.numel(), transport.size), part.numel())
+            shards[_text(key)] = {"numel": part.numel(), "start": start, "values": total[start:stop].clone()}
     return _head("elastic", transport, step) | {"shards": shards}
 
 
 def residuals_of(
-    states: Sequence[dict[str, Any]], transport: Transport
-) -> tuple[int, dict[Key, tuple[torch.Tensor, torch.Tensor]]]:
-    """The step and this rank's residuals, from one exact state or all elastic ones."""
+    states: Sequence[dict[str, Any]],
+    transport: Transport,
+    *,
+    share: Callable[[dict[Key, torch.Tensor]], Residuals] | None = None,
+    nodes: str = "",
+) -> tuple[int, Residuals]:
+    """The step and this rank's residuals, from one exact state or all elastic ones.
+
+    ``share`` takes them from R where pieces are not flat; ``nodes``: as for ``exact_state``.
+    """
     if not states or any(s.get("format") != _FORMAT or s.get("kind") not in ("exact", "elastic") for s in states):
         raise StateMismatch(
             "expected what state_dict() or elastic_state_dict() gave; this is something else or of another version"
@@ -61,7 +84,10 @@ def residuals_of(
     if any((s["kind"], s["size"]) != (first["kind"], first["size"]) for s in states):
         raise StateMismatch("got states of different kinds or world sizes: pass those of one checkpoint")
     if first["kind"] == "elastic":
-        return first["step"], _from_shards(states, transport)
+        totals = _from_shards(states)
+        if share is not None:
+            return first["step"], share(totals)
+        return first["step"], {k: (r, torch.zeros(width_of(r.numel(), transport.size))) for k, r in totals.items()}
     if len(states) > 1:
         raise StateMismatch(f"got {len(states)} exact states, expected this rank's own: pass one")
     if (first["size"], first["rank"]) != (transport.size, transport.rank):
@@ -69,12 +95,20 @@ def residuals_of(
             f"the state was saved by rank {first['rank']} of {first['size']}, this is rank {transport.rank} of "
             f"{transport.size}: load each rank's own file, or save with elastic_state_dict() to change the world size"
         )
+    if first.get("nodes", "") != nodes:
+        raise StateMismatch(
+            f"the state was saved with {_nodes(first.get('nodes', ''))}, this run has {_nodes(nodes)}: pass the same "
+            "topology=, or save with elastic_state_dict() to change it"
+        )
     return first["step"], {_key(k): (v["sent"], v["reduced"]) for k, v in first["residuals"].items()}
 
 
-def _from_shards(
-    states: Sequence[dict[str, Any]], transport: Transport
-) -> dict[Key, tuple[torch.Tensor, torch.Tensor]]:
+def _nodes(nodes: str) -> str:
+    return f"nodes {nodes!r}" if nodes else "no topology"
+
+
+def _from_shards(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
+    """R of every piece."""
     size = states[0]["size"]
     ranks = sorted(s["rank"] for s in states)
     if ranks != list(range(size)) or len({(s["step"], *sorted(s["shards"])) for s in states}) > 1:
@@ -82,29 +116,31 @@ def _from_shards(
             f"an elastic state saved by {size} ranks needs all {size} parts of one step, got those of ranks {ranks} at "
             f"steps {sorted({s['step'] for s in states})}, not all with the same parameters or not all there"
         )
-    residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+    totals: dict[Key, torch.Tensor] = {}
     for text in states[0]["shards"]:
         numel = states[0]["shards"][text]["numel"]
         total = torch.zeros(numel, dtype=torch.float32)
         for state in states:
             shard = state["shards"][text]
             total[shard["start"] : shard["start"] + shard["values"].numel()] = shard["values"]
-        residuals[_key(text)] = (total, torch.zeros(width_of(numel, transport.size), dtype=torch.float32))
-    return residuals
+        totals[_key(text)] = total
+    return totals
 
 
-def check_fit(residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]], numels: dict[str, int]) -> None:
-    """Every residual belongs to a parameter with these names and lengths."""
+def check_fit(residuals: Residuals, numels: dict[str, int], lengths: dict[Key, int] | None = None) -> None:
+    """Every residual belongs to a parameter with these names and lengths; ``lengths`` where pieces are not the usual."""
     for (name, offset), (sent, _) in residuals.items():
         if name not in numels:
             raise StateMismatch(
                 f"the state has a residual of {name!r}, but the model has no such parameter: load the state of this model, "
                 "saved with the same named_parameters"
             )
-        if sent.numel() != min(PIECE, numels[name] - offset):
+        wanted = min(PIECE, numels[name] - offset) if lengths is None else lengths.get((name, offset))
+        if sent.numel() != wanted:
             raise StateMismatch(
                 f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, but that parameter has "
-                f"{numels[name]} elements, cut every {PIECE}: load the state of this model"
+                f"{numels[name]} elements, {f'cut every {PIECE}' if lengths is None else f'of which {wanted} from there'}: "
+                "load the state of this model"
             )
 
 

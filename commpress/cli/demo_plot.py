@@ -1,13 +1,9 @@
 """The picture of the demo: loss against steps, and the same losses against the bytes they cost."""
 
-from itertools import accumulate
 from statistics import mean
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
+from commpress.cli import charts
 from commpress.cli.train import Result, by_run
 
 STYLES = {  # the widest first, so that lines that lie on each other all show
@@ -19,12 +15,16 @@ STYLES = {  # the widest first, so that lines that lie on each other all show
 
 def draw(results: list[Result], path: str) -> None:
     """One line per run, averaged over seeds and smoothed over a fiftieth of the steps."""
-    figure, (by_step, by_bytes) = pyplot.subplots(1, 2, figsize=(12, 4.8), sharey=True, layout="constrained")
+    with charts.chart(path, _title(results[0]), panels=2, share=True) as (by_step, by_bytes):
+        _fill(by_step, by_bytes, results)
+
+
+def _fill(by_step: Any, by_bytes: Any, results: list[Result]) -> None:
     lowest, start = [], []
     groups = by_run(results)
     for name in sorted(groups, key=list(STYLES).index):
         group = groups[name]
-        losses = smooth([mean(step) for step in zip(*(r.losses for r in group), strict=True)])
+        losses = charts.smooth([mean(step) for step in zip(*(r.losses for r in group), strict=True)])
         sent = [mean(step) / 1e6 for step in zip(*(r.sent for r in group), strict=True)]
         lowest.append(min(losses))
         start.append(losses[len(losses) // 20])
@@ -41,12 +41,6 @@ def draw(results: list[Result], path: str) -> None:
     by_bytes.set(xlabel="MB sent by each rank", title="The same bytes")
     margin = 0.05 * (max(start) - min(lowest))
     by_step.set_ylim(min(lowest) - margin - 1e-3, max(start) + margin + 1e-3)  # the first steps would flatten the rest
-    for panel in (by_step, by_bytes):
-        panel.grid(alpha=0.3)
-        panel.legend(frameon=False)
-    figure.suptitle(_title(results[0]))
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def _title(result: Result) -> str:
@@ -55,10 +49,3 @@ def _title(result: Result) -> str:
         f"GPT of {result.parameters / 1e6:.2g} M parameters on Python source, {result.ranks} ranks, SGD; commpress: codec "
         f"{settings.codec}" + ("" if settings.error_feedback else " without error feedback")
     )
-
-
-def smooth(values: list[float]) -> list[float]:
-    """The mean of the last fiftieth, or of what there is so far."""
-    window = max(len(values) // 50, 1)
-    sums = [0.0, *accumulate(values)]
-    return [(sums[i] - sums[max(i - window, 0)]) / min(i, window) for i in range(1, len(sums))]

@@ -1,0 +1,146 @@
+"""How fast ranks reach each other, as measured, and which all-reduce that makes the faster one.
+
+The file that ``commpress probe`` writes is JSON of at most 64 KiB:
+
+    {"format": "commpress links", "version": 1, "nodes": [[0, 1], [2, 3]],
+     "inside":  {"latency": 3e-5, "bandwidth": 2e9, "together": 1e9},
+     "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7}}
+
+One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the smallest exchange of a
+pair, from a barrier of all ranks on: so it holds what ranks come late, which a collective's phases wait for as well.
+Bandwidths are bytes per second in each direction: of one pair alone, and of a node when all its ranks send to all others
+of the class at once, a message between nodes counted where it leaves.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from commpress.codecs import Codec, codec_named
+from commpress.codecs.family import EXACT
+from commpress.collectives import hierarchical
+from commpress.collectives.buckets import MESSAGE
+from commpress.collectives.frame import HEADER
+from commpress.collectives.hierarchical import share
+from commpress.collectives.topology import Topology
+from commpress.errors import InvalidArgument
+from commpress.kernels.pieces import width_of
+
+LIMIT = 1 << 16  # bytes of a file
+_FORMAT, _VERSION = "commpress links", 1
+Way = Literal["flat", "hierarchical"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One class of pairs."""
+
+    latency: float  # seconds
+    bandwidth: float  # bytes per second, one pair alone
+    together: float  # bytes per second of a node, all pairs at once
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise InvalidArgument(f"{name} of a link is {value!r}, expected a positive number: run commpress probe again")
+
+
+@dataclass(frozen=True)
+class Links:
+    """What was measured, and among which nodes."""
+
+    topology: Topology
+    inside: Link | None
+    between: Link | None
+
+    def save(self, path: str | Path) -> None:
+        content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "nodes": self.topology.nodes}
+        for name, link in (("inside", self.inside), ("between", self.between)):
+            content[name] = None if link is None else asdict(link)
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def load_links(path: str | Path) -> Links:
+    """Read what ``Links.save`` wrote; anything else is refused with a reason."""
+    with open(path, "rb") as file:
+        data = file.read(LIMIT + 1)
+    if len(data) > LIMIT:
+        raise InvalidArgument(f"{path} has more than {LIMIT} bytes, expected what commpress probe wrote")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} is no JSON ({error}), expected what commpress probe wrote") from error
+    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
+        raise InvalidArgument(f"{path} is not a file of links, version {_VERSION}: run commpress probe again")
+    nodes = content.get("nodes")
+    if not isinstance(nodes, list) or not all(
+        isinstance(node, list) and all(type(rank) is int for rank in node) for node in nodes
+    ):
+        raise InvalidArgument(f"{path} has nodes {nodes!r}, expected lists of ranks: run commpress probe again")
+    return Links(Topology(tuple(map(tuple, nodes))), _link(path, content, "inside"), _link(path, content, "between"))
+
+
+def _link(path: str | Path, content: Mapping[str, Any], name: str) -> Link | None:
+    found = content.get(name)
+    if found is None:
+        return None
+    if not isinstance(found, dict) or found.keys() != {"latency", "bandwidth", "together"}:
+        raise InvalidArgument(f"{path} has {name} {found!r}, expected latency, bandwidth and together")
+    return Link(**found)
+
+
+# ---------------------------------------------------------------- which way
+
+
+def choose(numel: int, codec: str | Codec, links: Links) -> Way:
+    """The all-reduce that should be faster for ``numel`` elements. A pure function: every rank comes to the same answer."""
+    if not links.topology.layered or links.inside is None or links.between is None:
+        return "flat"
+    return "hierarchical" if hierarchical_seconds(numel, codec, links) < flat_seconds(numel, codec, links) else "flat"
+
+
+def flat_seconds(numel: int, codec: str | Codec, links: Links) -> float:
+    """Two exchanges of one row with every other rank; the slowest node decides."""
+    nodes, size = links.topology.nodes, links.topology.size
+    messages = max(-(-numel // MESSAGE), 1)
+    row = _row(codec, -(-numel // messages), size)
+    out = max(len(node) * (size - len(node)) for node in nodes) * row
+    inside = max(len(node) * (len(node) - 1) for node in nodes) * row
+    return _pipelined([_phase(links, inside, out)] * 2, messages)
+
+
+def hierarchical_seconds(numel: int, codec: str | Codec, links: Links) -> float:
+    """Sums inside, two exchanges between the owners of a slice, encoded rows inside; messages overlap."""
+    nodes, count = links.topology.nodes, len(links.topology.nodes)
+    slices = links.topology.widest
+    messages = max(-(-numel // hierarchical.PIECE), 1)
+    numel = -(-numel // messages)
+    floats, row = _row(EXACT, numel, slices * count) - HEADER, _row(codec, numel, slices * count)
+    sums = max(len(n) * (len(n) - 1) * (HEADER + share(slices, len(n)) * count * floats) for n in nodes)
+    back = max(len(n) * (len(n) - 1) * share(slices, len(n)) * count * row for n in nodes)
+    out = slices * (count - 1) * row
+    phases = [_phase(links, sums, 0), _phase(links, 0, out), _phase(links, 0, out), _phase(links, back, 0)]
+    return _pipelined(phases, messages)
+
+
+def _row(codec: str | Codec, numel: int, rows: int) -> int:
+    return HEADER + -(-codec_named(codec).row_bytes(width_of(numel, rows)) // 8) * 8
+
+
+def _phase(links: Links, inside: int, between: int) -> tuple[float, float, float]:
+    """(latency, seconds of the class inside, seconds of the class between) of bytes that leave the busiest rank or node."""
+    latency = busy = crossing = 0.0
+    if inside and links.inside:
+        latency, busy = links.inside.latency, inside / links.inside.together
+    if between and links.between:
+        latency, crossing = max(latency, links.between.latency), between / links.between.together
+    return latency, busy, crossing
+
+
+def _pipelined(phases: list[tuple[float, float, float]], messages: int) -> float:
+    """The first message goes through all phases; every other adds what the busier of the two classes needs for it."""
+    first = sum(latency + max(inside, between) for latency, inside, between in phases)
+    return first + (messages - 1) * max(sum(p[1] for p in phases), sum(p[2] for p in phases))

@@ -1,0 +1,193 @@
+"""PowerSGD over ranks: all matrices of a bucket in two exact means, of P and of Q, one message each.
+
+    M = g·x + e        P = mean(M·Q)      P̂ = orthonormal(P)
+    Qᵢ = Mᵀ·P̂          e ← M − P̂·Qᵢᵀ     Q = mean(Qᵢ)         x = P̂·Qᵀ / g
+
+Note: the local residual. Each rank keeps what its own Qᵢ leaves behind, not what the mean leaves behind of its M. The means
+of both are equal, and so are the outputs; but the difference of two ranks' global residuals is the sum of the differences of
+all their gradients, a random walk, while the local one is a projection of M and stays bounded.
+
+Every rank computes P̂ and x for itself; the kernels see to it that they agree (``kernels.cpu_low_rank``). Q, made
+orthonormal, is the basis that the next step starts from, found by the parameter's name like a residual.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from commpress.codecs.codec import Codec
+from commpress.codecs.family import EXACT
+from commpress.codecs.low_rank import LowRankCodec
+from commpress.codecs.policy import Policy
+from commpress.collectives.allreduce import Outcome, Workspace, reduce_message
+from commpress.collectives.buckets import PIECE, Message, Span, one_message
+from commpress.collectives.transport import Transport
+from commpress.errors import StateMismatch
+from commpress.feedback import ErrorFeedback
+from commpress.kernels import low_rank_arithmetic
+from commpress.kernels.matrices import LOW_RANK, MARK, PLACE, RIGHT, SOURCE, TALL, WIDE, Matrices, Matrix, stack
+from commpress.kernels.pieces import Pieces, width_of
+from commpress.work import Steps
+
+MESSAGES = 2  # sequence numbers that one call of ``reduce_matrices`` uses up
+Bases = dict[str, torch.Tensor]  # parameter → float32[rank, columns], orthonormal rows, the same on every rank
+
+
+@dataclass(frozen=True)
+class RowsOnly:
+    """``policy`` for what does not travel as a matrix: there a low-rank codec means exactly."""
+
+    policy: Policy
+
+    def choose(self, name: str, numel: int) -> Codec:
+        codec = self.policy.choose(name, numel)
+        return EXACT if isinstance(codec, LowRankCodec) else codec
+
+
+@dataclass(eq=False)
+class Plan:
+    """How the matrices of one bucket travel, their basis, and scratch for their factors."""
+
+    names: tuple[str, ...]
+    matrices: Matrices
+    message: Message  # names and places of residuals; nothing is sent in its layout
+    left: Message
+    right: Message
+    basis: torch.Tensor
+    p: torch.Tensor
+    q: torch.Tensor
+
+
+@dataclass
+class LowRankOutcome(Outcome):
+    plan: Plan | None = None
+
+    def commit(self) -> None:
+        super().commit()
+        if self.plan is not None:
+            self.plan.basis.copy_(self.plan.q)
+
+
+def matrices_of(
+    spans: Sequence[Span], shapes: Sequence[Sequence[int]], policy: Policy
+) -> list[tuple[Span, tuple[int, int, int]]]:
+    """The spans that travel as matrices, equal shapes side by side."""
+    found = []
+    for span, shape in zip(spans, shapes, strict=True):
+        codec = policy.choose(span.name, span.numel)
+        matrix = codec.matrix(shape) if isinstance(codec, LowRankCodec) else None
+        if matrix is not None:
+            found.append((span, matrix))
+    return sorted(found, key=lambda one: (one[1], one[0].source))
+
+
+def plan_matrices(
+    found: Sequence[tuple[Span, tuple[int, int, int]]],
+    ranks: int,
+    bases: Bases,
+    *,
+    device: torch.device,
+    seed: int = 0,
+) -> Plan:
+    """``bases`` is read where it has a parameter and points into the plan afterwards."""
+    names = tuple(span.name for span, _ in found)
+    table = stack(Matrix(span.source, *shape, zlib.crc32(span.name.encode())) for span, shape in found)
+    basis = torch.zeros(table.right, dtype=torch.float32, device=device)
+    low_rank_arithmetic(device).orthonormalize_right(basis, table, seed)  # of zeros: new random ones
+    for name, (_, (_, wide, rank)), line in zip(names, found, table.table, strict=True):
+        view = basis[line[RIGHT] : line[RIGHT] + rank * wide].view(rank, wide)
+        if name in bases:
+            check_basis(name, view, bases[name])
+            view.copy_(bases[name])
+        bases[name] = view
+    label = "\n".join(f"{name} {shape}" for name, (_, shape) in zip(names, found, strict=True))
+    spec = f"powersgd/{max(shape[2] for _, shape in found)}"
+
+    def factor(numel: int, side: str) -> Message:
+        return replace(one_message(numel, EXACT, ranks, name=f"{side}\n{label}", feedback=False), codec=spec)
+
+    return Plan(
+        names, table, _residuals(names, table, ranks, spec), factor(table.left, "P"), factor(table.right, "Q"), basis,
+        torch.zeros(table.left, device=device), torch.zeros(table.right, device=device),
+    )  # fmt: skip
+
+
+def check_basis(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    if mine.shape != theirs.shape:
+        raise StateMismatch(
+            f"the basis of parameter {name!r} has shape {tuple(theirs.shape)}, expected {tuple(mine.shape)} "
+            "(rank, columns): the state is of another model or rank"
+        )
+
+
+def reduce_matrices(
+    buffer: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    *,
+    plan: Plan,
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+) -> Steps[Outcome]:
+    """Replace the matrices in ``buffer`` by the approximation of their mean; ``commit`` or ``discard`` the outcome.
+
+    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank.
+    """
+    kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
+    proposed = workspace.residual(plan.message, buffer.device)
+    exact: dict[str, Any] = {"transport": transport, "workspace": workspace}
+
+    start = perf_counter()
+    kernels.project(buffer, feedback and feedback.sent, proposed.sent, p, plan.basis, matrices, gain=gain)
+    workspace.encoded(start)
+    outcome = yield from reduce_message(p, None, message=plan.left, sequence=sequence, **exact)
+    if outcome.finite:
+        start = perf_counter()
+        kernels.orthonormalize_left(p, matrices)
+        kernels.fold(proposed.sent, p, q, matrices, keep=feedback is not None)
+        workspace.encoded(start)
+        outcome = yield from reduce_message(q, None, message=plan.right, sequence=sequence + 1, **exact)
+    if outcome.finite:
+        start = perf_counter()
+        kernels.expand(p, q, buffer, matrices, gain=1.0 / gain)
+        kernels.orthonormalize_right(q, matrices, key)
+        workspace.decoded(start)
+    if feedback is None:
+        workspace.give_residual(plan.message, proposed)
+    return LowRankOutcome(
+        plan.message, outcome.finite, feedback, proposed if feedback is not None else None, workspace, plan
+    )
+
+
+def load_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
+    """Into the plans that point here, or for plans to come."""
+    for name, basis in loaded.items():
+        if name in bases:
+            check_basis(name, bases[name], basis)
+    for name, basis in loaded.items():
+        if name in bases:
+            bases[name].copy_(basis)
+        else:
+            bases[name] = basis.clone()
+
+
+def _residuals(names: Sequence[str], matrices: Matrices, ranks: int, spec: str) -> Message:
+    """Residuals cut, keyed and saved like those of any other codec; matrices stay in one run of memory."""
+    keys, lines, shard = [], [], 0
+    for name, line in zip(names, matrices.table, strict=True):
+        whole = int(line[TALL] * line[WIDE])
+        for offset in range(0, whole, PIECE):
+            numel = min(PIECE, whole - offset)
+            keys.append((name, offset))
+            width, source, place = width_of(numel, ranks), line[SOURCE] + offset, line[PLACE] + offset
+            lines.append((source, numel, width, LOW_RANK, 0, 0, 0, place, shard, line[MARK]))
+            shard += width
+    table = np.array(lines, np.int64).reshape(-1, 10)
+    return Message(tuple(keys), Pieces(table, ranks, 0, matrices.numel, matrices.numel, shard, False), spec, 0)

@@ -1,0 +1,266 @@
+"""The compressed reduce-scatter, and the all-gather of quantised shards: a sharded model's two collectives.
+
+A flat buffer has one row per rank, and a row a part of every parameter, one behind the other.
+
+    c = g·x + e      y = Q(c)      e ← c − y      row r of y to rank r, which averages in float32     (all-to-all)
+    y = Q(w)                                      the own row to everybody                            (all-gather)
+
+There is one quantisation each way, however many ranks there are. The owner decodes its own row as well: after an
+all-gather every rank holds the same bits. With ``Deal.bases`` a rank is sent several rows at once, which makes the first of
+two hops: inside the node to the rank with the owner's place in it, then between the nodes to the owner.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from commpress.codecs import Codec, Policy
+from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, any_flag, exchange, noise
+from commpress.collectives.buckets import MESSAGE, PIECE, Message, describe
+from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
+from commpress.collectives.transport import Transport
+from commpress.feedback import ErrorFeedback
+from commpress.kernels import arithmetic
+from commpress.kernels.pieces import COLUMN, KEPT, SHARD, SOURCE, Piece, Pieces, cut
+from commpress.work import Steps, overlapped
+
+
+class Part(NamedTuple):
+    """One parameter in a row."""
+
+    name: str
+    at: int  # first element in a row
+    width: int  # elements in a row, the same in every row
+    numel: int  # of the whole parameter: the last rows may hold fewer than ``width``, or none
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """How pieces of a flat buffer travel together, one message to or from each rank."""
+
+    every: Message  # the pieces of all ranks' messages side by side, with room for headers: one kernel call for all
+    own: Pieces  # those of this rank's message, in a buffer of its rows alone
+    ranks: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of a message."""
+        return HEADER + self.own.row_bytes
+
+
+def deals(
+    parts: Sequence[Part],
+    policy: Policy,
+    *,
+    rank: int,
+    ranks: int,
+    stride: int = 0,
+    bases: Sequence[Sequence[int]] = (),
+    feedback: bool = True,
+) -> list[Deal]:
+    """Cut a buffer of rows of ``stride`` elements (0: as many as the parts have) into messages of about ``MESSAGE`` elements.
+
+    ``bases``: the rows that each rank is sent, one behind the other; by default its own. A piece is known by its parameter's
+    name and its first element in that parameter.
+    """
+    bases = bases or [(r,) for r in range(ranks)]
+    return _deals(parts, policy, rank, stride, bases, {row: row for rows in bases for row in rows}, feedback)
+
+
+def second_hop(
+    parts: Sequence[Part], policy: Policy, rows: Sequence[int], *, rank: int, stride: int = 0, feedback: bool = True
+) -> list[Deal]:
+    """From the place where a first hop has put ``rows`` one behind the other, each to its owner: rank i owns rows[i]."""
+    return _deals(parts, policy, rank, stride, [(row,) for row in rows], {row: i for i, row in enumerate(rows)}, feedback)
+
+
+def _deals(
+    parts: Sequence[Part],
+    policy: Policy,
+    rank: int,
+    stride: int,
+    bases: Sequence[Sequence[int]],
+    lies: Mapping[int, int],
+    feedback: bool,
+) -> list[Deal]:
+    stride = stride or max((part.at + part.width for part in parts), default=0)
+    rows = sum(map(len, bases))
+    groups: list[list[tuple[Part, int, int, Codec]]] = [[]]
+    held = 0
+    for part in parts:
+        codec = policy.choose(part.name, part.numel)
+        for offset in range(0, part.width, PIECE):
+            count = min(PIECE, part.width - offset)
+            if groups[-1] and (held + count) * rows > MESSAGE:
+                groups.append([])
+                held = 0
+            groups[-1].append((part, offset, count, codec))
+            held += count
+    return [_deal(group, rank, stride, bases, lies, feedback) for group in groups if group]
+
+
+class _Line(NamedTuple):
+    key: tuple[str, int]
+    piece: Piece
+    width: int
+    place: int  # where it arrives
+
+
+def _deal(
+    group: Sequence[tuple[Part, int, int, Codec]],
+    rank: int,
+    stride: int,
+    bases: Sequence[Sequence[int]],
+    lies: Mapping[int, int],
+    feedback: bool,
+) -> Deal:
+    def dealt_to(destination: int) -> Iterator[_Line]:
+        for place, row in enumerate(bases[destination]):
+            for part, offset, count, codec in group:
+                first = row * part.width + offset
+                numel = min(max(part.numel - first, 0), count)
+                mark = zlib.crc32(f"{part.name}@{first}".encode())
+                keep = feedback and not codec.lossless and numel > 0
+                piece = Piece(lies[row] * stride + part.at + offset, numel, codec.kind, codec.block, mark, keep)
+                yield _Line((part.name, first), piece, -(-count // 8) * 8, place * stride + part.at + offset)
+
+    mine = list(dealt_to(rank))
+    own = cut([line.piece for line in mine], 1, widths=[line.width for line in mine])
+    table = own.table.copy()
+    for column in (SOURCE, KEPT, SHARD):  # the row lies in memory as it is, without padding between its parts
+        table[:, column] = [line.place for line in mine]
+    numel = len(bases[rank]) * stride
+    own = replace(own, table=table, kept=numel, shard=numel)
+
+    lines = [line for destination in range(len(bases)) for line in dealt_to(destination)]
+    every = cut([line.piece for line in lines], 1, widths=[line.width for line in lines])
+    table = every.table.copy()
+    table[:, COLUMN] += HEADER * (1 + np.arange(len(table)) // len(mine))
+    every = replace(every, table=table, shard=0, row_bytes=every.row_bytes + len(bases) * HEADER)
+    label = zlib.crc32("\n".join(f"{line.key[0]}@{line.key[1]}+{line.piece.numel}" for line in lines).encode())
+    message = Message(tuple(line.key for line in lines), every, describe([codec for *_, codec in group]), label)
+    return Deal(message, own, len(bases))
+
+
+# ---------------------------------------------------------------- all messages of one buffer
+
+
+def reduce_rows(
+    buffer: torch.Tensor,
+    out: torch.Tensor,
+    feedbacks: Sequence[ErrorFeedback | None],
+    *,
+    plan: Sequence[Deal],
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+) -> Steps[list[Outcome]]:
+    """out := ``gain`` · the mean over the ranks of what this rank owns of ``buffer``, pipelined; both float32.
+
+    The sequence numbers from ``sequence`` on are used up, one per deal. Residuals are of gain · x.
+    """
+    return overlapped(
+        (
+            _reduce(buffer, out, feedback, deal, transport, workspace, sequence + i, key, gain)
+            for i, (deal, feedback) in enumerate(zip(plan, feedbacks, strict=True))
+        ),
+        limit=ALONGSIDE,
+    )
+
+
+def gather_rows(
+    row: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    plan: Sequence[Deal],
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    base: torch.Tensor | None = None,
+) -> Steps[list[bool]]:
+    """out := the decoded rows of all ranks, the same bits everywhere; whether each message was finite.
+
+    With ``base``, what is encoded is row − base, and out holds the decoded differences. ``key`` seeds stochastic codecs.
+    """
+    return overlapped(
+        (_gather(row, out, deal, transport, workspace, sequence + i, key, base) for i, deal in enumerate(plan)), limit=ALONGSIDE
+    )
+
+
+# ---------------------------------------------------------------- one message
+
+
+def _reduce(
+    buffer: torch.Tensor,
+    out: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    deal: Deal,
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int,
+    gain: float,
+) -> Steps[Outcome]:
+    pieces, device, ranks = deal.every.pieces, buffer.device, deal.ranks
+    kernels = arithmetic(device)
+    outbox, inbox = workspace.rows(deal.size, ranks, device), workspace.rows(deal.size, ranks, device)
+    old = feedback if feedback is not None and pieces.kept else None
+    new = workspace.residual(deal.every, device) if old is not None else None
+    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+
+    start = perf_counter()
+    kernels.encode(
+        buffer, outbox.view(1, -1), flag, pieces, gain=gain, key=noise(key, transport.rank, 0),
+        residual=old and old.sent, residual_scale=old and old.sent_scale,
+        new_residual=new and new.sent, new_scale=new and new.sent_scale,
+    )  # fmt: skip
+    workspace.encoded(start)
+    frame = Frame(ALL_TO_ALL, ranks, deal.every.codec, pieces.numel, sequence, deal.every.label)
+    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag, transport, workspace)
+
+    start = perf_counter()
+    kernels.decode_mean(inbox[:, HEADER:], out, deal.own, 0)
+    finite = not bool(any_flag(inbox))
+    workspace.decoded(start)
+    workspace.give_wires(outbox, inbox)
+    return Outcome(deal.every, finite, old, new, workspace)
+
+
+def _gather(
+    row: torch.Tensor,
+    out: torch.Tensor,
+    deal: Deal,
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int,
+    base: torch.Tensor | None,
+) -> Steps[bool]:
+    device, ranks, seed = row.device, deal.ranks, noise(key, transport.rank, 0)
+    kernels = arithmetic(device)
+    wire, every = workspace.rows(deal.size, 1, device), workspace.rows(deal.size, ranks, device)
+    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+
+    start = perf_counter()
+    if base is None:
+        kernels.encode(row, wire[:, HEADER:], flag, deal.own, key=seed)
+    else:
+        kernels.encode(base, wire[:, HEADER:], flag, deal.own, gain=-1.0, key=seed, residual=row)
+    workspace.encoded(start)
+    frame = Frame(ALL_GATHER, ranks, deal.every.codec, deal.every.pieces.numel, sequence, deal.every.label)
+    yield from exchange(transport.all_gather, every, wire, frame, flag, transport, workspace)
+
+    start = perf_counter()
+    kernels.decode(every.view(1, -1), out, deal.every.pieces)
+    finite = not bool(any_flag(every))
+    workspace.decoded(start)
+    workspace.give_wires(wire, every)
+    return finite

@@ -1,0 +1,26 @@
+"""A few numbers from every rank: norms, hashes, votes. One small collective."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from commpress.collectives.frame import ALL_GATHER, HEADER, Frame, stamp, verify
+from commpress.collectives.transport import Transport
+from commpress.work import Steps
+
+
+def gathered(
+    values: Sequence[float], *, transport: Transport, sequence: int, device: torch.device | str = "cpu"
+) -> Steps[np.ndarray]:
+    """float64[ranks, len(values)], the same on every rank."""
+    mine = torch.zeros(1, HEADER + 8 * len(values), dtype=torch.uint8, device=device)
+    every = torch.zeros(transport.size, mine.shape[1], dtype=torch.uint8, device=device)
+    payload = torch.tensor(list(values), dtype=torch.float64).view(torch.uint8)
+    mine[0, HEADER:] = payload.to(device)
+    frame = Frame(ALL_GATHER, transport.size, "scalars", len(values), sequence)
+    packed = frame.pack()
+    stamp(mine, packed, torch.zeros(1, dtype=torch.uint8, device=device))
+    yield transport.all_gather(every, mine, 2 * sequence + 1)
+    verify(every, frame, packed, transport.rank)
+    return every[:, HEADER:].cpu().contiguous().view(torch.float64).numpy().copy()

@@ -1,0 +1,217 @@
+"""Who shares a node: given explicitly or read from what the launcher says, and agreed by all ranks.
+
+``Topology`` is data. ``agree`` is the one exchange: every rank says where it is (or which nodes it was given), all see
+the same answers, and so all reach the same topology or the same error.
+"""
+
+import os
+import re
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import msgpack
+import torch
+
+from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame, stamp, verify
+from commpress.collectives.transport import Transport
+from commpress.errors import CommunicationError, InvalidArgument, Mismatch
+from commpress.work import Steps
+
+PLACE = 448  # bytes in which a rank says where it is
+GIVEN = "topology="  # where a place comes from if the caller named the nodes
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``nodes``: the ranks of each node, every rank of the group once. Nodes may differ in size."""
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        nodes = tuple(sorted(tuple(sorted(node)) for node in self.nodes))
+        if sorted(r for node in nodes for r in node) != list(range(sum(map(len, nodes)))) or () in (nodes or ((),)):
+            raise InvalidArgument(
+                f"nodes are {self.nodes!r}, expected every rank from 0 on exactly once and no empty node, as in "
+                "((0, 1), (2, 3))"
+            )
+        object.__setattr__(self, "nodes", nodes)
+
+    @classmethod
+    def of(cls, *sizes: int) -> "Topology":
+        """Ranks numbered node by node: ``Topology.of(2, 3)`` is ((0, 1), (2, 3, 4))."""
+        if not sizes or min(sizes) < 1:
+            raise InvalidArgument(f"sizes of nodes are {sizes!r}, expected one or more positive numbers")
+        return cls(tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(sizes)])))
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        """'2x4' (two nodes of four ranks), '4,4,3' (their sizes) or '0 2|1 3' (their ranks)."""
+        if match := re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", text):
+            return cls.of(*[int(match[2])] * int(match[1]))
+        if re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text):
+            return cls.of(*map(int, text.split(",")))
+        if re.fullmatch(r"[\d\s|]+", text):
+            return cls(tuple(tuple(map(int, node.split())) for node in text.split("|")))
+        raise InvalidArgument(
+            f"topology is {text!r}, expected nodes x ranks ('2x4'), sizes ('4,4,3') or ranks ('0 2|1 3')"
+        )
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.nodes))
+
+    @property
+    def widest(self) -> int:
+        """Ranks of the largest node."""
+        return max(map(len, self.nodes))
+
+    @property
+    def layered(self) -> bool:
+        """Whether there is anything to gain: several nodes, and some of them with several ranks."""
+        return 1 < len(self.nodes) < self.size
+
+    def node(self, rank: int) -> int:
+        """The index of the node of ``rank``."""
+        for index, node in enumerate(self.nodes):
+            if rank in node:
+                return index
+        raise InvalidArgument(f"rank is {rank}, expected 0 to {self.size - 1}")
+
+    def local_rank(self, rank: int) -> int:
+        return self.nodes[self.node(rank)].index(rank)
+
+    def __str__(self) -> str:
+        return "|".join(" ".join(map(str, node)) for node in self.nodes)
+
+
+class Place(NamedTuple):
+    """Where one rank is."""
+
+    source: str  # who says so
+    node: str  # equal for ranks of one node; with GIVEN, the whole topology
+    local_rank: int = -1  # −1: unknown
+    local_size: int = -1
+
+    def pack(self) -> bytes:
+        node = self.node if len(self.node) <= 300 else f"{self.node[:280]}… {zlib.crc32(self.node.encode()):08x}"
+        return msgpack.packb([self.source, node, self.local_rank, self.local_size]).ljust(PLACE, b"\0")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Place":
+        unpacker = msgpack.Unpacker(max_buffer_size=PLACE)
+        unpacker.feed(data)
+        try:
+            source, node, local_rank, local_size = unpacker.unpack()
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise CommunicationError(f"a rank sent {data[:16]!r}… where its place was expected") from error
+        return cls(str(source), str(node), int(local_rank), int(local_size))
+
+
+# ---------------------------------------------------------------- what launchers say
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place:
+    """Where this process is: the innermost launcher decides, and the host name where none says it.
+
+    torchrun and SLURM number nodes. MPI numbers ranks inside a host; the host's name says which.
+    """
+
+    def number(name: str) -> int:
+        text = environment[name]
+        if not re.fullmatch(r"\d{1,9}", text):
+            raise InvalidArgument(f"{name} is {text!r}, expected a number: unset it, or pass topology=")
+        return int(text)
+
+    host = socket.gethostname()
+    if {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"} <= environment.keys():
+        return Place("torchrun", str(number("GROUP_RANK")), number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE"))
+    for source, rank, size in (
+        ("Open MPI", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MPI", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):
+        if {rank, size} <= environment.keys():
+            return Place(source, host, number(rank), number(size))
+    if {"SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"} <= environment.keys():
+        node = number("SLURM_NODEID")
+        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+        counts = slurm_tasks(tasks)
+        return Place("SLURM", str(node), number("SLURM_LOCALID"), counts[node] if node < len(counts) else -1)
+    return Place("host name", host)
+
+
+def slurm_tasks(text: str) -> list[int]:
+    """'2(x3),1' is SLURM's way to write [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if not match:
+            raise InvalidArgument(
+                f"SLURM_TASKS_PER_NODE is {text!r}, expected something like '2(x3),1': pass topology="
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+# ---------------------------------------------------------------- agreement
+
+
+def agree(
+    transport: Transport,
+    topology: Topology | None = None,
+    *,
+    note: str = "",
+    environment: Mapping[str, str] = os.environ,
+    device: torch.device | str = "cpu",
+    sequence: int = 0,
+) -> Steps[Topology]:
+    """The topology of all ranks of ``transport``: ``topology`` if given, else from their environments; collective.
+
+    ``note``: whatever else a given topology stands for, and all ranks must have alike.
+    """
+    size = transport.size
+    if topology is not None and topology.size != size:
+        raise InvalidArgument(
+            f"topology {str(topology)!r} has {topology.size} ranks, the group has {size}: name them all"
+        )
+    mine = Place(GIVEN, f"{topology} {note}".strip()) if topology is not None else place(environment)
+    wire = torch.zeros(size, HEADER + PLACE, dtype=torch.uint8, device=device)
+    wire[:, HEADER:] = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8).to(device)
+    frame, out = Frame(ALL_TO_ALL, size, "topology", 0, sequence), torch.zeros_like(wire)
+    packed = frame.pack()
+    stamp(wire, packed, torch.zeros(1, dtype=torch.uint8, device=device), checksum=True)
+    yield transport.all_to_all(out, wire, 2 * sequence)
+    verify(out, frame, packed, transport.rank)
+    places = [Place.unpack(row.tobytes()) for row in out[:, HEADER:].cpu().numpy()]
+    return topology_of(places, topology)
+
+
+def topology_of(places: Sequence[Place], given: Topology | None = None) -> Topology:
+    """What the places of all ranks make up; ranks that contradict each other are named."""
+    for what, said in (("source", [p.source for p in places]), (GIVEN, [p.node for p in places])):
+        odd = tuple(r for r, text in enumerate(said) if text != said[0])
+        if odd and (what == "source" or places[0].source == GIVEN):
+            raise Mismatch(
+                f"the nodes are not the same on every rank: rank 0 has {places[0].source} {places[0].node!r}, rank "
+                f"{odd[0]} has {places[odd[0]].source} {places[odd[0]].node!r}. Start all ranks by one launcher, or pass "
+                "the same topology= on every rank.",
+                ranks=odd,
+            )
+    if given is not None:
+        return given
+    nodes: dict[str, list[int]] = {}
+    for rank, where in enumerate(places):
+        nodes.setdefault(where.node, []).append(rank)
+    for node, ranks in nodes.items():
+        locals_ = [places[r].local_rank for r in ranks if places[r].local_rank >= 0]
+        sizes = {places[r].local_size for r in ranks}
+        if len(set(locals_)) < len(locals_) or len(sizes) > 1 or 0 <= min(sizes) < len(ranks):
+            raise Mismatch(
+                f"node {node!r} has ranks {ranks} with local ranks {locals_} of {sorted(sizes)} according to "
+                f"{places[ranks[0]].source}: two nodes seem to have one name. Pass topology= on every rank.",
+                ranks=tuple(ranks),
+            )
+    return Topology(tuple(map(tuple, nodes.values())))

@@ -1,0 +1,39 @@
+"""Importing this module registers the process-group backends "commpress" and "commpress_mpi": the one import with an effect.
+
+    import commpress.backend
+    torch.distributed.init_process_group("commpress")              # over Gloo and NCCL
+    commpress.init_process_group("commpress_mpi")                  # over MPI, under mpirun
+"""
+
+from functools import partial
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from commpress.integrations.group_policy import Policy
+from commpress.integrations.process_group import ProcessGroup
+
+__all__ = ["Policy", "ProcessGroup"]
+
+
+_INNER: dict[str, Literal["torch", "mpi"]] = {"commpress": "torch", "commpress_mpi": "mpi"}
+
+
+def _make(inner: Literal["torch", "mpi"], name: str, options: Any, policy: Any) -> ProcessGroup:
+    """What torch calls for each new group; ``pg_options`` of the caller arrive as ``policy``."""
+    return ProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        policy=policy,
+        global_ranks=options.global_ranks_in_group,
+        name=name,
+        inner=inner,
+    )
+
+
+if not hasattr(dist.Backend, "COMMPRESS"):
+    for name, inner in _INNER.items():
+        make = partial(_make, inner, name)
+        dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,230 @@
+"""a training step under FSDP2: time and bytes of plain and compressed sharding
+
+Trains a GPT with each block and the rest under fully_shard, bf16 parameters and gradients on the wire, float32 arithmetic
+(many processors have no other that is fast), once per variant, in turns of a few steps, so that moods of machine and network
+hit all alike.
+  plain   torch's own collectives
+  bf16    commpress with bf16 both ways: the same bytes in theory, point to point, one rounding
+  int8    int8 gradients with error feedback, int8 weights
+  int4    int4 gradients, int8 weights
+  diff    int4 gradients, weights as int4 differences
+"of bf16" compares the bytes that commpress counts with what bf16 collectives send in theory, (P−1)/P of each buffer; "MB sent"
+is what the kernel counted, of everything. --train N --seeds K trains N steps instead and compares held-out losses: a variant
+must lie within the spread of K seeds of plain.
+
+  commpress bench fsdp                                                  4 local processes
+  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench fsdp --check
+  commpress bench fsdp --train 300 --seeds 5 --width 64 --layers 2
+"""
+
+import argparse
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+
+import commpress
+from commpress.cli import outputs, ranks, table, text, training
+from commpress.errors import InvalidArgument
+
+VARIANTS: dict[str, tuple[Any, Any]] = {
+    "plain": (None, None),
+    "bf16": ("bf16", "bf16"),
+    "int8": ("int8", "int8"),
+    "int4": ("int4", "int8"),
+    "diff": ("int4", commpress.Difference("int4")),
+}
+BARS = {"int8": 0.52, "int4": 0.44, "diff": 0.30}  # of the bytes of bf16 collectives
+FASTER = 1.8  # than plain, with --check
+WARM = 2
+HEAD = ["variant", "step ms", "against plain", "MB sent/rank", "of bf16", "gradients", "weights", "loss"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    variants: tuple[str, ...]
+    load: training.Load
+    train: int = 0
+    seeds: int = 1
+
+
+@dataclass
+class Measured:
+    variant: str
+    step_seconds: float  # median of the slowest rank's
+    sent_bytes: float | None  # per step, mean over the ranks; None where the kernel does not tell
+    of_bf16: float  # counted bytes over those of bf16 collectives
+    gradients: float
+    weights: float
+    loss: float
+    parameters: int
+    losses: list[float] = field(default_factory=list)  # held out, of each seed
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--variants", default=",".join(VARIANTS), metavar="A,B", help=f"default {','.join(VARIANTS)}")
+    training.options(parser, rounds=3, steps=3, batch=1)
+    parser.add_argument("--train", type=int, default=0, metavar="N", help="compare losses after N steps instead of times")
+    parser.add_argument("--seeds", type=int, default=5, metavar="K", help="of plain with --train (default 5)")
+    ranks.add_options(parser)
+    outputs.options(
+        parser,
+        check=f"bytes are at most {', '.join(f'{100 * b:.0f} %% ({v})' for v, b in BARS.items())} of bf16 and the fastest is "
+        f"{FASTER} times faster than plain (with --train: losses within the spread of plain)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    variants = tuple(dict.fromkeys(["plain", *options.variants.split(",")]))
+    for name in variants:
+        if name not in VARIANTS:
+            raise InvalidArgument(f"variant is {name!r}, expected one of {', '.join(VARIANTS)}")
+    if options.train < 0 or options.seeds < 1:
+        raise InvalidArgument("--train must be at least 0 and --seeds at least 1")
+    settings = Settings(variants, training.load_of(options), options.train, options.seeds)
+    measured = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
+    if measured is None:  # not rank 0 of a launcher
+        return 0
+    print(table.render(HEAD, [_cells(m, measured[0]) for m in measured]))
+    return outputs.deliver(
+        options, measured, judge=lambda: judge(measured, trained=bool(options.train)), draw=lambda path: draw(path, measured)
+    )
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+class WideLinear(nn.Linear):
+    """Computes in float32 whatever its parameters are gathered in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+class WideNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+
+
+WIDE = {nn.Linear: WideLinear, nn.LayerNorm: WideNorm}
+
+
+class Sharded(training.Trainee):
+    """One sharded model, and what its state has counted."""
+
+    def __init__(self, name: str, load: training.Load) -> None:
+        model = load.model()
+        for module in model.modules():
+            module.__class__ = WIDE.get(type(module), type(module))
+        self.parameters = sum(p.numel() for p in model.parameters())
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        gradients, weights = VARIANTS[name]
+        self.state = commpress.compress_fsdp(model, gradients, weights) if gradients is not None else None
+        super().__init__(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3), load)
+        self.before = self.counted()
+
+    def counted(self) -> list[int]:
+        """Sent and plain bytes of gradients, of weights, since the start."""
+        if self.state is None:
+            return [0] * 4
+        sides = (self.state.gradients, self.state.weights)
+        return [b for side in sides for b in (side.wire_bytes, side.logical_bytes)]
+
+    def held_out(self) -> float:
+        """The mean over all ranks' held-out windows, the same for every seed and variant."""
+        draws = torch.Generator().manual_seed(dist.get_rank())
+        with torch.no_grad():
+            loss = self.wrapped(*text.batch(self.corpus[-training.HELD_OUT :], 64, self.load.length, draws)).float()
+        dist.all_reduce(loss)
+        return float(loss) / dist.get_world_size()
+
+    def measured(self, seconds: float, sent: float | None) -> Measured:
+        of = [1.0, 1.0, 1.0]
+        if self.state is not None:
+            a, b, c, d = (now - then for now, then in zip(self.counted(), self.before, strict=True))
+            of = [(a + c) / (b + d), a / b, c / d]
+        return Measured(self.name, seconds, sent, of[0], of[1], of[2], self.loss, self.parameters)
+
+
+def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
+    return (_train if settings.train else _time)(size, settings, report)
+
+
+def _time(size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
+    load, every = settings.load, {name: Sharded(name, settings.load) for name in settings.variants}
+    if report is not None:
+        report(f"{size} ranks, {every['plain'].parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps}")
+    for one in every.values():
+        one.turn(WARM)  # differences begin with an exact gather
+        one.before = one.counted()
+    seconds, sent = training.race(every, load)
+    return [one.measured(float(seconds[name].median()), sent[name]) for name, one in every.items()]
+
+
+def _train(size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
+    results = []
+    for name in settings.variants:
+        losses, took = [], []
+        for seed in range(settings.seeds if name == "plain" else 1):
+            one = Sharded(name, replace(settings.load, seed=seed))
+            took += [one.step() for _ in range(settings.train)]
+            losses.append(one.held_out())
+            if report is not None:
+                report(f"{name}, seed {seed}: held-out loss {losses[-1]:.4f}")
+        measured = one.measured(sorted(took)[len(took) // 2], None)
+        measured.losses, measured.loss = losses, sum(losses) / len(losses)
+        results.append(measured)
+    return results
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def _cells(m: Measured, plain: Measured) -> list[str]:
+    shares = ["-"] * 3 if m is plain else [f"{100 * x:.1f} %" for x in (m.of_bf16, m.gradients, m.weights)]
+    return [
+        m.variant, f"{1e3 * m.step_seconds:.1f}", f"{plain.step_seconds / m.step_seconds:.2f}x",
+        "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.3f}", *shares, f"{m.loss:.3f}",
+    ]  # fmt: skip
+
+
+def judge(measured: list[Measured], *, trained: bool) -> list[tuple[str, bool]]:
+    plain, others = measured[0], measured[1:]
+    bars = [
+        (
+            f"{m.variant} sends {100 * m.of_bf16:.1f} % of bf16, at most {100 * BARS[m.variant]:.0f} %",
+            m.of_bf16 <= BARS[m.variant],
+        )
+        for m in others
+        if m.variant in BARS
+    ]
+    if trained:
+        low, high = min(plain.losses), max(plain.losses)
+        return bars + [
+            (f"{m.variant} ends at {m.loss:.4f}, {len(plain.losses)} seeds of plain at {low:.4f} to {high:.4f}", m.loss <= high)
+            for m in others
+        ]
+    best = min(others, key=lambda m: m.step_seconds, default=plain)
+    factor = plain.step_seconds / best.step_seconds
+    return [*bars, (f"{best.variant} is {factor:.2f} times faster than plain, at least {FASTER}", factor >= FASTER)]
+
+
+def draw(path: str, measured: list[Measured]) -> None:
+    from commpress.cli import charts
+
+    names = [m.variant for m in measured]
+    title = f"A training step of {measured[0].parameters / 1e6:.1f} M parameters under FSDP2"
+    with charts.chart(path, title, panels=2) as (time, sent):
+        charts.bars(time, names, {"": [1e3 * m.step_seconds for m in measured]}, "one step, ms", show="{:.0f}")
+        shares = {
+            "gradients": [100 * m.gradients for m in measured], "weights": [100 * m.weights for m in measured],
+            "together": [100 * m.of_bf16 for m in measured],
+        }  # fmt: skip
+        charts.bars(sent, names, shares, "bytes sent, % of bf16 collectives", show="{:.1f}")

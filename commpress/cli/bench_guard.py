@@ -1,0 +1,122 @@
+"""what agreement costs: an exact all-reduce over "commpress" against the same over Gloo
+
+Both run alternately, a few calls back to back each, so that a network's moods hit both; times are medians over turns of the
+slowest rank's. The difference is one record of 64 bytes to and from every peer, before the data.
+
+  commpress bench guard                                          4 local processes
+  torchrun ... --no-python commpress bench guard                 the ranks of a launcher
+  commpress bench guard --ranks 2 --max-bytes 64MiB              more sizes
+"""
+
+import argparse
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+
+from commpress.cli import outputs, ranks, rounds, sizes, table
+from commpress.errors import InvalidArgument
+
+HEAD = ["size B", "Gloo us", "commpress us", "difference us", "overhead"]
+WIDTHS = [10, 10, 12, 13, 9]
+TURN = 8  # calls back to back
+DEAREST = 0.10  # overhead of the largest size that --check allows, from 4 MiB on
+
+
+@dataclass(frozen=True)
+class Settings:
+    sizes: tuple[int, ...]
+    turns: int
+
+
+@dataclass
+class Measured:
+    size: int
+    gloo_seconds: float
+    seconds: float
+    wrong: int  # elements that are not those of Gloo, over all ranks
+
+    @property
+    def overhead(self) -> float:
+        return self.seconds / self.gloo_seconds - 1
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    sizes.options(parser, "64KiB", "16MiB", factor=4)
+    parser.add_argument("--turns", type=int, default=12, metavar="N", help=f"of {TURN} calls, for each size (default 12)")
+    ranks.add_options(parser)
+    outputs.options(
+        parser, check=f"results are Gloo's bit for bit and, from 4 MiB on, the largest size costs at most {DEAREST:.0%} more"
+        .replace("%", "%%"),
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.turns < 1:
+        raise InvalidArgument("--turns must be at least 1")
+    settings = Settings(sizes.chosen(options), options.turns)
+    measured = ranks.on_ranks(bench, settings, LINES, ranks=options.ranks, threads=options.threads)
+    if measured is None:  # not rank 0 of a launcher
+        return 0
+    return outputs.deliver(options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured))
+
+
+def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
+    import_module("commpress.backend")
+    timeout = timedelta(minutes=5)
+    groups = [dist.new_group(timeout=timeout, backend=backend) for backend in ("gloo", "commpress")]
+    if report is not None:
+        report(None, f"{size} ranks")
+    results = []
+    for numel_bytes in settings.sizes:
+        results.append(measure(numel_bytes // 4, dict(zip(("gloo", "commpress"), groups, strict=True)), settings.turns))
+        if report is not None:
+            report(results[-1])
+    return results
+
+
+def measure(numel: int, groups: dict[str, dist.ProcessGroup], turns: int) -> Measured:
+    tensor = torch.zeros(numel)
+    calls = {
+        name: partial(rounds.together, partial(dist.all_reduce, tensor, group=group), TURN) for name, group in groups.items()
+    }
+    took = rounds.medians(rounds.slowest(rounds.in_turns(calls, turns, warm=1)))
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+    both = [drawn.clone() for _ in groups]
+    for one, group in zip(both, groups.values(), strict=True):
+        dist.all_reduce(one, group=group)
+    wrong = (both[0].view(torch.int32) != both[1].view(torch.int32)).sum()
+    dist.all_reduce(wrong)
+    return Measured(4 * numel, took["gloo"], took["commpress"], int(wrong))
+
+
+def cells(m: Measured) -> list[str]:
+    return [
+        str(m.size), f"{1e6 * m.gloo_seconds:.0f}", f"{1e6 * m.seconds:.0f}", f"{1e6 * (m.seconds - m.gloo_seconds):.0f}",
+        f"{100 * m.overhead:.1f} %",
+    ]  # fmt: skip
+
+
+LINES = table.Lines(HEAD, WIDTHS, cells)
+
+
+def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
+    bars = [("every element has the bits of Gloo's", all(m.wrong == 0 for m in measured))]
+    last = measured[-1]
+    if last.size >= 4 << 20:
+        cost = f"agreement costs {100 * last.overhead:.1f} % at {last.size >> 20} MiB, at most {100 * DEAREST:.0f} %"
+        bars.append((cost, last.overhead <= DEAREST))
+    return bars
+
+
+def draw(path: str, measured: list[Measured]) -> None:
+    from commpress.cli import charts
+
+    with charts.chart(path, "What agreement costs: an exact all-reduce over \"commpress\" and over Gloo") as (panel,):
+        charts.over_sizes(panel, {
+            "Gloo": [(m.size, m.gloo_seconds) for m in measured],
+            "commpress": [(m.size, m.seconds) for m in measured],
+        })  # fmt: skip

@@ -1,0 +1,217 @@
+"""the all-reduce in two levels, against the flat one and torch's float32 all-reduce
+
+All three run in turns, some calls back to back, so that a network's moods hit them alike. Which ranks share a node is
+what the launcher says, or --topology. One line per size and codec:
+  torch, flat, levels   milliseconds, medians of the slowest rank's: torch's float32 all_reduce, our flat one with the
+                        codec, and the hierarchical one, which compresses between nodes only
+  speed-up              torch / levels
+  #wrong                elements whose bits differ between ranks after the hierarchical one
+  node B, formula       bytes that left the busiest node in one hierarchical all-reduce, headers included, against
+                        2(m-1)/m * size of the codec's rows for m nodes
+  choice, loss          which of flat and levels the file of --links makes collectives take, and what that costs
+                        against the faster of the two
+
+  commpress bench hierarchical --topology 2x2 --codec none,sign                  4 local processes, as if on two nodes
+  torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress bench hierarchical --links links.json --check
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from commpress.cli import outputs, ranks, rounds, sizes, table
+from commpress.cli.probe import add_topology, check_topology, on_nodes
+from commpress.cli.reduced import Reduced
+from commpress.codecs import codec_named
+from commpress.collectives.hierarchical import Hierarchy, reduce_routes, routes
+from commpress.collectives.links import Links, choose, load_links
+from commpress.collectives.loopback import Recorded
+from commpress.collectives.transport import Transport
+from commpress.errors import InvalidArgument
+from commpress.kernels.pieces import width_of
+from commpress.work import run as drive
+
+HEAD = [
+    "size B", "codec", "torch ms", "flat ms", "levels ms", "speed-up", "#wrong", "node B", "formula", "choice", "loss",
+]  # fmt: skip
+WIDTHS = [10, 8, 9, 9, 9, 8, 6, 10, 7, 12, 6]
+TURN = 7  # calls back to back of one way before the next has its turn
+HEADERS_FROM = 1 << 20  # bytes of a buffer from which headers are below 2 % of the formula, also with one bit
+
+
+@dataclass(frozen=True)
+class Settings:
+    sizes: tuple[int, ...]
+    codecs: tuple[str, ...]
+    topology: str
+    links: Links | None
+    iterations: int
+
+
+@dataclass
+class Measured:
+    size: int
+    codec: str
+    torch_seconds: float
+    flat_seconds: float
+    levels_seconds: float
+    wrong: int
+    node_bytes: int
+    formula_bytes: float
+    choice: str | None
+
+    @property
+    def speed_up(self) -> float:
+        return self.torch_seconds / self.levels_seconds
+
+    @property
+    def loss(self) -> float | None:
+        """What the choice costs against the faster of the two, as a share of it."""
+        if self.choice is None:
+            return None
+        chosen = self.flat_seconds if self.choice == "flat" else self.levels_seconds
+        return chosen / min(self.flat_seconds, self.levels_seconds) - 1
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add_topology(parser)
+    parser.add_argument("--codec", default="none,sign", metavar="A,B", help="between nodes (default none,sign)")
+    parser.add_argument("--links", metavar="FILE", help="what commpress probe measured: show what it makes collectives take")
+    sizes.options(parser, "1MiB", "32MiB")
+    parser.add_argument("--iterations", type=int, default=5, metavar="N", help="timed, of each line (default 5)")
+    ranks.add_options(parser)
+    outputs.options(parser, check="ranks agree bit for bit, bytes fit the formula and the choice loses at most 5 %%")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.iterations < 1:
+        raise InvalidArgument("--iterations must be at least 1")
+    check_topology(options.topology)
+    codecs = tuple(options.codec.split(","))
+    for codec in codecs:
+        codec_named(codec)
+    links = load_links(options.links) if options.links else None
+    settings = Settings(sizes.chosen(options), codecs, options.topology, links, options.iterations)
+    measured = ranks.on_ranks(bench, settings, LINES, ranks=options.ranks, threads=options.threads)
+    if measured is None:  # not rank 0 of a launcher
+        return 0
+    return outputs.deliver(options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured))
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
+    transport, hierarchy = on_nodes(settings.topology)
+    topology = hierarchy.topology
+    if settings.links is not None and settings.links.topology != topology:
+        raise InvalidArgument(
+            f"--links was measured on nodes {str(settings.links.topology)!r}, these are {str(topology)!r}: "
+            "run commpress probe here"
+        )
+    if report is not None:
+        report(None, f"nodes {topology}")
+    measured, sequence = [], 1
+    for size_bytes in settings.sizes:
+        for codec in settings.codecs:
+            race = Race(size_bytes // 4, codec, transport, hierarchy, sequence)
+            measured.append(race.measure(settings.iterations, settings.links))
+            sequence = race.sequence
+            if report is not None:
+                report(measured[-1], None)
+    return measured
+
+
+class Race(Reduced):
+    """One buffer, reduced in three ways again and again."""
+
+    def __init__(self, numel: int, codec: str, transport: Transport, hierarchy: Hierarchy, sequence: int) -> None:
+        super().__init__(numel, codec, transport, sequence)
+        self.between = {index: Recorded(t) for index, t in hierarchy.between.items()}
+        self.hierarchy = Hierarchy(hierarchy.topology, hierarchy.inside, self.between)
+        self.routes = routes(self.spans, self.policy, self.hierarchy)
+        self.route_feedbacks = [route.zeros() for route in self.routes]
+
+    def measure(self, iterations: int, links: Links | None) -> Measured:
+        ways: dict[str, Callable[[], object]] = {
+            "torch": lambda: dist.all_reduce(self.buffer), "flat": self.reduce, "levels": self.levels
+        }  # fmt: skip
+        calls = self._calls({name: [self._time(way, 1)] for name, way in ways.items()})
+        before = self._sent()
+        timed = {name: partial(self._time, way, calls[name]) for name, way in ways.items()}
+        took = rounds.medians(rounds.slowest(rounds.in_turns(timed, iterations)))
+        nodes, numel = self.hierarchy.topology.nodes, self.input.numel()
+        sent = torch.zeros(len(nodes), dtype=torch.int64)
+        sent[self.hierarchy.topology.node(self.transport.rank)] = (self._sent() - before) // (iterations * calls["levels"])
+        dist.all_reduce(sent)
+        formula = 2 * (len(nodes) - 1) / len(nodes) * codec_named(self.codec).row_bytes(width_of(numel, 1))
+        choice = choose(numel, self.codec, links) if links else None
+        return Measured(  # levels ran last: its result is in the buffer
+            4 * numel, self.codec, took["torch"], took["flat"], took["levels"], rounds.wrong(self.buffer), int(sent.max()),
+            formula, choice,
+        )  # fmt: skip
+
+    def _calls(self, took: dict[str, list[float]]) -> dict[str, int]:
+        """How often each way is called back to back in its turn: for about a second, ``TURN`` times at most."""
+        return {name: max(min(int(1 / s), TURN), 1) for name, s in rounds.medians(rounds.slowest(took)).items()}
+
+    def _time(self, way: Callable[[], object], calls: int) -> float:
+        self.fill()
+        return rounds.together(way, calls)
+
+    def levels(self) -> None:
+        steps = reduce_routes(
+            self.buffer, self.route_feedbacks, plan=self.routes, hierarchy=self.hierarchy, workspace=self.workspace,
+            sequence=self.sequence,
+        )  # fmt: skip
+        self.finish(drive(steps), len(self.routes))
+
+    def _sent(self) -> int:
+        return sum(t.sent_bytes for t in self.between.values())
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def cells(m: Measured) -> list[str]:
+    return [
+        str(m.size), m.codec, *(f"{1e3 * s:.2f}" for s in (m.torch_seconds, m.flat_seconds, m.levels_seconds)),
+        f"{m.speed_up:.2f}", str(m.wrong), str(m.node_bytes), f"{m.node_bytes / max(m.formula_bytes, 1):.3f}",
+        m.choice or "-", "-" if m.loss is None else f"{100 * m.loss:.0f}%",
+    ]  # fmt: skip
+
+
+LINES = table.Lines(HEAD, WIDTHS, cells)
+
+
+def draw(path: str, measured: list[Measured]) -> None:
+    from commpress.cli import charts
+
+    codecs = list(dict.fromkeys(m.codec for m in measured))
+    with charts.chart(path, "One all-reduce: torch's, flat and in two levels", panels=len(codecs), share=True) as panels:
+        for codec, panel in zip(codecs, panels, strict=True):
+            of = [m for m in measured if m.codec == codec]
+            charts.over_sizes(panel, {
+                "torch, float32": [(m.size, m.torch_seconds) for m in of],
+                f"flat, {codec}": [(m.size, m.flat_seconds) for m in of],
+                f"two levels, {codec}": [(m.size, m.levels_seconds) for m in of],
+            })  # fmt: skip
+            panel.set_title(f"between nodes: {codec}")
+
+
+def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
+    large = [m for m in measured if m.size >= HEADERS_FROM]
+    off = max((abs(m.node_bytes / m.formula_bytes - 1) for m in large if m.formula_bytes), default=0.0)
+    bars = [
+        ("every element has the same bits on every rank", all(m.wrong == 0 for m in measured)),
+        (f"bytes between nodes are the formula's within {100 * off:.1f} %, 2 % allowed (from 1 MiB on)", off <= 0.02),
+    ]
+    losses = [m.loss for m in measured if m.loss is not None]
+    if losses:
+        worst = max(losses)
+        bars.append((f"the choice costs at most {100 * worst:.0f} %, 5 % allowed", worst <= 0.05))
+    return bars

@@ -1,0 +1,147 @@
+"""what watching a run costs: figures of every step, an endpoint and a timeline, all at once, against none
+
+Trains a GPT under DistributedDataParallel with compressed gradients twice, in turns of a few steps: unwatched, and with
+Metrics after every step (callback and endpoint, norms every 100 steps) and a Timeline of encode, wire, decode and compute.
+  step               milliseconds, median of the slowest rank's
+  difference         of the two, as a share of a step; on a busy machine its scatter is larger than itself
+  accounted          what watching does in a step, each part timed alone: spans times the cost of one, plus reading the
+                     counters; as a share of an unwatched step
+
+  commpress bench observe                                4 local processes
+  commpress bench observe --ranks 2 --check              exit status 1 if more than 1 % is accounted for
+"""
+
+import argparse
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.cli import outputs, ranks, table, training
+from commpress.codecs import codec_named
+
+MOST = 0.01
+SPANS = 20_000  # recorded to time one
+WARM = 3
+HEAD = ["", "step ms", "spans", "us per span", "counters us"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    codec: str
+    load: training.Load
+
+
+@dataclass
+class Measured:
+    """Of rank 0 but for the seconds, which are the slowest rank's."""
+
+    off_seconds: float
+    on_seconds: float
+    spans: float  # per step
+    span_seconds: float  # to record one
+    counter_seconds: float  # to read counters and serve sinks, per step
+    parameters: int
+
+    @property
+    def difference(self) -> float:
+        return self.on_seconds / self.off_seconds - 1
+
+    @property
+    def accounted(self) -> float:
+        return (self.spans * self.span_seconds + self.counter_seconds) / self.off_seconds
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
+    training.options(parser, rounds=9, steps=4, batch=4)
+    ranks.add_options(parser)
+    outputs.options(parser, check=f"watching accounts for at most {MOST:.0%} of a step".replace("%", "%%"))
+
+
+def run(options: argparse.Namespace) -> int:
+    codec_named(options.codec)
+    settings = Settings(options.codec, training.load_of(options))
+    measured = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
+    if measured is None:  # not rank 0 of a launcher
+        return 0
+    m: Measured = measured
+    on = [f"{m.spans:.0f}", f"{1e6 * m.span_seconds:.2f}", f"{1e6 * m.counter_seconds:.0f}"]
+    print(table.render(HEAD, [["unwatched", f"{1e3 * m.off_seconds:.2f}", "", "", ""],
+                              ["watched", f"{1e3 * m.on_seconds:.2f}", *on]]))  # fmt: skip
+    print(f"difference {100 * m.difference:+.2f} %, accounted {100 * m.accounted:.3f} % of a step")
+    return outputs.deliver(options, [m], judge=lambda: judge(m), draw=lambda path: draw(path, m))
+
+
+def judge(m: Measured) -> list[tuple[str, bool]]:
+    says = f"watching accounts for {100 * m.accounted:.3f} % of a step, at most {100 * MOST:.0f} %"
+    return [(says, m.accounted <= MOST)]
+
+
+def draw(path: str, m: Measured) -> None:
+    from commpress.cli import charts
+
+    parts = {
+        "spans": m.spans * m.span_seconds, "reading counters": m.counter_seconds,
+        "difference of the steps": m.on_seconds - m.off_seconds,
+    }  # fmt: skip
+    title = f"Watching a step of {1e3 * m.off_seconds:.0f} ms"
+    with charts.chart(path, title, size=(8, 3)) as (panel,):
+        shares = [100 * max(value, 0.0) / m.off_seconds for value in parts.values()]
+        charts.bars(panel, list(parts), {"": shares}, "% of an unwatched step")
+        panel.axvline(100 * MOST, color="#333333", linewidth=1, linestyle="--")
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+class Watched(training.Trainee):
+    """Everything is on; what it does after the step belongs to the step."""
+
+    def __init__(self, name: str, ddp: DistributedDataParallel, state: commpress.CompressedState, load: training.Load) -> None:
+        super().__init__(name, ddp, torch.optim.AdamW(ddp.parameters(), lr=3e-4, fused=True), load)
+        self.timeline, self.endpoint = commpress.Timeline(), commpress.MetricsEndpoint()
+        self.watch = commpress.watch(self.timeline, state, model=ddp, optimizer=self.optimizer)
+        self.metrics = commpress.Metrics(state, to=[self.endpoint])
+        self.reading: list[float] = []
+
+    def step(self) -> float:
+        took = super().step()
+        start = perf_counter()
+        self.metrics.step()
+        self.reading.append(perf_counter() - start)
+        return took + self.reading[-1]
+
+    def end(self) -> None:
+        self.watch.end()
+        self.endpoint.close()
+
+
+def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> Measured:
+    load, ddps = settings.load, [DistributedDataParallel(settings.load.model()) for _ in range(2)]
+    states = [commpress.compress(ddp, settings.codec) for ddp in ddps]
+    off = training.Trainee("off", ddps[0], torch.optim.AdamW(ddps[0].parameters(), lr=3e-4, fused=True), load)
+    on = Watched("on", ddps[1], states[1], load)
+    for one in (off, on):
+        one.turn(WARM)
+    parameters = sum(p.numel() for p in ddps[0].parameters())
+    if report is not None:
+        report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps} steps each")
+    before = len(on.timeline)
+    seconds, _ = training.race({"off": off, "on": on}, load)
+    spans = (len(on.timeline) - before) / (load.rounds * load.steps)
+    on.end()
+    return Measured(
+        float(seconds["off"].median()), float(seconds["on"].median()), spans, cost_of_a_span(), median(on.reading), parameters
+    )
+
+
+def cost_of_a_span() -> float:
+    timeline = commpress.Timeline()
+    start = perf_counter()
+    for i in range(SPANS):
+        timeline.flight("wire", start, what={"bytes": i})
+    return (perf_counter() - start) / SPANS

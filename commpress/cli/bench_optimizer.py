@@ -1,0 +1,168 @@
+"""an optimizer's arithmetic on one rank, against torch.optim.AdamW(fused=True), without any communication
+
+Steps of all variants alternate, so that the machine's moods hit all alike; medians. "arithmetic" is what one step of an
+optimizer computes apart from encoding, sending and decoding:
+  exact        a step with mean gradients
+  compressed   blending gradient and momentum before the round, the parameters after it
+  local        a step of 0/1 Adam that sends nothing
+against torch's fused AdamW for the same parameters. "B/parameter" is what the passes of a step move to and from memory if
+no buffer fits into a cache, lines fetched only to be overwritten included; "at copy speed" is how long that takes at the
+speed of copying a buffer, which moves 12 bytes per float.
+
+  commpress bench optimizer
+  commpress bench optimizer --width 512 --layers 8 --threads 2 --check
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from commpress.cli import outputs, table
+from commpress.cli.gpt import GPT
+from commpress.collectives.loopback import Loopback
+from commpress.errors import InvalidArgument
+from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
+from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.schedules import DoublingIntervals
+
+BAR = 1.15
+HEAD = ["step", "ms", "against AdamW(fused)", "B/parameter", "at copy speed, ms"]
+COPY = "copy of a buffer"
+MOVES = {
+    "AdamW(fused=True)": 28, "1-bit Adam, exact": 28, "1-bit Adam, compressed": 32, "0/1 Adam, synchronising": 44,
+    "0/1 Adam, local": 40, "0/1 Adam, local, first of a window": 44, "1-bit LAMB, exact": 44, "1-bit LAMB, compressed": 56,
+    COPY: 12,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    name: str
+    seconds: float
+    parameters: int
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", type=int, default=384, metavar="N", help="of the model (default 384)")
+    parser.add_argument("--layers", type=int, default=6, metavar="N", help="of the model (default 6)")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="of each variant (default 30)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
+    outputs.options(parser, check=f"1-bit Adam's steps take at most {BAR} of AdamW's")
+
+
+def run(options: argparse.Namespace) -> int:
+    if min(options.width, options.layers, options.steps, options.threads) < 1:
+        raise InvalidArgument("--width, --layers, --steps and --threads must be at least 1")
+    torch.set_num_threads(options.threads)
+    measured = measure(options.width, options.layers, options.steps)
+    base = measured[0].seconds
+    per_byte = measured[-1].seconds / MOVES[COPY]
+    rows = [
+        [
+            m.name, f"{1e3 * m.seconds:.2f}", f"{m.seconds / base:.2f}x", str(MOVES[m.name]),
+            f"{1e3 * MOVES[m.name] * per_byte:.2f}",
+        ]
+        for m in measured
+    ]  # fmt: skip
+    print(f"{measured[0].parameters / 1e6:.1f} M parameters, {options.threads} thread(s)")
+    print(table.render(HEAD, rows))
+    return outputs.deliver(options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured))
+
+
+def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
+    base = measured[0].seconds
+    return [
+        (f"{m.name}: {m.seconds / base:.2f} of AdamW, at most {BAR}", m.seconds <= BAR * base)
+        for m in measured[1:]
+        if m.name.startswith("1-bit Adam")
+    ]
+
+
+def draw(path: str, measured: list[Measured]) -> None:
+    from commpress.cli import charts
+
+    title = f"An optimizer's arithmetic, {measured[0].parameters / 1e6:.1f} M parameters, nothing sent"
+    with charts.chart(path, title, size=(8, 4)) as (panel,):
+        charts.bars(panel, [m.name for m in measured], {"": [1e3 * m.seconds for m in measured]}, "one step, ms")
+
+
+def measure(width: int, layers: int, steps: int) -> list[Measured]:
+    variants = {
+        "AdamW(fused=True)": adamw(width, layers),
+        "1-bit Adam, exact": arithmetic(OneBitAdam, width, layers, Round.EXACT),
+        "1-bit Adam, compressed": arithmetic(OneBitAdam, width, layers, Round.COMPRESSED),
+        "0/1 Adam, synchronising": arithmetic(ZeroOneAdam, width, layers, Round.COMPRESSED),
+        "0/1 Adam, local": arithmetic(ZeroOneAdam, width, layers, Round.LOCAL),
+        "0/1 Adam, local, first of a window": arithmetic(ZeroOneAdam, width, layers, Round.LOCAL, begins=True),
+        "1-bit LAMB, exact": arithmetic(OneBitLamb, width, layers, Round.EXACT),
+        "1-bit LAMB, compressed": arithmetic(OneBitLamb, width, layers, Round.COMPRESSED),
+        COPY: copying(width, layers),
+    }
+    took: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(steps + 2):
+        for name, step in variants.items():
+            start = perf_counter()
+            step()
+            if turn >= 2:
+                took[name].append(perf_counter() - start)
+    numel = sum(p.numel() for p in model(width, layers).parameters())
+    return [Measured(name, sorted(times)[len(times) // 2], numel) for name, times in took.items()]
+
+
+def model(width: int, layers: int) -> GPT:
+    torch.manual_seed(0)
+    net = GPT(width=width, layers=layers)
+    for p in net.parameters():
+        p.grad = 1e-3 * torch.randn_like(p)
+    return net
+
+
+def adamw(width: int, layers: int) -> Callable[[], object]:
+    return torch.optim.AdamW(model(width, layers).parameters(), lr=1e-4, weight_decay=0.01, fused=True).step
+
+
+def copying(width: int, layers: int) -> Callable[[], object]:
+    numel = sum(p.numel() for p in model(width, layers).parameters())
+    into, source = torch.zeros(numel), torch.ones(numel)
+    return lambda: into.copy_(source)
+
+
+def arithmetic(
+    cls: Callable[..., CompressedOptimizer], width: int, layers: int, kind: Round, *, begins: bool = False
+) -> Callable[[], object]:
+    """The part of one step of rank 0 of two that touches no codec and no wire."""
+    more: dict[str, object] = {"warmup_steps": 1 << 30}
+    if cls is ZeroOneAdam:
+        more = {"sync": DoublingIntervals(1, 1 << 30)}
+    optimizer = cls(
+        model(width, layers).parameters(), lr=1e-4, weight_decay=0.01, transport=Loopback(2).transport(0), **more
+    )
+    optimizer.exact([p.grad for p in optimizer._flat.parameters if p.grad is not None])
+    optimizer.steps_done = 1
+    if isinstance(optimizer, OneBitAdam) and kind is Round.COMPRESSED:
+        optimizer.frozen_at = 1
+        optimizer.thaw_or_freeze()
+    if isinstance(optimizer, ZeroOneAdam):
+        optimizer.windows.updated(0)
+        optimizer.local(1.0)
+
+    @torch.no_grad()
+    def step() -> None:
+        if kind is Round.LOCAL:
+            if begins and isinstance(optimizer, ZeroOneAdam):
+                optimizer.windows.held = 0
+            optimizer.local(1.0)
+        elif kind is Round.EXACT:
+            optimizer.exact([p.grad for p in optimizer._flat.parameters if p.grad is not None])
+        else:
+            for group, at in optimizer.groups():
+                optimizer.begin(kind, group, at, 1.0)
+            optimizer.apply(kind)
+            if isinstance(optimizer, ZeroOneAdam):  # the window is one step longer than nothing
+                optimizer.windows.held = 0
+                optimizer.windows.hold([(1e-4, 1.0)], 2)
+
+    return step

@@ -1,0 +1,119 @@
+"""Pictures of one look: curves over sizes, bars side by side, losses over steps."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from commpress.tiered_mem.sizes import show_bytes
+
+COLOURS = ("#999999", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
+MARKERS = "os^Dv<>P"
+PANEL = (6.4, 4.6)  # inches
+
+
+@contextmanager
+def chart(
+    path: str, title: str, *, panels: int = 1, size: tuple[float, float] = PANEL, share: bool = False
+) -> Iterator[list[Any]]:
+    """Panels side by side, to be filled; what they show is saved when the context ends."""
+    figure, grid = pyplot.subplots(
+        1, panels, figsize=(size[0] * panels, size[1]), layout="constrained", squeeze=False, sharey=share
+    )  # fmt: skip
+    try:
+        yield list(grid[0])
+        for panel in grid[0]:
+            panel.grid(alpha=0.3)
+            panel.set_axisbelow(True)
+        _explain(figure, grid[0])
+        figure.suptitle(title)
+        figure.savefig(path, dpi=130)
+    finally:
+        pyplot.close(figure)
+
+
+def _explain(figure: Any, panels: Sequence[Any]) -> None:
+    """A legend in every panel of curves; below all panels where there are bars, which leave no room inside."""
+    if not any(panel.containers for panel in panels):
+        for panel in panels:
+            if len(panel.get_legend_handles_labels()[0]) > 1:
+                panel.legend(frameon=False)
+        return
+    shown: dict[str, Any] = {}
+    for panel in panels:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, handle)
+    if len(shown) > 1:
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown), frameon=False)
+
+
+def over_sizes(
+    panel: Any, curves: Mapping[str, Sequence[tuple[int, float]]], axis: str = "time of one call, ms", *, scale: float = 1e3
+) -> None:
+    """Seconds, or another figure, against bytes, both logarithmic; the first curve is the one to beat."""
+    for i, (name, points) in enumerate(curves.items()):
+        sizes, values = zip(*points, strict=True)
+        panel.plot(sizes, [scale * v for v in values], f"{MARKERS[i % len(MARKERS)]}-", color=COLOURS[i % len(COLOURS)],
+                   label=name, markersize=5, linewidth=3.0 if i == 0 and len(curves) > 1 else 1.7)  # fmt: skip
+    panel.set(xscale="log", yscale="log", xlabel="size of the buffer", ylabel=axis)
+    ticks = sorted({size for points in curves.values() for size, _ in points})
+    panel.set_xticks(ticks[:: -(-len(ticks) // 7)])
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: show_bytes(int(size))))
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_formatter(FuncFormatter(_between))
+
+
+def _between(value: float, _: int) -> str:
+    """Label 2 and 5 between powers of ten: a panel may hold less than one decade."""
+    first = f"{value:e}"[0]
+    return f"{value:g}" if first in "25" else ""
+
+
+def bars(
+    panel: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], axis: str, *, show: str = "{:.3g}"
+) -> None:
+    """Lying bars, first name on top, one of each series per name, with their values; None leaves a gap."""
+    height, longest = 0.8 / len(series), 0.0
+    for i, (label, values) in enumerate(series.items()):
+        for row, value in enumerate(values):
+            at = row + (i - (len(series) - 1) / 2) * height
+            colour = COLOURS[i % len(COLOURS) if len(series) > 1 else 2]
+            if value is None:
+                panel.text(0, at, " –", va="center", fontsize=8)
+                continue
+            panel.barh(at, value, height=0.92 * height, color=colour, label=label if row == 0 else None)
+            panel.text(value, at, " " + show.format(value), va="center", fontsize=8)
+            longest = max(longest, value)
+    panel.set_yticks(range(len(names)), names)
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.set_xlim(0, 1.16 * longest or 1)
+    panel.set_xlabel(axis)
+
+
+def stacked(panel: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], axis: str, *, show: str = "{:.0f}") -> None:
+    """Lying bars made of parts, with their sums."""
+    left = [0.0] * len(names)
+    for i, (label, values) in enumerate(parts.items()):
+        shown = [max(v, 0.0) for v in values]
+        panel.barh(range(len(names)), shown, left=left, color=COLOURS[i], label=label, height=0.7)
+        left = [a + b for a, b in zip(left, shown, strict=True)]
+    for row, total in enumerate(left):
+        panel.text(total, row, " " + show.format(total), va="center", fontsize=9)
+    panel.set_yticks(range(len(names)), names)
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.set_xlim(0, 1.14 * max(left))
+    panel.set_xlabel(axis)
+
+
+def smooth(values: list[float]) -> list[float]:
+    """The mean of the last fiftieth, or of what there is so far."""
+    window = max(len(values) // 50, 1)
+    sums = [0.0, *accumulate(values)]
+    return [(sums[i] - sums[max(i - window, 0)]) / min(i, window) for i in range(1, len(sums))]

@@ -1,0 +1,180 @@
+"""Options that describe machines and models, for the commands that predict."""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import sys
+
+import torch
+
+from commpress.collectives.links import load_links
+from commpress.errors import InvalidArgument
+from commpress.plan.cluster import UNLIMITED, Cluster, Node, parse_link, parse_nodes
+from commpress.plan.costs import Costs, device_costs, measure_costs
+from commpress.plan.model import Model, transformer
+
+MESSAGE, BYTE = 6e-5, 4e-10  # of a core, over TCP by way of Gloo: see docs/simulator.md
+_CONFIG_LIMIT = 1 << 20
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("machines")
+    group.add_argument(
+        "--nodes", default="4x1", metavar="NxR", help="nodes x ranks per node; several kinds as 8x4,2x4 (default 4x1)"
+    )
+    group.add_argument(
+        "--link", action="append", metavar="RATE,TIME",
+        help="of a node: rate and one-way latency, as 1gbit,100us; once for each kind of node (default 1gbit,100us)",
+    )  # fmt: skip
+    group.add_argument("--links", metavar="FILE", help="what commpress probe wrote, for --nodes, --link and --inside")
+    group.add_argument(
+        "--inside", metavar="RATE,TIME", help="of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)"
+    )
+    group.add_argument("--foreign", metavar="RATE", help="between nodes of different kinds, where that is slower")
+    group.add_argument("--rack", type=int, default=0, metavar="N", help="nodes below one switch (default: all)")
+    group.add_argument("--oversubscription", type=float, default=1.0, metavar="F", help="of a rack's uplink (default 1)")
+    group.add_argument("--straggler", type=float, default=1.0, metavar="F", help="one node computes F times slower")
+    group.add_argument(
+        "--device", default="cpu", metavar="D",
+        help="cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, as 900GB/s (default cpu)",
+    )  # fmt: skip
+    group.add_argument("--cores", type=float, default=0, metavar="N", help="of each node, for its ranks (default: enough)")
+    group.add_argument(
+        "--machine-cores", type=float, default=0, metavar="N", help="all nodes lie on one machine of N cores (namespaces)"
+    )
+    group.add_argument("--message-us", type=float, metavar="T", help="of a core for each message (default 60 over cpu, else 5)")
+    group.add_argument(
+        "--byte-ns", type=float, metavar="T", help="of a core for each byte sent or received (default 0.4, else 0)"
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--parameters", metavar="N", help="a transformer of about so many, as 110M")
+    group.add_argument("--model", metavar="M:F", help="what calling F of the Python module M returns, a torch.nn.Module")
+    group.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
+    group.add_argument("--compute-ms", type=float, metavar="T", help="of a step on a rank of its own, without communication")
+    group.add_argument("--bucket-mb", type=float, default=25.0, metavar="MB", help="of DDP (default 25)")
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    on_cpu = options.device == "cpu"
+    message = (MESSAGE if on_cpu else 5e-6) if options.message_us is None else 1e-6 * options.message_us
+    byte = (BYTE if on_cpu else 0.0) if options.byte_ns is None else 1e-9 * options.byte_ns
+    cores = options.cores or UNLIMITED
+    if options.links:
+        kinds, latency, inside_latency = _measured(options.links, cores)
+    else:
+        kinds, latency, inside_latency = _described(options, cores)
+    if options.straggler != 1.0:
+        node, count = kinds[0]
+        slow = Node(node.ranks, node.nic, node.inside, node.cores, options.straggler, node.foreign)
+        kinds = [(slow, 1), *([(node, count - 1)] if count > 1 else []), *kinds[1:]]
+    return Cluster(
+        tuple(kinds), latency=latency, inside_latency=inside_latency, message_seconds=message, byte_seconds=byte,
+        machine_cores=options.machine_cores, rack=options.rack, oversubscription=options.oversubscription,
+    )  # fmt: skip
+
+
+def _described(options: argparse.Namespace, cores: float) -> tuple[list[tuple[Node, int]], float, float]:
+    shapes, links = parse_nodes(options.nodes), [parse_link(text) for text in options.link or ["1gbit,100us"]]
+    if len(links) not in (1, len(shapes)):
+        raise InvalidArgument(f"--link is given {len(links)} times, expected once, or once for each of {len(shapes)} kinds")
+    links = links * len(shapes) if len(links) == 1 else links
+    inside, inside_latency = parse_link(options.inside or ("40gbit,20us" if options.device == "cpu" else "200GB/s,5us"))
+    foreign = parse_link(options.foreign)[0] if options.foreign else 0.0
+    kinds = [
+        (Node(ranks, rate, inside, cores, 1.0, foreign if len(shapes) > 1 else 0.0), count)
+        for (count, ranks), (rate, _) in zip(shapes, links, strict=True)
+    ]
+    return kinds, max(latency for _, latency in links), inside_latency
+
+
+def _measured(path: str, cores: float) -> tuple[list[tuple[Node, int]], float, float]:
+    """From a file of links: its latency is of an exchange both ways, from a barrier on."""
+    links = load_links(path)
+    sizes = [len(node) for node in links.topology.nodes]
+    nic = links.between.together if links.between else UNLIMITED
+    inside = links.inside.together if links.inside else UNLIMITED
+    kinds = [(Node(size, nic, inside, cores), sizes.count(size)) for size in sorted(set(sizes))]
+    latency = links.between.latency / 2 if links.between else 0.0
+    return kinds, latency, links.inside.latency / 2 if links.inside else 0.0
+
+
+def costs_of(options: argparse.Namespace) -> Costs:
+    if options.device == "cpu":
+        print("measuring the kernels on this processor (pass --device for an accelerator)", file=sys.stderr)
+        return measure_costs()
+    return device_costs(parse_link(options.device)[0])
+
+
+def model_of(options: argparse.Namespace) -> Model:
+    given = [name for name in ("parameters", "model", "config") if getattr(options, name)]
+    if len(given) != 1:
+        raise InvalidArgument("expected one of --parameters, --model and --config: what is to be trained?")
+    if options.parameters:
+        return transformer(parse_count(options.parameters))
+    return Model.of(factory(options.model)()) if options.model else configured(options.config)
+
+
+def parse_count(text: str) -> int:
+    match = re.fullmatch(r"([\d.]+)\s*([kKmMbBgG]?)", text.strip())
+    if not match:
+        raise InvalidArgument(f"--parameters is {text!r}, expected a number such as 110M or 1.5B")
+    return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}[match[2].lower()])
+
+
+def factory(path: str):  # type: ignore[no-untyped-def]
+    """The function that 'module:function' names; modules are found as Python finds them, and beside the caller."""
+    module, colon, name = path.partition(":")
+    if not colon:
+        raise InvalidArgument(f"--model is {path!r}, expected module:function, such as mymodels:make_gpt")
+    here = os.getcwd()  # only for this import: a folder of the caller's may be called as somebody's package
+    before = [*sys.path]
+    sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise InvalidArgument(f"--model is {path!r}, but {module} cannot be imported: {error}") from error
+    finally:
+        sys.path[:] = before
+    if not callable(found):
+        raise InvalidArgument(f"--model is {path!r}, but {module} has no function {name!r}")
+    return found
+
+
+def configured(path: str) -> Model:
+    """The model of a Hugging Face config.json, built without its numbers."""
+    with open(path, "rb") as file:
+        data = file.read(_CONFIG_LIMIT + 1)
+    if len(data) > _CONFIG_LIMIT:
+        raise InvalidArgument(f"{path} has more than {_CONFIG_LIMIT} bytes, expected the config.json of a model")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} is no JSON ({error}), expected the config.json of a model") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise InvalidArgument(f"{path} names no model_type, expected the config.json of a Hugging Face model")
+    from commpress.integrations.hf_model import model_from_config
+
+    with torch.device("meta"):
+        return Model.of(model_from_config(content))
+
+
+def rate_of(text: str) -> float:
+    """Bytes per second of '12GB/s' or '10gbit'."""
+    return parse_link(text)[0]
+
+
+def sizes(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise InvalidArgument(f"got {text!r}, expected positive numbers such as 1,2,4,8")
+    return found
+
+

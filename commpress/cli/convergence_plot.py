@@ -1,0 +1,35 @@
+"""The picture of ``commpress bench convergence``: one panel per task, one line per optimizer, seeds averaged."""
+
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from commpress.cli import charts
+
+if TYPE_CHECKING:
+    from commpress.cli.bench_convergence import Groups
+
+STYLES = {
+    "adam": {"color": "#999999", "linewidth": 4.5},
+    "onebit": {"color": "#d62728", "linewidth": 1.6},
+    "onebit, no feedback": {"color": "#d62728", "linewidth": 1.0, "linestyle": ":"},
+    "zero-one": {"color": "#1f77b4", "linewidth": 1.6},
+    "lamb": {"color": "#cccc88", "linewidth": 4.5},
+    "onebit-lamb": {"color": "#2ca02c", "linewidth": 1.6, "linestyle": "--"},
+}
+
+
+def draw(groups: "Groups", path: str) -> None:
+    tasks = list(dict.fromkeys(task for task, _ in groups))
+    with charts.chart(path, "Losses, mean over seeds; final losses in the legends", panels=len(tasks), size=(5, 4.4)) as panels:
+        _fill(dict(zip(tasks, panels, strict=True)), groups)
+
+
+def _fill(panels: "dict[str, Any]", groups: "Groups") -> None:
+    for task, panel in panels.items():
+        for name, style in STYLES.items():
+            runs = groups.get((task, name), [])
+            if runs:
+                losses = charts.smooth([mean(step) for step in zip(*(r.losses for r in runs), strict=True)])
+                panel.plot(range(1, len(losses) + 1), losses, label=f"{name}: {mean(r.final for r in runs):.3f}", **style)
+                panel.set_ylim(top=losses[len(losses) // 20] * 1.02)
+        panel.set(title=task, xlabel="step", ylabel="training loss (smoothed)")

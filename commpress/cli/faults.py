@@ -1,0 +1,207 @@
+"""what the survivors see: every call of a process group against every fault
+
+Three local processes form a group over the backend "commpress". The last one is killed or stopped, or calls with another
+shape, dtype, codec, or another operation. The other two report the exception, whom it names, and after how many seconds;
+then both destroy the group, and build another one of the two of them, to show that they can go on.
+
+  commpress faults                        all of it, about three minutes
+  commpress faults --calls all_reduce     one row
+  commpress faults --markdown FILE        as a document
+"""
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpress.cli import table
+from commpress.cli.fault_calls import CALLS, COMPRESSED, FAULTS, applies, make
+from commpress.errors import CommunicationError, InvalidArgument
+from commpress.integrations.group_policy import Policy
+
+DOCUMENT = """\
+# What survivors see
+
+Written by `{command}`. Three ranks over the backend "commpress", a timeout of {timeout:g} s. Rank 2 is killed or stopped
+before the call, or makes it wrong; each cell holds the exception that ranks 0 and 1 raise, the rank they name, and the
+seconds until the slower of them has raised. After every case both destroyed the group and all-reduced over a new one of two.
+
+A send that meets a peer in another call is wrong only at the timeout: the receive might still come. A barrier has no shape
+and no dtype; only a compressed call has a codec. Ranks lost while data is under way are in `tests/test_group_faults.py`.
+
+"""
+RANKS = 3
+FAULTY = RANKS - 1
+PATIENCE = 60.0  # seconds beyond the timeout, until a survivor counts as hanging
+
+
+@dataclass
+class Seen:
+    """By one survivor."""
+
+    error: str  # name of the exception's type
+    ranks: tuple[int, ...]
+    seconds: float
+    text: str
+    went_on: bool  # a new group of the survivors works
+
+
+@dataclass
+class Case:
+    call: str
+    fault: str
+    seen: list[Seen | None]  # None: it hung or died
+
+    def holds(self, limit: float) -> bool:
+        typed = ("Mismatch", "PeerFailure")
+        return all(
+            s is not None and s.error in typed and s.ranks == (FAULTY,) and s.seconds <= limit and s.went_on
+            for s in self.seen
+        )
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--calls", nargs="+", metavar="NAME", help="only these rows")
+    parser.add_argument("--faults", nargs="+", metavar="NAME", choices=FAULTS, help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="of the group, in seconds (default 3)")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table as a document, such as docs/faults.md")
+    parser.add_argument("--json", metavar="FILE", help="everything seen, with the texts of the errors")
+
+
+def run(options: argparse.Namespace) -> int:
+    names = [*CALLS, COMPRESSED]
+    for name in options.calls or ():
+        if name not in names:
+            raise InvalidArgument(f"call is {name!r}, expected one of {', '.join(map(repr, names))}")
+    import_module("commpress.backend")
+    if sys.platform.startswith("linux"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    calls, faults = options.calls or names, options.faults or list(FAULTS)
+    cases = []
+    print(table.line(["call", *faults], _widths(len(faults))), flush=True)
+    for call in calls:
+        row = [observe(call, fault, options.timeout) for fault in faults if applies(call, fault)]
+        cases += row
+        cells = {case.fault: cell(case) for case in row}
+        print(table.line([call, *(cells.get(f, "-") for f in faults)], _widths(len(faults))), flush=True)
+    limit = options.timeout + 1
+    if options.markdown:
+        Path(options.markdown).write_text(document(cases, calls, faults, options.timeout))
+    if options.json:
+        table.write_json(options.json, [asdict(case) for case in cases])
+    bad = [f"{case.call} / {case.fault}" for case in cases if not case.holds(limit)]
+    what = f"{len(cases)} cases: typed, the right rank named by all, within {limit:g} s, and a new group works"
+    return table.verdict([(what + (f"; not: {', '.join(bad)}" if bad else ""), not bad)])
+
+
+def cell(case: Case) -> str:
+    if any(s is None for s in case.seen):
+        return "hung or died"
+    seen = [s for s in case.seen if s is not None]
+    kinds = "/".join(dict.fromkeys(s.error for s in seen))
+    named = "/".join(dict.fromkeys(",".join(map(str, s.ranks)) or "nobody" for s in seen))
+    return f"{kinds} {named} {max(s.seconds for s in seen):.2f} s" + ("" if all(s.went_on for s in seen) else " stuck")
+
+
+def document(cases: list[Case], calls: list[str], faults: list[str], timeout: float) -> str:
+    cells = {(case.call, case.fault): cell(case) for case in cases}
+    lines = [f"| call | {' | '.join(faults)} |", "| --- " * (len(faults) + 1) + "|"]
+    lines += [f"| {c} | {' | '.join(cells.get((c, f), '–') for f in faults)} |" for c in calls]
+    return DOCUMENT.format(timeout=timeout, command=f"commpress faults --timeout {timeout:g} --markdown docs/faults.md") + (
+        "\n".join(lines) + "\n"
+    )
+
+
+def _widths(faults: int) -> list[int]:
+    return [33] + [22] * faults
+
+
+# ---------------------------------------------------------------- one case
+
+
+def observe(call: str, fault: str, timeout: float) -> Case:
+    """Forked processes: they start in milliseconds, and this one runs no threads yet that a fork would lose."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="commpress-") as folder:
+        pipes: list[Connection] = []
+        processes: list[Any] = []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(rank, folder, call, fault, timeout, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            for pipe in pipes:
+                pipe.recv()  # all have met
+            if fault in ("kill -9", "SIGSTOP"):
+                os.kill(processes[FAULTY].pid, signal.SIGKILL if fault == "kill -9" else signal.SIGSTOP)
+            for pipe in pipes[:FAULTY] if fault in ("kill -9", "SIGSTOP") else pipes:
+                pipe.send("go")
+            return Case(call, fault, [_answer(pipe, timeout + PATIENCE) for pipe in pipes[:FAULTY]])
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _answer(pipe: Connection, seconds: float) -> Seen | None:
+    if not wait([pipe], seconds):
+        return None
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _rank(rank: int, folder: str, call: str, fault: str, timeout: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    policy = None
+    if call == COMPRESSED:
+        codec = "int8" if rank == FAULTY and fault == "wrong codec" else "sign"
+        policy = Policy(codec, min_numel=1, only="everything")
+    _join(folder, "first", rank, RANKS, timeout, policy)
+    make("barrier" if fault == "wrong codec" else call, None)
+    pipe.send("ready")
+    pipe.recv()
+    start = time.monotonic()
+    try:
+        make(call, fault if rank == FAULTY else None)
+        error: Exception = RuntimeError("no error")
+    except Exception as raised:
+        error = raised
+    seconds = time.monotonic() - start
+    if rank == FAULTY:
+        time.sleep(timeout)
+        return
+    dist.destroy_process_group()
+    ranks = error.ranks if isinstance(error, CommunicationError) else ()
+    pipe.send(Seen(type(error).__name__, ranks, seconds, str(error), _goes_on(folder, rank)))
+
+
+def _goes_on(folder: str, rank: int) -> bool:
+    _join(folder, "second", rank, FAULTY, 30.0, None)
+    tensor = torch.full((8,), rank + 1.0)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.tolist() == [3.0] * 8
+
+
+def _join(folder: str, name: str, rank: int, size: int, timeout: float, policy: Any) -> None:
+    where = f"file://{Path(folder) / name}"
+    dist.init_process_group(
+        "commpress", init_method=where, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), pg_options=policy
+    )

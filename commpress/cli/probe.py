@@ -1,0 +1,188 @@
+"""measure how fast ranks reach each other inside a node and between nodes, and save it
+
+Runs the exchanges that collectives are made of: of two ranks alone while the others wait, and of all at once. Which ranks
+share a node is what the launcher says, or --topology. The file tells collectives whether the hierarchical all-reduce pays
+at a size; docs/hierarchy.md describes it.
+
+  commpress probe --ranks 4 --topology 2x2                                       4 local processes, as if on two nodes
+  torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress probe --out links.json
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import combinations
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from commpress.cli import ranks, table
+from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
+from commpress.collectives.hierarchical import Hierarchy, hierarchy_of
+from commpress.collectives.links import Link, Links
+from commpress.collectives.topology import Topology, agree
+from commpress.collectives.transport import TorchTransport, Transport
+from commpress.errors import InvalidArgument
+from commpress.work import Steps, overlapped
+from commpress.work import run as drive
+
+TIMEOUT = timedelta(minutes=5)
+PAIRS = 4  # of each class that are measured alone
+_LINES = 4  # progress lines where there is no terminal
+
+
+@dataclass(frozen=True)
+class Settings:
+    topology: str
+    bytes: int
+    rounds: int
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add_topology(parser)
+    parser.add_argument("--bytes", type=table.parse_bytes, default="4MiB", metavar="SIZE", help="of a large row (default 4MiB)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each measurement, the median counts (default 5)")
+    ranks.add_options(parser)
+    parser.add_argument("--out", default="links.json", metavar="FILE", help="where to save it (default links.json)")
+
+
+def add_topology(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--topology", default="auto", metavar="NODES",
+        help="nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher says (default auto)",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.bytes < 1024 or options.rounds < 1:
+        raise InvalidArgument("expected --bytes of at least 1KiB and --rounds of at least 1")
+    check_topology(options.topology)
+    settings = Settings(options.topology, options.bytes, options.rounds)
+    with Bar() as bar:
+        links = ranks.on_ranks(measure, settings, bar.report, ranks=options.ranks, threads=options.threads)
+    if links is None:  # not rank 0 of a launcher
+        return 0
+    links.save(options.out)
+    rows = [
+        [name, f"{1e6 * link.latency:.0f}", f"{link.bandwidth / 1e6:.1f}", f"{link.together / 1e6:.1f}"]
+        for name, link in (("inside a node", links.inside), ("between nodes", links.between))
+        if link is not None
+    ]
+    print(f"nodes {links.topology}")
+    print(table.render(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows))
+    print(f"saved: {options.out}")
+    return 0
+
+
+def check_topology(text: str) -> None:
+    """Before any process starts."""
+    if text != "auto":
+        Topology.parse(text)
+
+
+class Bar:
+    """Progress on standard error: a bar on a terminal, a few lines elsewhere."""
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+
+    def report(self, done: int, count: int, what: str) -> None:
+        if sys.stderr.isatty():
+            full = 30 * done // count
+            print(f"\rprobe |{'█' * full}{' ' * (30 - full)}| {done}/{count} {what:<24}", end="", file=sys.stderr, flush=True)
+        elif done % max(count // _LINES, 1) == 0 or done == count:
+            print(f"probe {done}/{count}: {what}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+def on_nodes(topology: str) -> tuple[TorchTransport, Hierarchy]:
+    """A transport of its own among all ranks, and the hierarchy on it."""
+    transport = TorchTransport(dist.new_group(timeout=TIMEOUT), timeout=TIMEOUT)
+    given = None if topology == "auto" else Topology.parse(topology)
+    return transport, hierarchy_of(drive(agree(transport, given)), transport)
+
+
+def measure(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> Links:
+    transport, hierarchy = on_nodes(settings.topology)
+    topology, probe = hierarchy.topology, Probe(settings.rounds)
+    tasks: list[tuple[str, str, Callable[[], None]]] = []
+    for name, pairs in pairs_of(topology).items():
+        for pair in pairs:
+            alone = transport.subset(pair)
+            among: Mapping[int, Transport] = {} if alone is None else {0: alone}
+            tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.task(f"{name} latency", among, 8)))
+            tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.task(f"{name} alone", among, settings.bytes)))
+    every: Mapping[str, Mapping[int, Transport]] = {"inside": {0: hierarchy.inside}, "between": hierarchy.between}
+    for name, all_of in every.items():
+        if pairs_of(topology)[name]:
+            tasks.append((name, f"{name}: all at once", probe.task(f"{name} together", all_of, settings.bytes)))
+    for i, (_, what, task) in enumerate(tasks):
+        task()
+        if report is not None:
+            report(i + 1, len(tasks), what)
+    return probe.links(topology, settings.bytes)
+
+
+def pairs_of(topology: Topology) -> dict[str, list[tuple[int, int]]]:
+    """Up to ``PAIRS`` pairs of each class, evenly chosen among all."""
+    every: dict[str, list[tuple[int, int]]] = {"inside": [], "between": []}
+    for a, b in combinations(range(topology.size), 2):
+        every["inside" if topology.node(a) == topology.node(b) else "between"].append((a, b))
+    return {name: pairs[:: max(len(pairs) // PAIRS, 1)][:PAIRS] for name, pairs in every.items()}
+
+
+class Probe:
+    """Runs exchanges and keeps the median seconds of each: the slowest rank's, equal on all ranks."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self.sequence = rounds, 1
+        self.seconds: dict[str, list[float]] = {}
+
+    def task(self, name: str, among: Mapping[int, Transport], payload: int) -> Callable[[], None]:
+        return lambda: self.seconds.setdefault(name, []).append(self._time(among, payload))
+
+    def _time(self, among: Mapping[int, Transport], payload: int) -> float:
+        rows = {i: torch.zeros(2, t.size, HEADER + payload, dtype=torch.uint8) for i, t in among.items()}
+        took = []
+        for _ in range(self.rounds + 1):
+            dist.barrier()
+            start = perf_counter()
+            jobs = [self._exchange(t, rows[i][0], rows[i][1], i) for i, t in among.items()]
+            drive(overlapped(jobs, limit=max(len(jobs), 1)))
+            took.append(perf_counter() - start if among else 0.0)
+            self.sequence += 1
+        slowest = torch.tensor(took[1:], dtype=torch.float64)  # the first opens connections and touches memory
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return median(slowest.tolist())
+
+    def _exchange(self, transport: Transport, out: torch.Tensor, inp: torch.Tensor, index: int) -> Steps[None]:
+        packed = Frame(ALL_TO_ALL, transport.size, "probe", inp.shape[1], self.sequence, index).pack()
+        inp[:, :HEADER] = packed
+        yield transport.all_to_all(out, inp, 64 * self.sequence + index % 64)
+
+    def links(self, topology: Topology, payload: int) -> Links:
+        nodes, slices = topology.nodes, topology.widest
+        sent = {
+            "inside": max(len(node) * (len(node) - 1) for node in nodes) * payload,
+            "between": slices * (len(nodes) - 1) * payload,
+        }
+        found: dict[str, Link | None] = {"inside": None, "between": None}
+        for name in found:
+            if f"{name} together" in self.seconds:
+                latency = median(self.seconds[f"{name} latency"])
+                alone, together = median(self.seconds[f"{name} alone"]), self.seconds[f"{name} together"][0]
+                least = latency / 10  # an exchange too fast to tell from an empty one
+                found[name] = Link(
+                    latency, payload / max(alone - latency, least), sent[name] / max(together - latency, least)
+                )
+        return Links(topology, found["inside"], found["between"])

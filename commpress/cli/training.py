@@ -1,0 +1,99 @@
+"""What benchmarks of training steps share: one small GPT per variant, equal weights and batches, turns of a few steps."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commpress.cli import rounds, text
+from commpress.cli.gpt import GPT
+from commpress.cli.wire import sent_bytes
+from commpress.errors import InvalidArgument
+
+HELD_OUT = 400_000  # bytes at the end of the text that nobody trains on
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every variant computes, and how often. Windows are per rank and step."""
+
+    rounds: int
+    steps: int
+    width: int
+    layers: int
+    length: int
+    batch: int
+    seed: int = 0
+
+    def model(self) -> GPT:
+        torch.manual_seed(self.seed)
+        return GPT(width=self.width, layers=self.layers, length=self.length)
+
+
+def options(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
+    for name, default, metavar, what in (
+        ("rounds", rounds, "N", "turns of each variant"),
+        ("steps", steps, "N", "steps of each turn"),
+        ("batch", batch, "N", "windows per rank and step"),
+        ("length", 64, "N", "bytes of text in a window"),
+        ("width", 384, "N", "of the model"),
+        ("layers", 6, "N", "of the model"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar=metavar, help=f"{what} (default {default})")
+
+
+def load_of(options: argparse.Namespace, *, seed: int = 0) -> Load:
+    load = Load(options.rounds, options.steps, options.width, options.layers, options.length, options.batch, seed)
+    if min(load.rounds, load.steps, load.batch, load.length, load.width, load.layers) < 1:
+        raise InvalidArgument("--rounds, --steps, --batch, --length, --width and --layers must be at least 1")
+    return load
+
+
+class Trainee:
+    """One model with its optimizer; all of a load start from equal weights and see equal batches.
+
+    ``wrapped`` is what is called with a batch and returns the loss: the model, or what was put around it.
+    """
+
+    def __init__(self, name: str, wrapped: nn.Module, optimizer: torch.optim.Optimizer, load: Load) -> None:
+        self.name, self.wrapped, self.optimizer, self.load = name, wrapped, optimizer, load
+        self.corpus = text.standard_library()
+        self.draws = torch.Generator().manual_seed(load.seed * 4096 + dist.get_rank())
+        self.sent, self.loss = 0, float("nan")
+
+    def step(self) -> float:
+        """Seconds; all ranks begin together."""
+        batch = text.batch(self.corpus[:-HELD_OUT], self.load.batch, self.load.length, self.draws)
+        dist.barrier()
+        start = perf_counter()
+        loss = self.wrapped(*batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        took = perf_counter() - start
+        self.loss = loss.item()
+        return took
+
+    def turn(self, steps: int) -> list[float]:
+        before = sent_bytes()
+        took = [self.step() for _ in range(steps)]
+        if before is not None:
+            self.sent += (sent_bytes() or before) - before
+        return took
+
+
+def race(trainees: Mapping[str, Trainee], load: Load) -> tuple[dict[str, torch.Tensor], dict[str, float | None]]:
+    """The slowest rank's seconds [round, step] of each, and bytes sent per step, mean over the ranks, where known."""
+    for trainee in trainees.values():
+        trainee.sent = 0
+    turns = {name: partial(trainee.turn, load.steps) for name, trainee in trainees.items()}
+    seconds = rounds.slowest(rounds.in_turns(turns, load.rounds))
+    sent = torch.tensor([t.sent for t in trainees.values()]) / (load.rounds * load.steps * dist.get_world_size())
+    dist.all_reduce(sent)
+    counted = sent_bytes() is not None
+    return seconds, {name: float(s) if counted else None for name, s in zip(trainees, sent, strict=True)}

@@ -1,0 +1,92 @@
+"""A plan as a file: which codec for which parameter, or that nothing should be compressed.
+
+JSON of at most 4 MiB, written by ``commpress plan`` and read by the hook, the backend and the trainers:
+
+    {"format": "commpress plan", "version": 1, "codec": "int8", "min_numel": 256, "topology": null, "bucket_mb": 25.0,
+     "rules": {"head.weight": "bits6"}, "why": "int8 takes 210 ms a step, plain 480 ms"}
+
+``codec`` is that of every parameter without a rule; "plain" means: do not compress. Nothing in a file is ever evaluated:
+codecs are names that ``codec_named`` knows.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from commpress.codecs.codec import Codec, codec_named
+from commpress.codecs.family import EXACT
+from commpress.errors import InvalidArgument
+
+LIMIT = 1 << 22  # bytes of a file
+PLAIN = "plain"
+_FORMAT, _VERSION = "commpress plan", 1
+_TYPES: dict[str, tuple[type, ...]] = {
+    "codec": (str,), "min_numel": (int,), "topology": (str, type(None)), "bucket_mb": (int, float), "rules": (dict,),
+    "why": (str,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A policy; parameters are known by their exact names."""
+
+    codec: str
+    rules: Mapping[str, str] = field(default_factory=dict)
+    min_numel: int = 256
+    topology: str | None = None  # which ranks share a node, where two levels are faster
+    bucket_mb: float = 25.0  # of DDP, as the plan assumed
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        for name in {self.codec, *self.rules.values()} - {PLAIN}:
+            codec_named(name)
+        if self.codec == PLAIN and self.rules:
+            raise InvalidArgument("a plan says 'plain' and has rules: for single exact parameters the codec is 'none'")
+        if PLAIN in self.rules.values():
+            raise InvalidArgument("a rule of a plan says 'plain', expected a codec: 'none' sends a parameter exactly")
+        if self.min_numel < 0 or not self.bucket_mb > 0:
+            raise InvalidArgument(
+                f"a plan has min_numel {self.min_numel} and bucket_mb {self.bucket_mb}, expected positive numbers"
+            )
+
+    @property
+    def compresses(self) -> bool:
+        return self.codec != PLAIN
+
+    def choose(self, name: str, numel: int) -> Codec:
+        if not self.compresses or numel < self.min_numel:
+            return EXACT
+        return codec_named(self.rules.get(name, self.codec))
+
+    def save(self, path: str | Path) -> None:
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def load_plan(path: str | Path) -> Planned:
+    """Read what ``Planned.save`` wrote; anything else is refused with a reason."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LIMIT + 1)
+    except OSError as error:
+        raise InvalidArgument(
+            f"the plan {str(path)!r} cannot be read ({error.strerror}): make one with commpress plan"
+        ) from error
+    if len(data) > LIMIT:
+        raise InvalidArgument(f"{path} has more than {LIMIT} bytes, expected what commpress plan wrote")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} is no JSON ({error}), expected what commpress plan wrote") from error
+    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
+        raise InvalidArgument(f"{path} is not a plan, version {_VERSION}: make it again with commpress plan")
+    values: dict[str, Any] = {key: value for key, value in content.items() if key not in ("format", "version")}
+    for key, value in values.items():
+        if key not in _TYPES or not isinstance(value, _TYPES[key]) or isinstance(value, bool):
+            raise InvalidArgument(f"{path} has {key} {value!r}, which no plan has: make it again with commpress plan")
+    rules = values.get("rules", {})
+    if "codec" not in values or not all(isinstance(codec, str) for codec in rules.values()):
+        raise InvalidArgument(f"{path} has no codec, or a rule that is no codec's name: make it again with commpress plan")
+    return Planned(**values)

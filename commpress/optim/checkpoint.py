@@ -1,0 +1,159 @@
+"""Saving and loading an optimizer: exact for a bitwise resume, elastic for another number of ranks.
+
+A state is what torch's Adam gives, ``state`` and ``param_groups``, plus ``commpress``: where the schedule stands and what
+compression left behind. Plain tensors, numbers and text throughout: it loads with ``weights_only=True``.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commpress.collectives.checkpoint import check_fit, elastic_state, exact_state, residuals_of
+from commpress.errors import StateMismatch
+from commpress.schedules import Facts
+from commpress.work import Steps
+
+if TYPE_CHECKING:
+    from commpress.optim.optimizer import CompressedOptimizer
+
+log = logging.getLogger("commpress")
+
+CHANNELS = ("full", "quantized")
+
+
+def exact(optimizer: "CompressedOptimizer") -> dict[str, Any]:
+    return _head(optimizer) | {
+        name: exact_state(getattr(optimizer, name).residuals, optimizer.transport, optimizer.steps_done)
+        for name in CHANNELS
+    }
+
+
+def elastic(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> Steps[dict[str, Any]]:
+    """This rank's part: its shard of what is still owed, and on rank 0 what all ranks share."""
+    shared, part = (yield from optimizer.shared()), _head(optimizer)
+    momentum = shared.pop("exp_avg", None)
+    if optimizer.transport.rank == 0:
+        for number, p in enumerate(optimizer._flat.parameters):
+            state["state"][number] = {key: value.clone() for key, value in optimizer.state[p].items()}
+            if momentum is not None:
+                state["state"][number]["exp_avg"] = optimizer._flat.view(momentum, number).clone()
+        part["schedule"] |= shared
+    else:
+        state["state"], part["schedule"] = {}, {}
+    for name in CHANNELS:
+        store = getattr(optimizer, name).residuals
+        part[name] = yield from elastic_state(
+            store, optimizer.transport, optimizer.steps_done, optimizer.next_sequence()
+        )
+    return state | {"commpress": part}
+
+
+def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> None:
+    if any("commpress" not in state for state in states):
+        _load_adam(optimizer, states[0])
+        return
+    parts = [state["commpress"] for state in states]
+    kinds = {part["quantized"]["kind"] for part in parts}
+    if kinds == {"exact"} and len(parts) == 1:
+        residuals, shared = _own(optimizer, parts[0]), states[0]
+    else:
+        residuals = _residuals(optimizer, parts)
+        shared = next(s for s in states if s["commpress"]["quantized"]["rank"] == 0)
+    _fill(optimizer, shared)
+    head = shared["commpress"]
+    optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
+    optimizer.resume(head["schedule"])
+    for name in CHANNELS:
+        getattr(optimizer, name).residuals.load(residuals[name] if residuals else {})
+
+
+def load_rank(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> None:
+    """Only what this rank has apart from the others, after a state of another rank gave what all share."""
+    if int(part["step"]) != optimizer.steps_done:
+        raise StateMismatch(
+            f"the state of this rank is of step {part['step']}, what was loaded before is of step {optimizer.steps_done}: load "
+            "those of one checkpoint"
+        )
+    residuals = _own(optimizer, part)
+    optimizer.resume(part["schedule"])
+    for name in CHANNELS:
+        getattr(optimizer, name).residuals.load(residuals[name] if residuals else {})
+
+
+def _own(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> dict[str, Any] | None:
+    """The residuals of an exact state if this rank saved it. Of another rank only what all share can be used."""
+    of, mine = part["quantized"], optimizer.transport
+    if (of["rank"], of["size"]) == (mine.rank, mine.size):
+        return _residuals(optimizer, [part])
+    log.warning(
+        "the loaded state is of rank %d of %d, this is rank %d of %d: what compression left behind here starts from zero. "
+        "Load each rank's own state_dict(), or use elastic_state_dict() to change the world size",
+        of["rank"], of["size"], mine.rank, mine.size,
+    )  # fmt: skip
+    return None
+
+
+def _head(optimizer: "CompressedOptimizer") -> dict[str, Any]:
+    return {
+        "optimizer": type(optimizer).__name__,
+        "step": optimizer.steps_done,
+        "facts": optimizer.facts.as_dict(),
+        "schedule": optimizer.schedule_state(),
+    }
+
+
+def _residuals(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names = {part["optimizer"] for part in parts}
+    if names != {type(optimizer).__name__}:
+        raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
+    flat = optimizer._flat
+    numels = {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
+    residuals = {}
+    for name in CHANNELS:
+        _, residuals[name] = residuals_of([part[name] for part in parts], optimizer.transport)
+        check_fit(residuals[name], numels)
+    return residuals
+
+
+def _load_adam(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> None:
+    """Momentum, variance and steps of torch's Adam: a run begun with it goes on with exact steps."""
+    _fill(optimizer, state)
+    steps = {int(s["step"]) for s in state["state"].values()}
+    if len(steps) > 1:
+        raise StateMismatch(f"the parameters of the state have taken {sorted(steps)} steps, expected one number for all")
+    optimizer.steps_done = steps.pop() if steps else 0
+    optimizer.facts = Facts()
+    optimizer.resume(None)
+    optimizer._taken.fill_(optimizer.steps_done)
+
+
+def _fill(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> None:
+    """Hyperparameters and per-parameter tensors, after all of them were found to fit."""
+    groups, flat = state["param_groups"], optimizer._flat
+    sizes, mine = [len(g["params"]) for g in groups], [len(at) for _, at in optimizer.groups()]
+    if sizes != mine:
+        raise StateMismatch(
+            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the state of this model"
+        )
+    numbers = [number for group in groups for number in group["params"]]
+    own = [optimizer.state[p] for p in flat.parameters]
+    for i, number in enumerate(numbers):
+        for key, value in state["state"].get(number, {}).items():
+            into = own[i].get(key)
+            if into is None or (torch.is_tensor(value) and value.shape != into.shape):
+                raise StateMismatch(
+                    f"the state holds {key!r} of parameter {flat.names[i]!r} "
+                    + (f"with shape {tuple(value.shape)}, expected {tuple(into.shape)}" if into is not None else
+                       f"but {type(optimizer).__name__} has no such thing: expected {sorted(own[i])}")
+                )  # fmt: skip
+    for (group, _), saved in zip(optimizer.groups(), groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+    for i, number in enumerate(numbers):
+        for key, value in state["state"].get(number, {}).items():
+            if own[i][key] is not value:
+                own[i][key].copy_(torch.as_tensor(value))
+    if flat.shadowed and not any("master" in s for s in state["state"].values()):
+        flat.adopt()
+    flat.publish()

@@ -1,0 +1,108 @@
+"""All parameters side by side: where each lies in a flat float32 buffer, and buffers laid out so.
+
+Note: why flat. A message then is a table of runs in one buffer, whichever parameters it carries, and one call of a
+kernel walks all of them.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from commpress.errors import InvalidArgument
+from commpress.kernels.adam import Segments
+
+ALIGN = 16  # elements: every parameter starts on a cache line
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Flat:
+    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        if not parameters:
+            raise InvalidArgument("params is empty, expected at least one parameter")
+        self.parameters, self.names = list(parameters), list(names)
+        self.device = parameters[0].device
+        for p, name in zip(parameters, names, strict=True):
+            if p.dtype not in DTYPES:
+                raise InvalidArgument(f"parameter {name!r} is {p.dtype}, expected float32, bfloat16 or float16")
+            if p.device != self.device:
+                raise InvalidArgument(
+                    f"parameter {name!r} is on {p.device} and {names[0]!r} on {self.device}: all parameters of one optimizer "
+                    "must be on one device, make one optimizer per device"
+                )
+        self.places: list[tuple[int, int]] = []
+        at = 0
+        for p in parameters:
+            self.places.append((at, p.numel()))
+            at += -(-p.numel() // ALIGN) * ALIGN
+        self.numel = at
+        self.index = {id(p): i for i, p in enumerate(parameters)}
+        self.shadowed = [i for i, p in enumerate(parameters) if p.dtype != torch.float32 or not p.is_contiguous()]
+        self.master = self.new() if self.shadowed else None  # float32 weights of parameters that are not
+        self._cast: torch.Tensor | None = None
+        self._placed: dict[Sequence[int], Segments] = {}
+        self.weights: list[torch.Tensor] = [p.detach() for p in parameters]
+        self.adopt()
+
+    def new(self) -> torch.Tensor:
+        """A buffer of zeros. NumPy asks for huge pages, torch does not."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(np.zeros(self.numel, np.float32))
+        return torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+
+    def view(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
+        first, numel = self.places[i]
+        return buffer[first : first + numel].view(self.parameters[i].shape)
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [self.view(buffer, i) for i in range(len(self.parameters))]
+
+    def adopt(self) -> None:
+        """Start from what the parameters hold now."""
+        for i in self.shadowed:
+            assert self.master is not None
+            self.weights[i] = self.view(self.master, i)
+            self.weights[i].copy_(self.parameters[i].detach())
+
+    def publish(self) -> None:
+        """Parameters that are not float32 := their float32 weights."""
+        for i in self.shadowed:
+            self.parameters[i].detach().copy_(self.weights[i])
+
+    def check(self) -> None:
+        """Parameters are still where they were: ``module.to()`` may have moved them."""
+        for i, p in enumerate(self.parameters):
+            w = self.weights[i]
+            if self.master is None and p.data_ptr() != w.data_ptr():
+                if p.device != self.device or p.dtype != w.dtype or not p.is_contiguous():
+                    raise InvalidArgument(
+                        f"parameter {self.names[i]!r} is now {p.dtype} on {p.device}, it was {w.dtype} on {self.device}: "
+                        "construct the optimizer after moving or converting the model"
+                    )
+                self.weights[i] = p.detach()
+                self._placed.clear()
+
+    def gradient(self, i: int, given: torch.Tensor | None = None) -> torch.Tensor | None:
+        """float32 and contiguous; None stands for zeros: membership is fixed, so a missing gradient stops nobody."""
+        g = self.parameters[i].grad if given is None else given
+        if g is None:
+            return None
+        if g.layout != torch.strided:
+            g = g.to_dense()
+        if g.dtype == torch.float32 and g.is_contiguous():
+            return g
+        if self._cast is None:
+            self._cast = self.new()
+        return self.view(self._cast, i).copy_(g)
+
+    def placed(self, indices: range) -> Segments:
+        """Parameters without their gradients."""
+        if indices not in self._placed:
+            weights, places = [self.weights[i] for i in indices], [self.places[i] for i in indices]
+            self._placed[indices] = Segments(weights, [None] * len(weights), places)
+        return self._placed[indices]
+
+    def segments(self, indices: Iterable[int], given: dict[int, torch.Tensor] | None = None) -> Segments:
+        every = list(indices)
+        gradients = [self.gradient(i, None if given is None else given[i]) for i in every]
+        return Segments([self.weights[i] for i in every], gradients, [self.places[i] for i in every])

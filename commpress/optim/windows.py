@@ -1,0 +1,87 @@
+"""Where 0/1 Adam stands: when the variance was updated, which window is open, what its steps add up to.
+
+Γ and D of each parameter group are what learning rates and weight decay make of a window: Γ ← (1 − γλ)·Γ + γ' and
+D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from commpress.optim.optimizer import Round
+from commpress.schedules import DoublingUpdates, Facts, Sync, Updates, sync_named
+
+Group = dict[str, Any]
+Spans = Literal["qsr", "rate", "every"] | Sync
+
+
+class Windows:
+    def __init__(self, sync: Spans, variance_updates: int | Updates) -> None:
+        self.sync = sync_named(sync)
+        self.variance_schedule: Updates = (
+            DoublingUpdates(variance_updates) if isinstance(variance_updates, int) else variance_updates
+        )
+        self.begin_anew(0)
+
+    def begin_anew(self, steps_done: int) -> None:
+        """As after so many exact steps."""
+        self.updates, self.updated_at = steps_done, steps_done - 1  # of the variance: how many, and the last one's step
+        self.held, self.span = 0, 1  # steps since the last synchronisation; how many this window is to have
+        self.rates: list[float] = []  # Γ of each group
+        self.kept: list[float] = []  # D of each group
+
+    def round(self, step: int, groups: Sequence[Group], facts: Facts) -> Round:
+        """An exact step waits for the end of a window: inside it the variance must not move."""
+        count = self.variance_schedule.count
+        if self.held == 0 and count(step + 1) > count(self.updated_at + 1):
+            return Round.EXACT
+        moved = any(rate > 0 for rate, _ in self.after(step, groups))
+        return Round.COMPRESSED if self.held + 1 >= self.interval(step, groups, facts) and moved else Round.LOCAL
+
+    def interval(self, step: int, groups: Sequence[Group], facts: Facts) -> int:
+        if self.held:
+            return self.span
+        return max(self.sync.interval(step, max(float(group["lr"]) for group in groups), facts), 1)
+
+    def after(self, step: int, groups: Sequence[Group]) -> list[tuple[float, float]]:
+        """(Γ, D) of each group once this step is in."""
+        before = list(zip(self.rates, self.kept, strict=True)) if self.held else [(0.0, 1.0)] * len(groups)
+        return [
+            (keep(group) * rate + rate_of(group, step), keep(group) * kept)
+            for group, (rate, kept) in zip(groups, before, strict=True)
+        ]
+
+    def hold(self, window: Sequence[tuple[float, float]], span: int) -> None:
+        """A local step is taken."""
+        self.rates, self.kept, self.span = [rate for rate, _ in window], [kept for _, kept in window], span
+        self.held += 1
+
+    def updated(self, step: int) -> None:
+        self.updates, self.updated_at = self.updates + 1, step
+
+    def exact_rates(self, group: Group, step: int) -> tuple[float, float]:
+        """Learning rate and decay for torch's Adam, which corrects momentum and variance by one count; here they differ."""
+        lr, decay, beta1 = float(group["lr"]), group["weight_decay"], group["betas"][0]
+        if not group.get("bias_correction", True) or self.updates == step or lr == 0:
+            return lr, decay
+        scaled = lr * (1 - beta1 ** (self.updates + 1)) / (1 - beta1 ** (step + 1))
+        return scaled, decay * lr / scaled
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "updates": self.updates, "updated_at": self.updated_at, "held": self.held, "span": self.span,
+            "rates": list(self.rates), "kept": list(self.kept),
+        }  # fmt: skip
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.updates, self.updated_at = int(state["updates"]), int(state["updated_at"])
+        self.held, self.span = int(state["held"]), int(state["span"])
+        self.rates, self.kept = list(state["rates"]), list(state["kept"])
+
+
+def rate_of(group: Group, step: int) -> float:
+    correction = 1 - group["betas"][0] ** (step + 1) if group.get("bias_correction", True) else 1.0
+    return float(group["lr"]) / correction
+
+
+def keep(group: Group) -> float:
+    return 1 - float(group["lr"]) * group["weight_decay"]

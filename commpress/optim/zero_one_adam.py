@@ -1,0 +1,240 @@
+"""0/1 Adam: the variance is updated ever more rarely, and most steps need no communication at all.
+
+    exact       mean gradients, as Adam; at steps of the variance schedule, or at the first one after the window they fell in
+    local       m ← β1·m + (1 − β1)·g      u ← (1 − γλ)·u + γ'·m      x ← D·a − u/(√v̂ + ε)       (nothing is sent)
+    sync        ū ← mean of u, one bit both ways      a ← D·a − ū/(√v̂ + ε)      x ← a      m ← ū/Γ      u ← 0
+
+a is the anchor, the parameters at the last synchronisation, the same on all ranks; D and Γ are what weight decay leaves
+of it and of the learning rates since: D ← (1 − γλ)·D, Γ ← (1 − γλ)·Γ + γ', with γ' = γ/(1 − β1ᵗ).
+
+Note: one message is enough. Between synchronisations the variance does not move, so the displacement is linear in m: ū
+gives both the new parameters and the mean momentum of the window.
+
+Note: nothing drifts. x is computed from the anchor at every step, never by undoing earlier steps, so after a
+synchronisation all ranks hold the same bits, and a checkpoint of (a, u, m) continues in the same bits. Weight decay stays
+out of u, which becomes m.
+"""
+
+from typing import Any
+
+import torch
+
+from commpress.codecs import Codec, codec_named
+from commpress.collectives.allreduce import reduce_message
+from commpress.collectives.buckets import one_message
+from commpress.errors import StateMismatch
+from commpress.kernels.adam import Segments
+from commpress.optim.frozen import FrozenVariance
+from commpress.optim.onebit_adam import check_defaults
+from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.optim.windows import Spans, Windows, keep, rate_of
+from commpress.schedules import Updates
+from commpress.work import Steps, run
+
+
+class ZeroOneAdam(CompressedOptimizer):
+    """AdamW that sends one bit per parameter every few steps. Options not named here are those of ``OneBitAdam``.
+
+    - ``sync``: how far apart synchronisations are: "qsr" (default) every step while the learning rate rises, then by its
+      inverse square: 2 at 0.7 of the peak, 4 at half of it, at most 16; "rate" 2 after the peak and doubling each time the
+      rate halves, at most 16; "every"; or a ``schedules.Sync``.
+    - ``variance_updates``: exact steps at each interval 1, 2, 4, … (default 16), or a ``schedules.Updates``.
+
+    Between synchronisations ranks hold different parameters: call ``synchronize()`` before evaluating or exporting.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        sync: Spans = "qsr",
+        variance_updates: int | Updates = 16,
+        spiky_codec: str | Codec | None = "int8",
+        variance_floor: float = 1e-3,
+        **options: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
+        }  # fmt: skip
+        check_defaults(defaults)
+        self.windows = Windows(sync, variance_updates)
+        self.spiky_codec = None if spiky_codec is None else codec_named(spiky_codec)
+        self.frozen_variance = FrozenVariance(variance_floor)
+        self.spiky: list[str] | None = None  # decided at the first compressed round
+        self.reciprocal = self.accumulated = self.anchor = torch.empty(0)
+        super().__init__(params, defaults, **options)
+
+    # ------------------------------------------------------------ what a step does
+
+    @property
+    def frozen(self) -> bool:
+        return self.steps_done > 0
+
+    def round(self) -> Round:
+        if self.transport.size == 1:
+            return Round.EXACT
+        return self.windows.round(self.steps_done, self.param_groups, self.facts)
+
+    @property
+    def held(self) -> int:
+        """Steps since the last synchronisation."""
+        return self.windows.held
+
+    def prepare(self, group: dict[str, Any], segments: Segments, gain: float) -> None:
+        self.refresh()
+        self.kernels.accumulate(
+            segments, self.momentum, self.accumulated if self.held else self._empty, self.work,
+            beta=group["betas"][0], gain=gain, lr=rate_of(group, self.steps_done), keep=keep(group),
+        )  # fmt: skip
+
+    def apply(self, kind: Round) -> None:
+        if kind is Round.EXACT:
+            self.exact(self._works)
+        else:
+            self._gather(self.windows.after(self.steps_done, self.param_groups))
+
+    def _gather(self, window: list[tuple[float, float]]) -> None:
+        self.silence_dead()
+        anchor = self.anchor if self.held else self._empty
+        for (_, at), (rate, kept) in zip(self.groups(), window, strict=True):
+            self.kernels.gather(
+                self._flat.placed(at), self.work, anchor, self.reciprocal, kept=kept, share=1 / rate if rate > 0 else 0.0
+            )
+        self.exchange_momentum()
+        self.windows.held = 0
+
+    def local(self, gain: float) -> None:
+        """A gradient that is not finite counts as the momentum itself: nobody can be asked, and the window goes on."""
+        self.refresh()
+        if self.accumulated.numel() == 0:
+            self.accumulated, self.anchor = self._flat.new(), self._flat.new()
+        span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
+        window, gain = self.windows.after(self.steps_done, self.param_groups), self._local_gain(gain)
+        for (group, at), (_, kept) in zip(self.groups(), window, strict=True):
+            self.kernels.wander(
+                self._flat.segments(at) if gain else self._flat.placed(at), self.momentum, self.accumulated, self.anchor,
+                self.reciprocal, beta=group["betas"][0] if gain else 1.0, gain=gain,
+                lr=rate_of(group, self.steps_done), keep=keep(group), kept=kept, begins=self.held == 0,
+            )  # fmt: skip
+        self.windows.hold(window, span)
+
+    def _local_gain(self, gain: float) -> float:
+        """The factor of the local gradients, 0 if they are not finite."""
+        squares = self.kernels.square_sum(self._flat.segments(range(len(self._flat.parameters)))) * gain * gain
+        if not squares < float("inf"):
+            self.counters.ignored_gradients += 1
+            return 0.0
+        return gain * self.clipping.factor((self.facts.norm_ratio or 1.0) * squares**0.5)
+
+    def after(self, kind: Round) -> None:
+        if kind is Round.EXACT:
+            self.windows.updated(self.steps_done - 1)
+            self._stale = True
+
+    # ------------------------------------------------------------ the variance
+
+    def variance_updates(self) -> int:
+        return self.windows.updates
+
+    def exact_rates(self, group: dict[str, Any]) -> tuple[float, float]:
+        return self.windows.exact_rates(group, self.steps_done)
+
+    def refresh(self) -> None:
+        """Reciprocals, codecs and dead elements of the variance as it is now."""
+        if not self._stale:
+            return
+        if self.reciprocal.numel() == 0:
+            self.reciprocal = self._flat.new()
+        spiky = self.frozen_variance.freeze(self, self.reciprocal, self.windows.updates)
+        if self.spiky is None:
+            self.spiky = spiky
+            self.quantized.relay(self._flat)
+            self.quantized.policy = self.frozen_variance.policy(self.codec, self.spiky_codec, self.spiky)
+        self.quantized.silence(self.frozen_variance.dead(self, self.quantized.policy))
+        self._stale = False
+
+    def allocate(self) -> None:
+        self.reciprocal = self.accumulated = self.anchor = self._empty
+        self._stale = True
+
+    def replicated(self) -> list[torch.Tensor]:
+        return self._flat.views(self.anchor) if self.held else self._flat.weights
+
+    # ------------------------------------------------------------ between windows
+
+    def synchronize(self) -> None:
+        """End the window now: all ranks hold the same parameters afterwards. Collective; free if nothing is pending."""
+        with torch.no_grad():
+            run(self.synchronizing())
+
+    def synchronizing(self) -> Steps[None]:
+        if self.held == 0:
+            return
+        self.work.copy_(self.accumulated)
+        if any(rate > 0 for rate in self.windows.rates):
+            outcomes = yield from self.reduce(
+                Round.COMPRESSED, range(len(self._flat.parameters)), workspace=self.workspace
+            )
+            finite = all(outcome.finite for outcome in outcomes)
+            self.quantized.settle(outcomes, finite=finite)
+            if not finite:
+                self.work.zero_()
+        self._gather(list(zip(self.windows.rates, self.windows.kept, strict=True)))
+        self._flat.publish()
+        self.counters.compressed_rounds += 1
+        self.counters.compressed_bytes += self.sent_bytes()
+
+    # ------------------------------------------------------------ checkpoints
+
+    def schedule_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.windows.state() | {"spiky": self.spiky}
+        if self.held:
+            state |= {"accumulated": self.accumulated.clone(), "anchor": self.anchor.clone()}
+        return state
+
+    def shared(self) -> Steps[dict[str, torch.Tensor]]:
+        """Mid-window ranks differ in momentum and accumulated steps; what counts for the run is the mean of both."""
+        if not self.held:
+            return {}
+        means = {"exp_avg": self.momentum.clone(), "accumulated": self.accumulated.clone()}
+        message = one_message(self._flat.numel, codec_named("none"), self.transport.size, name="window")
+        for mean in means.values():
+            yield from reduce_message(
+                mean, None, message=message, transport=self.transport, workspace=self.workspace,
+                sequence=self.next_sequence(),
+            )  # fmt: skip
+        return means
+
+    def resume(self, schedule: dict[str, Any] | None) -> None:
+        self.allocate()
+        self.windows.begin_anew(self.steps_done)
+        self.spiky = None
+        self.quantized.relay(self._flat)
+        self.quantized.policy = self.codec
+        if schedule is None:
+            return
+        self.windows.load(schedule)
+        self.spiky = schedule["spiky"]
+        if self.spiky is not None:
+            self.quantized.policy = self.frozen_variance.policy(self.codec, self.spiky_codec, self.spiky)
+            self.refresh()
+        if schedule["held"]:
+            if schedule["anchor"].shape != self.work.shape:
+                raise StateMismatch(
+                    f"the state has {schedule['anchor'].numel()} anchored elements, expected {self.work.numel()}: load the "
+                    "state of this model"
+                )
+            self.accumulated, self.anchor = self._flat.new(), self._flat.new()
+            self.accumulated.copy_(schedule["accumulated"])
+            self.anchor.copy_(schedule["anchor"])
+            for (_, at), kept in zip(self.groups(), self.windows.kept, strict=True):
+                self.kernels.wander(  # x := D·a − u/(√v̂ + ε), nothing else changes
+                    self._flat.placed(at), self.momentum, self.accumulated, self.anchor, self.reciprocal,
+                    beta=1.0, gain=0.0, lr=0.0, keep=1.0, kept=kept, begins=False,
+                )  # fmt: skip
+            self._flat.publish()

@@ -1,0 +1,148 @@
+"""The machines of a simulation: nodes of a few kinds, what joins them, and which of their ranks behave alike.
+
+Rates are bytes per second of payload, times seconds. A link is full duplex.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from commpress.collectives.topology import Topology
+from commpress.errors import InvalidArgument
+
+TCP = 1448 / 1538  # of an Ethernet frame of 1500 bytes, its gap and preamble included, this share is payload
+UNLIMITED = 1e18
+_RATE = re.compile(r"([\d.]+)\s*([kmg]?)(bit|B/s)", re.IGNORECASE)
+_TIME = re.compile(r"([\d.]+)\s*(us|ms|s)")
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One kind of node."""
+
+    ranks: int
+    nic: float  # to other nodes, each direction
+    inside: float = UNLIMITED  # all ranks of the node together, among themselves
+    cores: float = UNLIMITED  # for all ranks of the node
+    slowdown: float = 1.0  # of everything that its ranks compute: a straggler has more than 1
+    foreign: float = 0.0  # to nodes of another kind, where that is slower than ``nic`` (0: it is not)
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or min(self.nic, self.inside, self.cores, self.slowdown) <= 0 or self.foreign < 0:
+            raise InvalidArgument(f"a node is {self}: ranks, rates, cores and slowdown must be positive")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``kinds``: so many nodes of each kind; ranks are numbered node by node in that order."""
+
+    kinds: tuple[tuple[Node, int], ...]
+    latency: float = 50e-6  # between nodes, one way, with the waking of the receiver
+    inside_latency: float = 20e-6
+    message_seconds: float = 0.0  # of the sending thread for each message
+    byte_seconds: float = 0.0  # of a core for each byte sent and for each received: the network stack
+    machine_cores: float = 0.0  # > 0: all nodes lie on one machine and share its cores (network namespaces)
+    rack: int = 0  # nodes below one switch (0: all)
+    oversubscription: float = 1.0  # a rack's uplink carries its nodes' rates divided by this
+
+    def __post_init__(self) -> None:
+        if not self.kinds or min(count for _, count in self.kinds) < 1:
+            raise InvalidArgument("a cluster needs at least one node of each kind that it names")
+        if self.oversubscription < 1:
+            raise InvalidArgument(f"oversubscription is {self.oversubscription}, expected at least 1")
+
+    @cached_property
+    def topology(self) -> Topology:
+        return Topology.of(*(node.ranks for node, count in self.kinds for _ in range(count)))
+
+    @cached_property
+    def size(self) -> int:
+        return sum(node.ranks * count for node, count in self.kinds)
+
+    @cached_property
+    def node_of(self) -> np.ndarray:
+        """The node of each rank."""
+        sizes = [node.ranks for node, count in self.kinds for _ in range(count)]
+        return np.repeat(np.arange(len(sizes)), sizes)
+
+    def classes(self, *, alike: bool = True) -> "Classes":
+        """``alike``: ranks that must behave alike are one class; otherwise every rank is one of its own."""
+        return _alike(self) if alike else _each(self)
+
+
+@dataclass(frozen=True)
+class Class:
+    """Ranks of which one is simulated for all."""
+
+    rank: int  # the one
+    kind: int
+    ranks: int  # in all
+    in_node: int  # in one node
+
+
+@dataclass(frozen=True)
+class Classes:
+    of: np.ndarray  # rank → class
+    every: tuple[Class, ...]
+
+
+def _alike(cluster: Cluster) -> Classes:
+    """Ranks of nodes of one kind are alike; where nodes differ in size, only those with the same place in the node are.
+
+    With nodes of one size every rank owns as much of every message as any other. With several sizes, the hierarchical
+    all-reduce gives the ranks of smaller nodes more slices, and the last of them fewer.
+    """
+    by_place = len({node.ranks for node, _ in cluster.kinds}) > 1
+    of, first = np.zeros(cluster.size, np.int64), 0
+    every: list[Class] = []
+    for kind, (node, count) in enumerate(cluster.kinds):
+        places = range(node.ranks) if by_place else range(1)
+        for place in places:
+            ranks = first + np.arange(node.ranks * count)
+            chosen = ranks[place :: node.ranks] if by_place else ranks
+            of[chosen] = len(every)
+            every.append(Class(first + place, kind, len(chosen), 1 if by_place else node.ranks))
+        first += node.ranks * count
+    return Classes(of, tuple(every))
+
+
+def _each(cluster: Cluster) -> Classes:
+    kinds = [kind for kind, (node, count) in enumerate(cluster.kinds) for _ in range(node.ranks * count)]
+    return Classes(np.arange(cluster.size), tuple(Class(rank, kind, 1, 1) for rank, kind in enumerate(kinds)))
+
+
+# ---------------------------------------------------------------- as a person types it
+
+
+def parse_link(text: str) -> tuple[float, float]:
+    """(bytes per second of payload, seconds) of '1gbit,100us'; 'none' is no limit; without a time, 50 us."""
+    rate, _, delay = (part.strip() for part in text.partition(","))
+    if rate == "none":
+        found = UNLIMITED
+    elif match := _RATE.fullmatch(rate):
+        number = float(match[1]) * _PREFIX[match[2].lower()]
+        found = number / 8 * TCP if match[3].lower() == "bit" else number
+    else:
+        raise InvalidArgument(f"link is {text!r}, expected a rate and a time such as '1gbit,100us', '12GB/s,5us' or 'none'")
+    return found, parse_time(delay) if delay else 50e-6
+
+
+def parse_time(text: str) -> float:
+    if not (match := _TIME.fullmatch(text)):
+        raise InvalidArgument(f"time is {text!r}, expected a number with us, ms or s, such as '100us'")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_nodes(text: str) -> list[tuple[int, int]]:
+    """[(nodes, ranks per node), …] of '8x4' or, for several kinds, '8x4,2x1'."""
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", part)
+        if not match or int(match[1]) < 1 or int(match[2]) < 1:
+            raise InvalidArgument(f"nodes are {text!r}, expected nodes x ranks of each kind, such as '8x4' or '8x4,2x4'")
+        found.append((int(match[1]), int(match[2])))
+    return found

@@ -1,0 +1,192 @@
+"""What the arithmetic costs, and kernels that cost it without computing.
+
+``SizedKernels`` has the names and arguments of ``kernels.cpu``. It looks at tables and shapes, never at numbers, and charges
+what the real ones took per element when they were measured. So the generators of ``collectives`` run unchanged.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import thread_time
+from typing import Any
+
+import numpy as np
+import torch
+
+from commpress.codecs import Codec, codec_named
+from commpress.collectives.buckets import one_message
+from commpress.feedback import ErrorFeedback
+from commpress.kernels import arithmetic, low_rank_arithmetic
+from commpress.kernels.matrices import RANK, TALL, WIDE, Matrices, Matrix, stack
+from commpress.kernels.pieces import KIND, NUMEL, WIDTH, Pieces
+
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "sign", "sign-l1", "ternary", "terngrad", "bits4")
+_NUMEL, _ROWS, _RANK = 1 << 23, 4, 4  # longer than caches: gradients and residuals come from memory
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds per element of one codec, one thread."""
+
+    encode: float  # with the residual, where the codec has one
+    add: float  # decode one row and add it to a sum
+    decode: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one rank's processor."""
+
+    codecs: Mapping[int, Cost]  # by kernel kind; kinds not listed cost as much as the dearest that is
+    memory: float  # seconds per byte that is read or written
+    product: float  # seconds per multiply-add of a low-rank product
+    call: float = 2e-5  # seconds of one kernel call, whatever its size
+
+    def of(self, kind: int) -> Cost:
+        if kind in self.codecs:
+            return self.codecs[kind]
+        same = [cost for other, cost in self.codecs.items() if other & 255 == kind & 255]
+        return same[0] if same else max(self.codecs.values(), key=lambda cost: cost.encode)
+
+
+def device_costs(memory_bandwidth: float, *, call: float = 2e-5) -> Costs:
+    """Of an accelerator: every kernel is one pass over memory at ``memory_bandwidth`` bytes per second."""
+    byte = 1 / memory_bandwidth
+    codecs = {}
+    for name in CODECS:
+        codec = codec_named(name)
+        wire = codec.row_bytes(4096) / 4096
+        kept = 8 if codec.feedback and not codec.lossless else 0
+        codecs[codec.kind] = Cost((4 + kept + wire) * byte, wire * byte, (4 + wire) * byte)
+    return Costs(codecs, byte, byte / 10, call)
+
+
+def measure_costs(names: Sequence[str] = CODECS, *, numel: int = _NUMEL) -> Costs:
+    """Of one thread of this processor, by running the kernels; about half a second for each codec."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        codecs = {codec.kind: _cost(codec, numel) for codec in map(codec_named, names)}
+        return Costs(codecs, _memory(numel), _product())
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cost(codec: Codec, numel: int) -> Cost:
+    kernels, device = arithmetic(torch.device("cpu")), torch.device("cpu")
+    message = one_message(numel, codec, _ROWS)
+    pieces = message.pieces
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    wire = torch.zeros(_ROWS, pieces.row_bytes, dtype=torch.uint8)
+    flag = torch.zeros(1, dtype=torch.uint8)
+    old = ErrorFeedback.zeros(pieces, device) if pieces.kept else None
+    new = ErrorFeedback.zeros(pieces, device) if pieces.kept else None
+    out = torch.zeros(int(pieces.table[0, WIDTH]))
+
+    def encode() -> None:
+        kernels.encode(
+            x, wire, flag, pieces, residual=old and old.sent, residual_scale=old and old.sent_scale,
+            new_residual=new and new.sent, new_scale=new and new.sent_scale,
+        )  # fmt: skip
+
+    add, decode = _best(lambda: kernels.decode_mean(wire, out, pieces, 0)), _best(lambda: kernels.decode(wire, x, pieces))
+    return Cost(_best(encode) / numel, add / numel, decode / numel)
+
+
+def _memory(numel: int) -> float:
+    a, b = torch.ones(numel), torch.ones(numel)
+    return _best(lambda: a.copy_(b)) / (8 * numel)
+
+
+def _product() -> float:
+    kernels = low_rank_arithmetic(torch.device("cpu"))
+    side = 1024
+    matrices = stack([Matrix(0, side, side, _RANK)])
+    x, m, p, q = torch.ones(side * side), torch.zeros(side * side), torch.zeros(side * _RANK), torch.ones(side * _RANK)
+    took = _best(lambda: kernels.project(x, None, m, p, q, matrices)) + _best(lambda: kernels.fold(m, p, q, matrices))
+    return took / (3 * _RANK * side * side)
+
+
+def _best(call: Any, rounds: int = 3) -> float:
+    """Of this thread alone, so that others who use the processor count little."""
+    took = []
+    for _ in range(rounds + 1):
+        start = thread_time()
+        call()
+        took.append(thread_time() - start)
+    return min(took[1:])
+
+
+# ---------------------------------------------------------------- instead of computing
+
+
+@dataclass
+class Ledger:
+    """Seconds that one rank's arithmetic has cost so far."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+
+@dataclass
+class SizedKernels:
+    costs: Costs
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def encode(self, x: Any, wire: Any, flag: Any, pieces: Pieces, **_: Any) -> None:
+        self._charge(sum(n * self.costs.of(k).encode for k, n in _elements(pieces, NUMEL)))
+
+    def serve(self, wires: Any, wire: Any, flag: Any, pieces: Pieces, rank: int, **_: Any) -> None:
+        rows = wires.shape[0]
+        each = ((n, self.costs.of(k)) for k, n in _elements(pieces, WIDTH))
+        self._charge(sum(n * (rows * cost.add + cost.encode) for n, cost in each))
+
+    def decode(self, wire: Any, out: Any, pieces: Pieces, **_: Any) -> None:
+        self._charge(sum(n * self.costs.of(k).decode for k, n in _elements(pieces, NUMEL)))
+
+    def decode_mean(self, wires: Any, out: Any, pieces: Pieces, rank: int, **_: Any) -> None:
+        self._charge(sum(n * wires.shape[0] * self.costs.of(k).add for k, n in _elements(pieces, WIDTH)))
+
+    def settle(self, value: Any, scale: Any, pieces: Pieces, **_: Any) -> None:
+        self._charge(8 * value.numel() * self.costs.memory)
+
+    def project(self, x: Any, residual: Any, m: Any, p: Any, q: Any, matrices: Matrices, **_: Any) -> None:
+        kept = 0 if residual is None else 4
+        self._charge(_products(matrices) * self.costs.product + (8 + kept) * matrices.numel * self.costs.memory)
+
+    def fold(self, m: Any, p: Any, q: Any, matrices: Matrices, *, keep: bool = True) -> None:
+        self._charge(_products(matrices) * (2 if keep else 1) * self.costs.product)
+
+    def expand(self, p: Any, q: Any, x: Any, matrices: Matrices, **_: Any) -> None:
+        self._charge(_products(matrices) * self.costs.product)
+
+    def orthonormalize_left(self, p: Any, matrices: Matrices) -> None:
+        self._charge(_squares(matrices, TALL) * self.costs.product)
+
+    def orthonormalize_right(self, q: Any, matrices: Matrices, key: int) -> None:
+        self._charge(_squares(matrices, WIDE) * self.costs.product)
+
+    def moved(self, nbytes: float) -> None:
+        """What torch itself read and wrote."""
+        self._charge(nbytes * self.costs.memory)
+
+    def _charge(self, seconds: float) -> None:
+        self.ledger.seconds += seconds + self.costs.call
+        self.ledger.calls += 1
+
+
+def _elements(pieces: Pieces, column: int) -> list[tuple[int, int]]:
+    """[(kind, elements)]."""
+    kinds = pieces.table[:, KIND]
+    return [(int(kind), int(pieces.table[kinds == kind, column].sum())) for kind in np.unique(kinds)]
+
+
+def _products(matrices: Matrices) -> float:
+    table = matrices.table
+    return float((table[:, TALL] * table[:, WIDE] * table[:, RANK]).sum())
+
+
+def _squares(matrices: Matrices, side: int) -> float:
+    table = matrices.table
+    return float((table[:, side] * table[:, RANK] ** 2).sum())
+
+

@@ -1,0 +1,97 @@
+"""What a model looks like to a collective: names and shapes, and the buckets that DDP makes of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from commpress.collectives.buckets import Span
+from commpress.errors import InvalidArgument
+
+FIRST_BUCKET = 1 << 20  # bytes: DDP closes the first one early, so that communication begins
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    spans: tuple[Span, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(span.numel for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters in the order of ``named_parameters``."""
+
+    shapes: tuple[Shape, ...]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> "Model":
+        return cls(tuple(Shape(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad))
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(shape.numel for shape in self.shapes)
+
+    def buckets(self, bucket_mb: float = 25.0) -> list[Bucket]:
+        """As DDP's after its first step: from the last parameter on, closed once they reach their size."""
+        result: list[Bucket] = []
+        held: list[Shape] = []
+        limit, size = min(FIRST_BUCKET, bucket_mb * 2**20), 0
+        for shape in reversed(self.shapes):
+            held.append(shape)
+            size += 4 * shape.numel
+            if size >= limit:
+                result.append(_bucket(held))
+                held, size, limit = [], 0, bucket_mb * 2**20
+        if held:
+            result.append(_bucket(held))
+        return result
+
+    def shares(self, bucket_mb: float = 25.0) -> tuple[float, ...]:
+        """Of the backward, by parameters: what has been computed between one full bucket and the next."""
+        return tuple(bucket.numel / self.numel for bucket in self.buckets(bucket_mb))
+
+
+def _bucket(shapes: Sequence[Shape]) -> Bucket:
+    spans, at = [], 0
+    for shape in shapes:
+        spans.append(Span(shape.name, at, shape.numel))
+        at += shape.numel
+    return Bucket(tuple(spans), tuple(shape.sizes for shape in shapes))
+
+
+def transformer(parameters: int, *, vocabulary: int = 0, length: int = 512) -> Model:
+    """About so many parameters, in the shape of a transformer: what a count alone can stand for."""
+    if parameters < 1000:
+        raise InvalidArgument(f"parameters are {parameters}, expected at least 1000")
+    vocabulary = vocabulary or (30_000 if parameters > 50_000_000 else 256)
+    layers = max(round((parameters / 1e8) ** 0.37 * 12), 2)
+    width = 8
+    while _count(width + 8, layers, vocabulary, length) <= parameters:
+        width += 8
+    shapes = [Shape("tokens.weight", (vocabulary, width)), Shape("positions.weight", (length, width))]
+    for i in range(layers):
+        for name, sizes in (("qkv", (3 * width, width)), ("out", (width, width)), ("up", (4 * width, width)),
+                            ("down", (width, 4 * width))):  # fmt: skip
+            shapes += [Shape(f"blocks.{i}.{name}.weight", sizes), Shape(f"blocks.{i}.{name}.bias", (sizes[0],))]
+        shapes += [Shape(f"blocks.{i}.norm{k}.{side}", (width,)) for k in (1, 2) for side in ("weight", "bias")]
+    return Model((*shapes, Shape("norm.weight", (width,)), Shape("norm.bias", (width,))))
+
+
+def _count(width: int, layers: int, vocabulary: int, length: int) -> int:
+    return (vocabulary + length) * width + layers * (12 * width * width + 13 * width) + 2 * width

@@ -1,0 +1,63 @@
+"""The baseline: the ring all-reduce of libraries, float32 or bfloat16, as a generator like the others.
+
+Every rank passes a chunk of 1/P of the buffer to the next, 2·(P − 1) times. Ranks of a node follow each other, so one rank
+of a node sends abroad and one receives. A class of several ranks of a node counts as their mean.
+"""
+
+from commpress.plan.network import FOREIGN, INSIDE, RACK, Flow, SizedTransport
+from commpress.work import Steps, Work
+
+TURNS = 64  # of a longer ring, several steps are taken as one turn: the same bytes, the same latencies
+
+
+def ring_allreduce(nbytes: float, transport: SizedTransport, *, tag: int, arithmetic: float = 0.0) -> Steps[None]:
+    """``arithmetic``: seconds that the additions of a rank take in all."""
+    steps = 2 * (transport.size - 1)
+    if steps == 0:
+        return
+    turns = min(steps, TURNS)
+    per_turn = steps / turns
+    cluster = transport.network.cluster
+    latency = cluster.inside_latency if len(cluster.topology.nodes) == 1 else cluster.latency
+    ledger = transport.network.ledgers[transport.cls]
+    flows, froms = neighbours(transport, nbytes / transport.size * per_turn, per_turn)
+    for turn in range(turns):
+        yield transport.network.post(transport.cls, tag, flows, froms)
+        if turn < turns / 2:
+            ledger.seconds += arithmetic * 2 / turns
+        if per_turn > 1:
+            pause: Work = transport.network.pause((per_turn - 1) * latency)
+            yield pause
+
+
+def neighbours(
+    transport: SizedTransport, chunk: float, messages: float
+) -> tuple[list[Flow], set[tuple[int, int]]]:
+    """What a rank of this class sends, on average over the ranks of a node, and whom it hears from."""
+    network, cls = transport.network, transport.network.classes.every[transport.cls]
+    kinds, every = network.cluster.kinds, network.classes.every
+    if cls.ranks == 1 == cls.in_node and len(every) == network.cluster.size:  # every rank a class of its own
+        after, before = (cls.rank + 1) % transport.size, (cls.rank - 1) % transport.size
+        return [Flow(*network.where(cls.rank, after), chunk, messages)], {network.where(cls.rank, before)}
+    node, count = kinds[cls.kind]
+    if node.ranks == cls.in_node:
+        first = last = transport.cls
+        flows = [Flow(first, INSIDE, chunk * (node.ranks - 1) / node.ranks, messages)] if node.ranks > 1 else []
+        froms = {(first, INSIDE)} if node.ranks > 1 else set()
+    else:
+        first = next(i for i, one in enumerate(every) if one.kind == cls.kind)
+        last = first + node.ranks - 1
+        flows = [Flow(transport.cls + 1, INSIDE, chunk, messages)] if transport.cls < last else []
+        froms = {(transport.cls - 1, INSIDE)} if transport.cls > first else set()
+    if count > 1:
+        if transport.cls == last:
+            flows.append(Flow(first, RACK, chunk / cls.in_node, messages))
+        if transport.cls == first:
+            froms.add((last, RACK))
+    if len(kinds) > 1:  # one node of each kind passes on to the next kind
+        if transport.cls == last:
+            after = next(i for i, one in enumerate(every) if one.kind == (cls.kind + 1) % len(kinds))
+            flows.append(Flow(after, FOREIGN, chunk / cls.in_node, messages, chunk / every[after].in_node))
+        if transport.cls == first:
+            froms.add((max(i for i, one in enumerate(every) if one.kind == (cls.kind - 1) % len(kinds)), FOREIGN))
+    return flows, froms

@@ -1,0 +1,204 @@
+"""When to freeze the variance, when to update it, when to synchronise: pure functions of the step and of recorded facts.
+
+Steps count from 0. What a rule needs to know beyond the step is in ``Facts``, which every rank records alike and a
+checkpoint carries: a resumed run decides as the uninterrupted one would.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from commpress.errors import InvalidArgument
+
+
+@dataclass
+class Facts:
+    """What happened so far, as far as schedules ask for it."""
+
+    peak_lr: float = 0.0  # the largest learning rate so far
+    peak_step: int = 0  # when it was first reached
+    norm_ratio: float = 0.0  # ‖mean gradient‖ / √(mean over ranks of ‖gradient‖²) in exact steps; 0: not known
+    norms: list[tuple[int, float]] = field(default_factory=list)  # (steps done, sum of the bias-corrected variance)
+
+    def see(self, step: int, lr: float) -> None:
+        if lr > self.peak_lr * (1 + 1e-9):
+            self.peak_lr, self.peak_step = lr, step
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "peak_lr": self.peak_lr,
+            "peak_step": self.peak_step,
+            "norm_ratio": self.norm_ratio,
+            "norms": [list(pair) for pair in self.norms],
+        }
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "Facts":
+        norms = [(int(step), float(norm)) for step, norm in state["norms"]]
+        numbers = float(state["peak_lr"]), int(state["peak_step"]), float(state["norm_ratio"])
+        return cls(*numbers, norms)
+
+
+# ---------------------------------------------------------------- when the variance freezes
+
+
+class Freeze(Protocol):
+    def probes(self, step: int) -> bool:
+        """Whether the variance's mean is to be recorded after ``step`` steps."""
+
+    def freezes(self, step: int, facts: Facts) -> bool:
+        """Whether the variance is frozen from now on, ``step`` steps being done."""
+
+
+@dataclass(frozen=True)
+class AfterSteps:
+    """Exactly so many exact steps."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InvalidArgument(
+                f"warmup_steps is {self.steps}, expected at least 1: without one exact step there is no variance"
+            )
+
+    def probes(self, step: int) -> bool:
+        return False
+
+    def freezes(self, step: int, facts: Facts) -> bool:
+        return step >= self.steps
+
+
+@dataclass(frozen=True)
+class WhenStable:
+    """When the mean of the variance has changed by at most 1 − ``threshold`` over the last ``window`` steps.
+
+    The published rule compares with the variance 1 / (1 − β2) steps ago. Here the window is also never longer than half of
+    the steps done, so that a short run does not stay exact to its end, and a rising learning rate does not count as stable.
+    """
+
+    threshold: float = 0.96
+    window: int = 1000
+    earliest: int = 64
+    every: int = 8
+
+    def probes(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def freezes(self, step: int, facts: Facts) -> bool:
+        if step < self.earliest or facts.peak_step >= step - 1 > 0:
+            return False
+        now = [norm for at, norm in facts.norms if at == step]
+        span = min(self.window, step // 2)
+        before = [norm for at, norm in facts.norms if at <= step - span]
+        if not now or not before or min(now[0], before[-1]) <= 0:
+            return False
+        return self.threshold <= now[0] / before[-1] <= 1 / self.threshold
+
+
+# ---------------------------------------------------------------- when the variance is updated
+
+
+class Updates(Protocol):
+    def count(self, step: int) -> int:
+        """Updates that are scheduled before ``step``."""
+
+
+@dataclass(frozen=True)
+class DoublingUpdates:
+    """``per_interval`` updates at each interval 1, 2, 4, …: every step first, then ever more rarely, never none.
+
+    The updates before step κ·(2^J − 1) number κ·J.
+    """
+
+    per_interval: int = 16
+
+    def __post_init__(self) -> None:
+        if self.per_interval < 1:
+            raise InvalidArgument(f"variance_updates is {self.per_interval}, expected at least 1")
+
+    def count(self, step: int) -> int:
+        octave = (step // self.per_interval + 1).bit_length() - 1
+        inside = step - self.per_interval * (2**octave - 1)
+        return self.per_interval * octave + -(-inside >> octave)
+
+
+# ---------------------------------------------------------------- how far apart synchronisations are
+
+
+class Sync(Protocol):
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        """Steps from one synchronisation to the next, for a window that begins at ``step`` with rate ``lr``."""
+
+
+@dataclass(frozen=True)
+class EveryStep:
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class DoublingIntervals:
+    """1 for the first ``start`` steps, then 2, 4, …, doubling every ``period`` steps up to ``longest``."""
+
+    start: int
+    period: int
+    longest: int = 16
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        if step < self.start:
+            return 1
+        return min(2 ** ((step - self.start) // self.period + 1), self.longest)
+
+
+@dataclass(frozen=True)
+class FollowRate:
+    """2 once the learning rate has passed its peak, and doubled each time it has halved since."""
+
+    longest: int = 16
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        if step <= facts.peak_step + 1 or lr >= facts.peak_lr:
+            return 1
+        if lr <= 0:
+            return self.longest
+        halvings = max(int(facts.peak_lr / lr).bit_length() - 1, 0)
+        return min(2 ** (halvings + 1), self.longest)
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """QSR: max(``shortest``, ⌊(α / lr)²⌋), at most ``longest``; 1 while the rate still rises.
+
+    α defaults to the peak of the learning rate, so that the interval is 4 when the rate has halved.
+    """
+
+    alpha: float | None = None
+    shortest: int = 1
+    longest: int = 16
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        if step <= facts.peak_step + 1:
+            return 1
+        if lr <= 0:
+            return self.longest
+        alpha = facts.peak_lr if self.alpha is None else self.alpha
+        return min(max(self.shortest, int((alpha / lr) ** 2 + 1e-9)), self.longest)
+
+
+def sync_named(sync: "str | Sync") -> Sync:
+    names: dict[str, Sync] = {"every": EveryStep(), "rate": FollowRate(), "qsr": Quadratic()}
+    if not isinstance(sync, str):
+        return sync
+    if sync not in names:
+        raise InvalidArgument(f"sync is {sync!r}, expected one of {', '.join(map(repr, names))} or a schedule")
+    return names[sync]
+
+
+def pruned(norms: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
+    """The records that a later decision may still ask for: the last one older than the window, and what follows."""
+    if not norms:
+        return []
+    horizon = norms[-1][0] - window
+    old = [pair for pair in norms if pair[0] <= horizon]
+    return [*old[-1:], *(pair for pair in norms if pair[0] > horizon)]

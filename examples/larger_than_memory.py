@@ -1,0 +1,120 @@
+"""Train a transformer whose parameters, gradients and optimizer state do not fit into memory.
+
+A GPT on bytes of Python's standard library, built on the meta device: nothing of it is ever in memory as a whole.
+
+    python examples/larger_than_memory.py --folder /nvme/run1                    # 16.5 GiB of state
+    python examples/larger_than_memory.py --folder /nvme/run1 --width 512 --layers 24 --host 0.3
+    python examples/larger_than_memory.py --plain                                # the same in memory: the same losses
+"""
+
+import argparse
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import commpress
+from commpress.cli.text import standard_library
+
+HEAD, WORDS = 64, 256
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.after, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.after(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(length, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = 0.02 * (self.words(ids) + self.places(torch.arange(ids.shape[1])))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(model: GPT, text: torch.Tensor, step: int, length: int, batch: int) -> torch.Tensor:
+    """Two batches in turn, so that a few steps show whether it learns."""
+    starts = torch.randint(len(text) - length, (batch,), generator=torch.Generator().manual_seed(step % 2))
+    ids = torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def clip(model: GPT, limit: float) -> None:
+    """As Offloaded does: by a norm that is summed in double."""
+    squares = [torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() for p in model.parameters()]
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.stack(squares).sum().sqrt().float())
+
+
+def peak() -> float:
+    """GiB of memory that this process has had at most, as the kernel counts it."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 2**20
+
+
+def train(options: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+    text = standard_library()
+    for step in range(options.steps):
+        begin = perf_counter()
+        loss = loss_of(model, text, step, options.length, options.batch)
+        loss.backward()
+        computed = perf_counter()
+        if options.plain:
+            clip(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        now = perf_counter()
+        print(
+            f"step {step}  loss {loss.item():.9f}  {computed - begin:.1f} s forward and backward, "
+            f"{now - computed:.1f} s update, peak {peak():.2f} GiB", flush=True,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default="store")
+    parser.add_argument("--host", type=float, default=0.95, help="GiB of the store's host memory")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--chunk-mb", type=float, default=16.0)
+    parser.add_argument("--plain", action="store_true", help="in memory, for comparison")
+    options = parser.parse_args()
+    torch.manual_seed(1)
+    with torch.device("cpu" if options.plain else "meta"):
+        model = GPT(options.width, options.layers, options.length)
+    count = sum(p.numel() for p in model.parameters())
+    size = 16 * count / 2**30
+    print(f"{count / 1e6:.0f} million parameters: {size:.2f} GiB of parameters, gradients and moments", flush=True)
+    adam = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
+    if options.plain:
+        train(options, model, torch.optim.AdamW(model.parameters(), **adam))
+        return
+    with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30)) as store:
+        commpress.stream(model, store=store, chunk_mb=options.chunk_mb)
+        optimizer = commpress.Offloaded(
+            model.parameters(), torch.optim.AdamW, store=store, chunk_mb=options.chunk_mb, max_grad_norm=1.0, **adam
+        )
+        train(options, model, optimizer)
+        usage = store.usage()
+        print(f"on disk {usage.disk / 2**30:.2f} GiB, written {store.wear.written / 2**30:.1f} GiB in all", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Which all-reduces of a process group may be compressed: nothing unless somebody says so."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import Codec, codec_named
+from commpress.codecs.planned import load_plan
+from commpress.errors import InvalidArgument
+
+VARIABLE = "COMMPRESS_POLICY"
+_KEYS = ("codec", "min_numel", "ops", "only")
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Compress an all-reduce if all of this holds; otherwise it is exact.
+
+    - its tensor has at least ``min_numel`` elements, in float32, bfloat16 or float16, on the CPU;
+    - its reduction is one of ``ops``: "sum", "avg", also as ``ReduceOp``;
+    - ``only="gradients"``: it is called from inside a backward pass, where DDP reduces its buckets. The norm for clipping, a
+      metric, a vote are computed outside and never touched. ``only="everything"`` compresses those too.
+    """
+
+    codec: str | Codec = "sign"
+    min_numel: int = 1 << 16
+    ops: Sequence[Any] = ("sum", "avg")
+    only: Literal["gradients", "everything"] = "gradients"
+
+    def __post_init__(self) -> None:
+        codec_named(self.codec)
+        if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 1:
+            raise InvalidArgument(f"min_numel is {self.min_numel!r}, expected a positive number of elements")
+        if self.only not in ("gradients", "everything"):
+            raise InvalidArgument(f"only is {self.only!r}, expected 'gradients' or 'everything'")
+        object.__setattr__(self, "ops", tuple(sorted({_op_name(op) for op in self.ops})))
+
+    def accepts(self, op: Any) -> bool:
+        return any(op == _OPS[name] for name in self.ops)
+
+
+def policy_from(given: Policy | str | None) -> Policy | None:
+    """A policy as it is, from text such as ``codec=int8,min_numel=65536,ops=sum+avg,only=gradients``, or from a plan's file.
+
+    None reads ``COMMPRESS_POLICY``; an empty text, or "exact", is no policy.
+    """
+    text = os.environ.get(VARIABLE, "") if given is None else given
+    if isinstance(text, Policy):
+        return text
+    if not isinstance(text, str):
+        raise InvalidArgument(
+            f"policy is a {type(text).__name__}, expected a commpress.Policy such as Policy(codec='sign'), or its text"
+        )
+    if text.strip() in ("", "exact"):
+        return None
+    if text.strip().endswith(".json"):  # a plan: all-reduces have no names here, so its rules for single layers do not hold
+        plan = load_plan(text.strip())
+        return Policy(plan.codec, max(plan.min_numel, 1)) if plan.compresses else None
+    where = f"{VARIABLE} is" if given is None else "policy is"
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals and not values:
+            key, value = "codec", key  # "int8" alone
+        elif not equals or key not in _KEYS or key in values:
+            raise InvalidArgument(f"{where} {text!r}: {part!r} should be one of {', '.join(k + '=…' for k in _KEYS)}, once")
+        values[key] = value
+    if "min_numel" in values:
+        if not values["min_numel"].isdecimal():
+            raise InvalidArgument(f"{where} {text!r}: min_numel should be a number of elements")
+        values["min_numel"] = int(values["min_numel"])
+    if "ops" in values:
+        values["ops"] = values["ops"].split("+")
+    return Policy(**values)
+
+
+def _op_name(op: Any) -> str:
+    name = op.lower() if isinstance(op, str) else next((n for n, value in _OPS.items() if op == value), None)
+    if name not in _OPS:
+        raise InvalidArgument(f"ops holds {op!r}, expected 'sum' and 'avg': no other reduction of averages makes sense")
+    return name

@@ -1,0 +1,183 @@
+"""The compressed all-reduce of a process group: residuals per call site, and counters of what was left alone.
+
+Note: the call site. DDP reduces its buckets in the same order in every backward, so the n-th compressed call of a backward
+with so many elements of that dtype is one site and keeps one residual. After DDP has rebuilt its buckets, at its first
+step, sites change and what the old ones still owed is dropped. The hook (``commpress.compress``) keys residuals by parameter
+and loses nothing. Two models that train over one group need one group each. Outside a backward there is no such
+order: ``only="everything"`` compresses there without residuals.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import codec_named, policy_of
+from commpress.collectives.allreduce import Workspace, reduce_bucket, settle
+from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.loopback import Recorded
+from commpress.collectives.transport import Transport
+from commpress.feedback import ErrorFeedback
+from commpress.integrations.group_policy import DTYPES, Policy
+from commpress.integrations.group_work import FutureWork
+from commpress.work import Steps, Worker
+
+KEPT_BACKWARDS = 8  # a site that has not come for so many backwards is let go
+_LIMIT = 4  # calls under way at once
+
+
+@dataclass
+class GroupCounters:
+    """All-reduces of one rank since the group was made."""
+
+    compressed_calls: int = 0
+    compressed_elements: int = 0
+    logical_bytes: int = 0  # what a float32 ring sends for the compressed calls: 8·(P−1)/P per element
+    wire_bytes: int = 0  # what they sent, headers included
+    skipped_calls: int = 0  # NaN or infinity somewhere: the result is NaN on all ranks, no residual changed
+    dropped_sites: int = 0  # call sites that did not come again; what they owed is lost
+    exact_calls: dict[str, int] = field(default_factory=dict)  # why a call was left alone → how many
+    exact_elements: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than float32, of the compressed calls."""
+        return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+class _Site:
+    """One call site: how its tensor is cut, what is owed."""
+
+    def __init__(self, numel: int, policy: Policy, size: int, *, feedback: bool) -> None:
+        self.messages: list[Message] = messages([Span("tensor", 0, numel)], policy_of(policy.codec), size, feedback=feedback)
+        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.kept else None for m in self.messages]
+        self.scratch: torch.Tensor | None = None
+        self.last_backward, self.calls = 0, 0
+
+
+class GroupReducer:
+    """Decides, reduces, counts. Its transport and thread exist from the first compressed call on."""
+
+    def __init__(self, policy: Policy | None, rank: int, size: int, transport: Callable[[], Transport]) -> None:
+        self.policy, self.counters = policy, GroupCounters()
+        self._rank, self._size, self._private = rank, size, transport
+        self._codec = codec_named(policy.codec).spec.encode() if policy is not None else b""
+        self._sites: dict[tuple[object, ...], _Site] = {}
+        self._task, self._backwards, self._nth = -1, 0, 0
+        self._sequence, self._workspace = 0, Workspace()
+        self._dropped: list[Message] = []  # whose buffers the worker, which alone touches the workspace, lets go
+        self._transport: Recorded | None = None
+        self._worker: Worker | None = None
+
+    # ------------------------------------------------------------ decide
+
+    def codec_for(self, tensors: Any, op: Any) -> bytes | None:
+        """The codec if this all-reduce is to be compressed; otherwise count why not."""
+        reason = self._why_not(tensors, op)
+        if reason is None:
+            return self._codec
+        self.left_alone(tensors, reason)
+        return None
+
+    def left_alone(self, tensors: Any, reason: str) -> None:
+        calls, elements = self.counters.exact_calls, self.counters.exact_elements
+        calls[reason] = calls.get(reason, 0) + 1
+        elements[reason] = elements.get(reason, 0) + sum(t.numel() for t in tensors)
+
+    def _why_not(self, tensors: Any, op: Any) -> str | None:
+        policy = self.policy
+        if policy is None:
+            return "no policy"
+        if self._size == 1 or len(tensors) != 1:
+            return "one rank" if self._size == 1 else "several tensors"
+        if policy.only == "gradients" and torch._C._current_graph_task_id() < 0:
+            return "not in a backward"
+        tensor = tensors[0]
+        if tensor.dtype not in DTYPES:
+            return "dtype"
+        if not policy.accepts(op):
+            return "reduction"
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.layout is not torch.strided:
+            return "layout or device"
+        return "small" if tensor.numel() < policy.min_numel else None
+
+    # ------------------------------------------------------------ reduce
+
+    def steps(self, tensor: torch.Tensor, op: Any) -> Callable[[], FutureWork]:
+        """Fix site and order now, in the order of the calls; the result starts the reduction once all ranks agree."""
+        site = self._site(tensor)
+        sequence, self._sequence = self._sequence, self._sequence + len(site.messages)
+        key, site.calls = site.calls, site.calls + 1
+        total = op == dist.ReduceOp.SUM
+
+        def start() -> FutureWork:
+            if self._worker is None:
+                self._open()
+            assert self._worker is not None
+            return FutureWork(self._worker.submit(self._reduce(tensor, site, sequence, key, total)), [tensor])
+
+        return start
+
+    def _open(self) -> None:
+        self._transport = Recorded(self._private())
+        self._worker = Worker("commpress-group", limit=_LIMIT)
+
+    def _site(self, tensor: torch.Tensor) -> _Site:
+        assert self.policy is not None
+        task = torch._C._current_graph_task_id()
+        if task >= 0 and task != self._task:
+            self._task, self._nth, self._backwards = task, 0, self._backwards + 1
+            self._forget_old_sites()
+        key = (self._nth if task >= 0 else -1, tensor.numel())
+        self._nth += task >= 0
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = _Site(tensor.numel(), self.policy, self._size, feedback=task >= 0)
+        site.last_backward = self._backwards
+        return site
+
+    def _forget_old_sites(self) -> None:
+        for key in [k for k, s in self._sites.items() if s.last_backward < self._backwards - KEPT_BACKWARDS]:
+            self.counters.dropped_sites += 1
+            self._dropped += self._sites.pop(key).messages
+
+    def _reduce(
+        self, tensor: torch.Tensor, site: _Site, sequence: int, key: int, total: bool
+    ) -> Steps[list[torch.Tensor]]:
+        assert self._transport is not None
+        while self._dropped:
+            self._workspace.forget(self._dropped.pop())
+        buffer = tensor.detach().view(-1)
+        if tensor.dtype != torch.float32:
+            if site.scratch is None:
+                site.scratch = torch.empty(tensor.numel(), dtype=torch.float32)
+            buffer = site.scratch.copy_(buffer)
+        outcomes = yield from reduce_bucket(
+            buffer, site.feedbacks, messages=site.messages, transport=self._transport, workspace=self._workspace,
+            sequence=sequence, key=key,
+        )  # fmt: skip
+        finite = all(outcome.finite for outcome in outcomes)
+        if finite and total:
+            buffer *= self._size
+        if buffer.data_ptr() != tensor.data_ptr():
+            tensor.detach().view(-1).copy_(buffer)
+        if not finite:
+            tensor.detach().fill_(float("nan"))
+        settle(outcomes, taken=finite)
+        counters = self.counters
+        counters.compressed_calls += 1
+        counters.skipped_calls += not finite
+        counters.compressed_elements += tensor.numel()
+        counters.logical_bytes += 8 * (self._size - 1) * tensor.numel() // self._size
+        counters.wire_bytes = self._transport.sent_bytes
+        return [tensor]
+
+    def close(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()

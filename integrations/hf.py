@@ -1,0 +1,182 @@
+"""Hugging Face: a Trainer callback and an Accelerate handler.
+
+    Trainer(..., callbacks=[Compress(codec="sign")])                                              gradients, any optimizer
+    Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}), callbacks=[Compress()])    momentum
+    DistributedCompression(codec="sign").attach(accelerator)                                      gradients, Accelerate
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+from commpress.errors import InvalidArgument
+from commpress.integrations.ddp import CompressedState, compress
+from commpress.integrations.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
+from commpress.integrations.overlap import overlap
+from commpress.optim.optimizer import CompressedOptimizer
+
+log = logging.getLogger("commpress")
+
+SUMS = ("steps", "wire_bytes", "encode_seconds", "wire_seconds", "decode_seconds")
+
+
+class Compress(TrainerCallback):
+    """Compress what a Trainer's ranks send each other.
+
+    With ``OneBitAdam``, ``ZeroOneAdam`` or ``OneBitLamb`` as its optimizer the rounds of that optimizer replace DDP's
+    averaging, and ``args.max_grad_norm`` becomes the optimizer's (pass 0 there to overlap rounds with backward). With any
+    other optimizer gradients are compressed by ``codec`` and ``options``, which are those of ``commpress.compress``.
+
+    Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it. Logs get bytes sent per
+    step, how many times fewer that is than float32, milliseconds of encoding, waiting and decoding, and the relative size of
+    what compression still owes. ``metrics`` are sinks of ``commpress.Metrics``: each gets every step's figures.
+    """
+
+    def __init__(self, codec: Any = "sign", *, metrics: Sequence[Sink] = (), **options: Any) -> None:
+        self.codec, self.options, self.sinks = codec, options, metrics
+        self.state: CompressedState | CompressedOptimizer | None = None
+        self._optimizer: CompressedOptimizer | None = None
+        self._resume: Path | None = None
+        self._handle: Any = None
+        self._clip: float | None = None
+        self._metrics: Metrics | None = None
+        self._since: Counter[str] = Counter()  # the last log: sums
+
+    # ------------------------------------------------------------ attaching
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            log.warning("there is one rank: nothing is compressed")
+            return
+        optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
+        self._optimizer = optimizer if isinstance(optimizer, CompressedOptimizer) else None
+        if self._optimizer is not None and args.max_grad_norm:
+            self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
+            args.max_grad_norm = 0  # gradients are local: the Trainer would clip each rank by a factor of its own
+        self._resume = _folder(args, state) if state.global_step else None
+        if self._optimizer is not None and self._resume is not None:
+            self._load(self._optimizer)
+        self._handle = things["model"].register_forward_pre_hook(self._attach)
+
+    def _attach(self, model: torch.nn.Module, inputs: Any) -> None:
+        """In the first forward: only there the wrapper around the model can be asked for."""
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is None:
+            return
+        self._handle.remove()
+        if self._optimizer is not None:
+            self.state = overlap(ddp, self._optimizer)
+        else:
+            self.state = compress(ddp, self.codec, **self.options)
+            if self._resume is not None:
+                self._load(self.state)
+        self._metrics = Metrics(self.state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0)
+
+    def _add(self, sample: StepMetrics) -> None:
+        self._since.update({name: getattr(sample, name) for name in SUMS})
+
+    # ------------------------------------------------------------ while training
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        """What is saved or evaluated is what all ranks agree on."""
+        if self._handle is not None and self.state is None:
+            raise InvalidArgument(
+                "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off, or this callback out"
+            )
+        if self._metrics is not None:
+            self._metrics.step()
+        synchronize = getattr(self._optimizer, "synchronize", None)
+        if synchronize is not None and self.state is not None and (control.should_save or control.should_evaluate):
+            synchronize()
+
+    def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if self.state is None:
+            return
+        own = self.state.state_dict()
+        if isinstance(self.state, CompressedOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
+            own = {"commpress": own["commpress"]}
+        folder = _folder(args, state)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(own, folder / _file())
+
+    def _load(self, into: CompressedState | CompressedOptimizer) -> None:
+        assert self._resume is not None
+        file = self._resume / _file()
+        if not file.exists():
+            log.warning("%s is missing: what compression left behind on this rank is lost", file)
+            return
+        state = torch.load(file, weights_only=True, map_location="cpu")
+        if isinstance(into, CompressedOptimizer):
+            into.load_rank_state(state["commpress"])
+        else:
+            into.load_state_dict(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any) -> None:
+        if self.state is None or logs is None or "loss" not in logs:
+            return
+        counters = self.state.counters
+        steps = max(self._since["steps"], 1)
+        numbers = {"commpress/bytes_per_step": self._since["wire_bytes"] / steps, "commpress/ratio": round(counters.ratio, 3)}
+        for part in ("encode", "wire", "decode"):
+            numbers[f"commpress/{part}_ms"] = 1e3 * self._since[f"{part}_seconds"] / steps
+        self._since.clear()
+        if isinstance(self.state, CompressedOptimizer):
+            numbers["commpress/owed"] = self.state.owed()
+        elif self.state.counters.errors:
+            errors = self.state.counters.errors.values()
+            numbers["commpress/error"] = sum(errors) / len(errors)
+        logs.update(numbers)
+        if state.log_history:
+            state.log_history[-1].update(numbers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if isinstance(self.state, CompressedOptimizer) and hasattr(self.state, "synchronize"):
+            self.state.synchronize()
+        if self._clip is not None:
+            args.max_grad_norm = self._clip
+        if self.state is not None and state.is_world_process_zero:
+            log.info(self.state.counters.summary())
+
+
+def report_first(trainer: Any) -> None:
+    """Let TensorBoard and the like log our numbers: callbacks are asked in order, and a Trainer puts its reporters first."""
+    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, Compress))
+
+
+def _folder(args: Any, state: Any) -> Path:
+    given = Path(args.resume_from_checkpoint) if isinstance(args.resume_from_checkpoint, str) else None
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    return folder if given is None or folder.exists() else given
+
+
+def _file() -> str:
+    return f"commpress-{dist.get_rank()}.pt"
+
+
+class DistributedCompression(DistributedDataParallelKwargs):
+    """``DistributedCompression(codec="sign").attach(accelerator)`` before ``prepare``; ``ddp`` are arguments of DDP itself."""
+
+    def __init__(self, codec: Any = "sign", *, ddp: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**(ddp or {}))
+        self.codec, self.options = codec, options
+        self.state: CompressedState | None = None
+
+    def attach(self, accelerator: Any) -> "DistributedCompression":
+        """Not as one of ``kwargs_handlers``: Accelerate takes only its own classes there."""
+        accelerator.ddp_handler = self
+        return self
+
+    def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        own = ("codec", "options", "state")
+        return {key: value for key, value in super().to_dict(*args, **kwargs).items() if key not in own}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        self.state = compress(model, self.codec, **self.options)

@@ -1,0 +1,109 @@
+"""How DDP's buckets are cut into messages: found once for each bucket, known by its parameters, and kept."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import Policy, policy_of
+from commpress.collectives.allreduce import Workspace
+from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.low_rank import MESSAGES, Bases, Plan, RowsOnly, matrices_of, plan_matrices
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback, ResidualStore
+from commpress.integrations.levels import LevelLayout, Levels
+
+
+class Layout:
+    """How one bucket is cut into messages, and how these travel between and inside nodes."""
+
+    def __init__(
+        self, rows: list[Message], plan: Plan | None, feedbacks: list[ErrorFeedback | None], spans: list[Span]
+    ) -> None:
+        self.rows, self.plan, self.spans = rows, plan, spans
+        self.messages = [*rows, plan.message] if plan else rows
+        self.feedbacks = feedbacks  # of messages
+        self.sequences = len(rows) + (MESSAGES if plan else 0)
+        self.levels: LevelLayout | None = None
+        self.scratch: torch.Tensor | None = None  # float32 copy of a bucket of another dtype
+
+
+@dataclass
+class Layouts:
+    """All layouts of one state. A parameter without a name gets a number, in the order in which DDP first brings it."""
+
+    policy: Policy
+    residuals: ResidualStore
+    workspace: Workspace
+    size: int
+    bases: Bases
+    levels: Levels | None
+    feedback: bool
+    seed: int
+    names: dict[int, str]  # by id of the parameter
+    numels: dict[str, int]  # of the parameters known beforehand
+    _exact: Policy = field(default_factory=lambda: policy_of("none"))
+    _known: dict[tuple[object, ...], Layout] = field(default_factory=dict)
+
+    def of(self, bucket: dist.GradBucket, buffer: torch.Tensor, *, exact: bool) -> Layout:
+        parameters = bucket.parameters()
+        key = (exact, *map(id, parameters))
+        if key not in self._known:
+            spans = self._spans(parameters, bucket.gradients(), buffer.numel())
+            self._forget(exact, parameters)
+            shapes = [parameter.shape for parameter in parameters]
+            self._known[key] = self._plan(spans, shapes, self._exact if exact else self.policy, buffer.device)
+        return self._known[key]
+
+    def use(self, policy: Policy) -> None:
+        """``policy`` from the next bucket on; residuals stay with their parameters."""
+        if policy != self.policy:
+            self.policy = policy
+            for key in [key for key in self._known if not key[0]]:
+                for message in self._known.pop(key).messages:
+                    self.workspace.forget(message)
+
+    def compressed(self) -> dict[str, int]:
+        """Name and length of every parameter that is not left exact, as far as known; the same on every rank."""
+        known = {span.name: span.numel for layout in self._known.values() for span in layout.spans} | self.numels
+        return {name: known[name] for name in sorted(known) if not self.policy.choose(name, known[name]).lossless}
+
+    def _spans(self, parameters: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor], numel: int) -> list[Span]:
+        spans, at = [], 0
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            name = self.names.setdefault(id(parameter), f"#{len(self.names):05d}")
+            spans.append(Span(name, at, gradient.numel()))
+            at += gradient.numel()
+        if at != numel:
+            raise InvalidArgument(f"a bucket of {numel} elements has gradients of {at}: unknown layout")
+        return spans
+
+    def _plan(self, spans: list[Span], shapes: list[torch.Size], policy: Policy, device: torch.device) -> Layout:
+        """Low-rank codecs take their matrices out; the rest goes in rows."""
+        matrices = matrices_of(spans, shapes, policy)
+        if self.levels is not None:
+            if matrices:
+                raise InvalidArgument("topology is given, but a low-rank codec knows no nodes: leave one of them out")
+            levels = self.levels.layout(spans, RowsOnly(policy), self.residuals, device, feedback=self.feedback)
+            layout = Layout([route.message for route in levels.routes], None, [], spans)
+            layout.levels = levels
+            return layout
+        taken = {span.name for span, _ in matrices}
+        others = [span for span in spans if span.name not in taken]
+        rows = messages(others, RowsOnly(policy), self.size, feedback=self.feedback)
+        feedbacks = [self.residuals.attach(m.keys, m.pieces, device) for m in rows]
+        plan = None
+        if matrices:
+            plan = plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed)
+            residual = self.residuals.attach(plan.message.keys, plan.message.pieces, device) if self.feedback else None
+            feedbacks.append(residual)
+        return Layout(rows, plan, feedbacks, spans)
+
+    def _forget(self, exact: bool, parameters: Sequence[torch.Tensor]) -> None:
+        """Drop layouts whose parameters come in other buckets from now on: their residuals move away."""
+        now = set(map(id, parameters))
+        for key in [key for key in self._known if key[0] == exact and not now.isdisjoint(key[1:])]:
+            layout = self._known.pop(key)
+            for message in layout.messages if layout.levels is None else layout.levels.slices():
+                self.workspace.forget(message)

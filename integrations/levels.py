@@ -1,0 +1,125 @@
+"""What a hook needs to reduce in two levels: the hierarchy with its counters, layouts, and residuals to save and load.
+
+Residuals belong to slices here, keyed by (parameter name, first element of the slice), and a slice's R is the sum of the
+nodes' sent residuals / divisor + the reduced ones. An elastic checkpoint holds the same R of the same flat pieces as
+without a topology, so that one fits the other.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from commpress.codecs import Codec, Policy, policy_of
+from commpress.collectives.buckets import PIECE, Message, Span
+from commpress.collectives.checkpoint import Residuals
+from commpress.collectives.hierarchical import Feedbacks, Hierarchy, Route, hierarchy_of, routes
+from commpress.collectives.links import Links, choose
+from commpress.collectives.loopback import Recorded, Timed
+from commpress.collectives.topology import Topology, agree
+from commpress.collectives.transport import Transport
+from commpress.feedback import Key, ResidualStore
+from commpress.kernels.pieces import KEPT, NUMEL, WIDTH
+from commpress.work import run
+
+log = logging.getLogger("commpress")
+
+
+@dataclass
+class LevelLayout:
+    """How one bucket travels."""
+
+    routes: list[Route]
+    feedbacks: list[Feedbacks]
+
+    def slices(self) -> list[Message]:
+        return [message for route in self.routes for message in route.between.values()]
+
+
+class Levels:
+    """A hierarchy whose bytes are counted and whose waits are timed."""
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self._timed = [Timed(t) for t in (hierarchy.inside, *hierarchy.between.values())]
+        self._inside, *between = (Recorded(t) for t in self._timed)
+        self._between = dict(zip(hierarchy.between, between, strict=True))
+        self.hierarchy = replace(hierarchy, inside=self._inside, between=self._between)
+
+    def __str__(self) -> str:
+        return str(self.hierarchy.topology)
+
+    def traffic(self) -> tuple[int, int, float]:
+        """Bytes sent inside the node and out of it, and seconds waited."""
+        between = sum(t.sent_bytes for t in self._between.values())
+        return self._inside.sent_bytes, between, sum(t.seconds for t in self._timed)
+
+    def layout(
+        self, spans: Sequence[Span], policy: Policy, store: ResidualStore, device: torch.device, *, feedback: bool
+    ) -> LevelLayout:
+        plan = routes(spans, policy, self.hierarchy, feedback=feedback)
+        attached: list[Feedbacks] = [
+            {index: store.attach(m.keys, m.pieces, device) for index, m in route.between.items()} for route in plan
+        ]
+        return LevelLayout(plan, attached)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def lengths(self, numels: dict[str, int]) -> dict[Key, int]:
+        """Elements of every slice of this rank."""
+        return {key: length for key, _, length, _, _ in self._slices(numels)}
+
+    def parts(self, store: ResidualStore, numels: dict[str, int]) -> dict[Key, torch.Tensor]:
+        """Of each flat piece of these parameters, what averages to R over the ranks."""
+        whole = {name: torch.zeros(numel) for name, numel in numels.items()}
+        own = {key: (sent, reduced) for key, sent, reduced in store.places()}
+        size, divisor = self.hierarchy.topology.size, self.hierarchy.divisor
+        for key, index, length, width, start in self._slices(numels):
+            if key in own:
+                sent, reduced = own[key]
+                part = whole[key[0]][start : start + length]
+                part += size / divisor * sent
+                row = part[self.hierarchy.between[index].rank * width :][:width]
+                row += size * reduced[: row.numel()]
+        return {
+            (name, at): vector[at : at + PIECE] for name, vector in whole.items() for at in range(0, len(vector), PIECE)
+        }
+
+    def share(self, totals: dict[Key, torch.Tensor]) -> Residuals:
+        """The residuals with which the nodes together owe ``totals``: each node's sent one, and nothing reduced."""
+        pieces: dict[str, dict[int, torch.Tensor]] = {}
+        for (name, offset), total in totals.items():
+            pieces.setdefault(name, {})[offset] = total
+        whole = {name: torch.cat([parts[at] for at in sorted(parts)]) for name, parts in pieces.items()}
+        weight = self.hierarchy.divisor / len(self.hierarchy.topology.nodes)
+        return {
+            key: (weight * whole[key[0]][start : start + length], torch.zeros(width))
+            for key, _, length, width, start in self._slices({name: len(vector) for name, vector in whole.items()})
+        }
+
+    def _slices(self, numels: dict[str, int]) -> list[tuple[Key, int, int, int, int]]:
+        """(key, index, elements, elements of a row, first element) of this rank's slices of these parameters."""
+        found = []
+        for name, numel in numels.items():
+            for route in routes([Span(name, 0, numel)], policy_of("sign"), self.hierarchy):
+                for index, message in route.between.items():
+                    for key, line in zip(message.keys, message.pieces.table, strict=True):
+                        if line[KEPT] >= 0:
+                            found.append((key, index, int(line[NUMEL]), int(line[WIDTH]), key[1]))
+        return found
+
+
+def levels_of(topology: Topology | str | Links, transport: Transport, numel: int, codec: Codec) -> Levels | None:
+    """Collective; "auto" asks every rank's launcher, ``Links`` decide. None where one level is all there is, or faster."""
+    on_host = getattr(transport, "point_to_point", True)  # MPI too takes what lies there
+    device = "cpu" if on_host else torch.device("cuda", torch.cuda.current_device())
+    given = Topology.parse(topology) if isinstance(topology, str) and topology != "auto" else topology
+    note = ""
+    if isinstance(given, Links):
+        note = choose(numel, codec, given)
+        log.info("buffers of %d elements on nodes %s: %s is the faster all-reduce", numel, given.topology, note)
+        given = given.topology
+    agreed = run(agree(transport, given if isinstance(given, Topology) else None, note=note, device=device))
+    if not agreed.layered:
+        log.warning("one node, or one rank on every node: there is one level only, gradients are reduced flat")
+    return Levels(hierarchy_of(agreed, transport)) if agreed.layered and note != "flat" else None

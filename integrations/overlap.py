@@ -1,0 +1,117 @@
+"""Optimizers under DistributedDataParallel: a bucket's round starts while backward still computes the next bucket.
+
+The hook keeps DDP from averaging gradients. For each bucket it writes what the optimizer wants to send and hands the round
+to a worker; ``step()`` finds it done or waits for the rest. Gradients stay local: clip with ``max_grad_norm``.
+
+Note: who computes what. The blend of gradient and momentum runs inside the hook, on autograd's thread, so that nothing
+reads a gradient after backward has returned; encoding, waiting and decoding run on the worker.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commpress.collectives.allreduce import Outcome, Workspace
+from commpress.errors import InvalidArgument
+from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.work import Steps, Worker
+
+UNORDERED_LIMIT = 4  # buckets under way at once where messages are matched by tag
+
+
+def overlap(
+    ddp: DistributedDataParallel,
+    optimizer: CompressedOptimizer,
+    *,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> CompressedOptimizer:
+    """Let ``optimizer`` do all communication of ``ddp``, during backward where it can; returns the optimizer.
+
+    With ``max_grad_norm`` rounds wait for ``step()``, because the norm needs every gradient. Pass the ``grad_scaler`` of
+    mixed precision. Parameters of ``ddp`` that the optimizer does not have are not averaged at all, and refused.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    if not isinstance(ddp, DistributedDataParallel):
+        raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel")
+    if not isinstance(optimizer, CompressedOptimizer):
+        raise InvalidArgument(
+            f"optimizer is a {type(optimizer).__name__}, expected OneBitAdam, ZeroOneAdam or OneBitLamb; other optimizers need "
+            "averaged gradients: commpress.compress(ddp)"
+        )
+    has = optimizer.flat.index if optimizer.flat else {}
+    missing = [name for name, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in has]
+    if missing:
+        raise InvalidArgument(
+            f"the optimizer does not have {len(missing)} parameters of ddp, such as {missing[0]!r}, so nobody would average "
+            "them: construct it with all parameters that require gradients"
+        )
+    optimizer.under_way = UnderWay(optimizer, grad_scaler)
+    ddp.register_comm_hook(optimizer.under_way, momentum_hook)
+    return optimizer
+
+
+def momentum_hook(state: "UnderWay", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start the round of one bucket; DDP gets its own gradients back."""
+    state.start(bucket)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class UnderWay:
+    """The rounds that backward has started and ``step`` has not taken yet."""
+
+    def __init__(self, optimizer: CompressedOptimizer, grad_scaler: torch.amp.GradScaler | None) -> None:
+        self.optimizer = optimizer
+        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self._workspace = Workspace()
+        self._worker: Worker | None = None
+        self._futures: dict[tuple[int, ...], torch.futures.Future[list[Outcome]]] = {}
+        self._kind: Round | None = None
+
+    def start(self, bucket: dist.GradBucket) -> None:
+        o = self.optimizer
+        if o.transport.size == 1 or o.max_grad_norm is not None or o.flat is None:
+            return
+        with torch.no_grad():
+            o.flat.check()
+            kind = self._round()
+            if kind is Round.LOCAL:
+                return
+            indices = tuple(o.flat.index[id(p)] for p in bucket.parameters())
+            self._take_back(indices)
+            gradients = dict(zip(indices, bucket.gradients(), strict=True))
+            gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
+            for group, at in o.groups():
+                mine = [i for i in indices if i in at]
+                if mine:
+                    o.begin(kind, group, mine, gain, {i: gradients[i] for i in mine})
+            self._kind = kind
+            if self._worker is None:
+                limit = 1 if o.transport.ordered else UNORDERED_LIMIT
+                self._worker = Worker("commpress-optimizer", limit=limit, device=o.flat.device)
+            self._futures[indices] = self._worker.submit(o.reduce(kind, indices, workspace=self._workspace))
+
+    def _round(self) -> Round:
+        o = self.optimizer
+        o.facts.see(o.steps_done, max(float(group["lr"]) for group in o.param_groups))
+        return o.round()
+
+    def _take_back(self, indices: tuple[int, ...]) -> None:
+        """Another backward before ``step``: its buckets hold the sums of both, so what was started is void."""
+        for key in [key for key in self._futures if not set(key).isdisjoint(indices)]:
+            for outcome in self._futures.pop(key).wait():
+                outcome.discard()
+
+    def finish(self, kind: Round) -> Steps[tuple[list[Outcome], set[int]]]:
+        """What was started, and for which parameters; nothing if it was started as another kind of round."""
+        futures, self._futures = self._futures, {}
+        outcomes: list[Outcome] = []
+        for future in futures.values():
+            yield future
+            outcomes += future.value()
+        if kind is not self._kind:
+            for outcome in outcomes:
+                outcome.discard()
+            return [], set()
+        return outcomes, {i for key in futures for i in key}

@@ -1,0 +1,159 @@
+"""FSDP2's reduce-scatter, compressed: one object per unit, which owns the unit's residuals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from commpress.codecs import Policy
+from commpress.collectives.allreduce import Outcome, Workspace, settle
+from commpress.collectives.reduce_scatter import Deal, deals, reduce_rows, second_hop
+from commpress.collectives.transport import Transport
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback, ResidualStore
+from commpress.integrations.roles import Lossless, check_dtype
+from commpress.integrations.units import Unit
+from commpress.kernels.rotation import rotate
+from commpress.work import Steps, run
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One exchange on the way to a gradient's owner."""
+
+    transport: Transport
+    policy: Policy
+    residuals: ResidualStore
+    rows: tuple[tuple[int, ...], ...] = ()  # what each rank of the transport is sent; () in the last hop of two: ``own``
+    own: tuple[int, ...] = ()  # the rows that the first hop left here
+    rotated: bool = False  # blocks are turned by a Hadamard matrix before they are quantised
+
+
+@dataclass
+class _Leg:
+    hop: Hop
+    plan: list[Deal]
+    feedbacks: list[ErrorFeedback | None]
+    numel: int  # elements that arrive
+
+
+class CompressedReduceScatter(ReduceScatter):
+    """Averages the gradients of one unit: quantised rows to their owners, sums in float32."""
+
+    def __init__(self, unit: Unit, owner: Any, hops: Sequence[Hop]) -> None:
+        self.unit, self.owner, self.hops = unit, owner, hops
+        self.parts = unit.parts(trainable=True)
+        self.stride = sum(part.width for part in self.parts)
+        self.calls = 0
+        self._legs: dict[torch.dtype, list[_Leg]] = {}
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        numel = int(size[0])
+        whole = self.unit.ranks > 1 and numel == self.stride * self.unit.ranks
+        if device.type == "cpu" and whole:  # it has been read when the next unit writes it
+            return self.owner.scratch("reduce-scatter input", numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._check(input_tensor, group)
+        key, self.calls = self.owner.begin(self), self.calls + 1
+        legs = self._legs_for(input_tensor.dtype)
+        buffer = self.owner.floats("gradients", input_tensor)
+        out = output_tensor
+        if output_tensor.dtype != torch.float32:
+            out = self.owner.scratch("shard", output_tensor.numel(), torch.float32, output_tensor.device)
+        gain = self.owner.gain()
+        if any(part.width * self.unit.ranks != part.numel for part in self.parts):
+            out.zero_()  # what lies behind the last slice of a parameter
+        outcomes = run(self._steps(buffer, out, legs, key, gain))
+        finite = all(outcome.finite for outcome in outcomes)
+        if finite:
+            factor = _factor(op, self.unit.ranks) / gain
+            if factor != 1.0:
+                out.mul_(factor)
+            if output_tensor is not out:
+                output_tensor.copy_(out)
+                if output_tensor.dtype == torch.float16:  # a mean that does not fit
+                    fits = bool(torch.isfinite(output_tensor).all())
+                    transport = self.hops[0].transport
+                    finite = not run(self.owner.any_rank(not fits, transport, self.owner.sequence(1)))
+        settle(outcomes, taken=finite)
+        if not finite:
+            self.owner.not_finite(self, output_tensor)
+        self.owner.reduced(self, input_tensor, [(leg.hop.transport, leg.plan) for leg in legs])
+
+    def _steps(
+        self, buffer: torch.Tensor, out: torch.Tensor, legs: list[_Leg], key: int, gain: float
+    ) -> Steps[list[Outcome]]:
+        outcomes: list[Outcome] = []
+        workspace: Workspace = self.owner.reducing
+        for i, leg in enumerate(legs):
+            last = i == len(legs) - 1
+            target = out if last else self.owner.scratch("between hops", leg.numel, torch.float32, buffer.device)
+            if leg.hop.rotated:
+                rotate(buffer, [deal.every.pieces for deal in leg.plan])
+            outcomes += yield from reduce_rows(
+                buffer, target, leg.feedbacks, plan=leg.plan, transport=leg.hop.transport, workspace=workspace,
+                sequence=self.owner.sequence(len(leg.plan)), key=key, gain=gain if i == 0 else 1.0,
+            )  # fmt: skip
+            if leg.hop.rotated:
+                rotate(target, [deal.own for deal in leg.plan])
+            if not last and not all(outcome.finite for outcome in outcomes):
+                target.fill_(float("nan"))  # so that all nodes hear of it
+            buffer = target
+        return outcomes
+
+    def _check(self, input_tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        check_dtype(input_tensor, f"the gradients of {self.unit.name}")
+        if group.size() != self.unit.ranks:
+            raise InvalidArgument(
+                f"the gradients of {self.unit.name} are reduced among {group.size()} ranks, expected {self.unit.ranks}"
+            )
+        if input_tensor.numel() != self.stride * self.unit.ranks:
+            raise InvalidArgument(
+                f"{input_tensor.numel()} gradients of {self.unit.name} came, expected {self.stride * self.unit.ranks}: "
+                "parameters without a gradient are left out, or requires_grad was changed after compress_fsdp. For the first "
+                "call model.set_reduce_scatter_unused_params(True) (torch 2.13), for the second compress_fsdp when it is done"
+            )
+
+    def _legs_for(self, dtype: torch.dtype) -> list[_Leg]:
+        if dtype not in self._legs:
+            device = self.unit.parameters[0].device
+            legs = []
+            for hop in self.hops:
+                options: dict[str, Any] = {"stride": self.stride, "feedback": self.owner.error_feedback}
+                policy, rank = Lossless(hop.policy, dtype), hop.transport.rank
+                if hop.own:
+                    policy = hop.policy  # type: ignore[assignment]
+                    plan = second_hop(self.parts, policy, hop.own, rank=rank, **options)
+                else:
+                    plan = deals(self.parts, policy, rank=rank, ranks=hop.transport.size, bases=hop.rows, **options)
+                feedbacks = [hop.residuals.attach(deal.every.keys, deal.every.pieces, device) for deal in plan]
+                rows = len(hop.rows[rank]) if hop.rows else 1
+                legs.append(_Leg(hop, plan, feedbacks, rows * self.stride))
+            self._legs = {dtype: legs}
+        return self._legs[dtype]
+
+
+def _factor(op: Any, ranks: int) -> float:
+    """What a mean must be multiplied by to be what ``op`` means."""
+    kind, factor = op, 1.0
+    if not isinstance(op, dist.ReduceOp.RedOpType):
+        kind, factor = op.__getstate__()
+    if kind == dist.ReduceOp.AVG:
+        return 1.0
+    if kind == dist.ReduceOp.SUM:
+        return float(ranks)
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return float(ranks) * float(factor)
+    raise InvalidArgument(f"gradients are to be reduced with {op}, expected AVG, SUM or PREMUL_SUM")

@@ -1,0 +1,84 @@
+"""``codec="auto"``: every way for a few steps in turn, then the fastest for good.
+
+Which way a step goes is a pure function of its number, so ranks need not ask each other. At the end the ranks exchange what
+their steps took, once: a step counts as its slowest rank, all ranks see the same seconds and so decide alike.
+"""
+
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import codec_named
+from commpress.codecs.planned import PLAIN
+
+AUTO = "auto"
+WAYS = (PLAIN, "int8", "int4", "sign")  # from the most exact to the coarsest
+UNTIMED = 3  # first steps: DDP rebuilds its buckets, memory is touched, kernels are compiled
+MARGIN = 0.03  # of its seconds that a coarser way must save over a finer one to be worth it
+
+
+@dataclass
+class Trial:
+    """``rounds`` turns of each way, each of ``turn`` steps, of which the first does not count."""
+
+    ways: tuple[str, ...] = WAYS
+    turn: int = 3
+    rounds: int = 3
+    _step: int = 0  # of the trial, not of the run: a resumed run tries again
+    _began: float = -1.0
+    _took: dict[int, float] = field(default_factory=dict)  # step → seconds until the next one began
+
+    @property
+    def steps(self) -> int:
+        return UNTIMED + self.turn * self.rounds * len(self.ways)
+
+    def way(self, step: int) -> str:
+        """Of a step of the trial."""
+        return self.ways[max(step - UNTIMED, 0) // self.turn % len(self.ways)]
+
+    def begin(self, now: float) -> str | None:
+        """The next step begins; its way, or None if the trial is over."""
+        step = self._step
+        if step > 0:
+            self._took[step - 1] = now - self._began
+        self._step, self._began = step + 1, now
+        return self.way(step) if step < self.steps else None
+
+    def seconds(self) -> list[float]:
+        """Of every step that counts, in order: what the ranks exchange."""
+        return [self._took[step] for step in self._counting()]
+
+    def _counting(self) -> list[int]:
+        return [step for step in range(UNTIMED, self.steps) if (step - UNTIMED) % self.turn]
+
+    def agreed(self, group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:
+        """``decide``, with the slowest rank's seconds of every step; collective over ``group``."""
+        seconds = torch.tensor(self.seconds(), dtype=torch.float32, device=device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+        return self.decide(seconds.tolist())
+
+    def decide(self, slowest: list[float]) -> tuple[str, str]:
+        """The way to go on with, and why. ``slowest``: of each step that counts, the slowest rank's seconds."""
+        of: dict[str, list[float]] = {way: [] for way in self.ways}
+        for step, seconds in zip(self._counting(), slowest, strict=True):
+            of[self.way(step)].append(seconds)
+        medians = {way: median(took) for way, took in of.items()}
+        best = min(medians.values())
+        chosen = next(way for way in self.ways if medians[way] <= best * (1 + MARGIN))
+        measured = ", ".join(f"{way} {1e3 * seconds:.4g} ms" for way, seconds in medians.items())
+        return chosen, f"{chosen}, because a step took {measured}"
+
+
+def trial_of(codec: object) -> Trial | None:
+    """Of 'auto', or of 'auto:int8,sign' to try only these beside no compression; None of any other codec."""
+    if not isinstance(codec, str) or not (codec == AUTO or codec.startswith(AUTO + ":")):
+        return None
+    _, colon, names = codec.partition(":")
+    if not colon:
+        return Trial()
+    ways = tuple(dict.fromkeys([PLAIN, *(name.strip() for name in names.split(","))]))
+    for way in ways[1:]:
+        codec_named(way)
+    return Trial(ways)

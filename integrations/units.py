@@ -1,0 +1,119 @@
+"""What FSDP2 moves together: the one place that looks behind its public interface.
+
+A unit is one call of ``fully_shard``. Its reduce-scatter and all-gather move one flat buffer, of which row r holds rank r's
+slice of every parameter, in the order of ``FSDPParamGroup.fsdp_params``. torch hands over the buffer without saying what
+lies where; that order is read here, once, and every later call is compared with it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from commpress.collectives.reduce_scatter import Part
+from commpress.errors import InvalidArgument
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One ``fully_shard``: its module and parameters in torch's order."""
+
+    module: FSDPModule
+    names: tuple[str, ...]
+    parameters: tuple[DTensor, ...]
+    mesh: DeviceMesh
+
+    @property
+    def name(self) -> str:
+        return f"the unit of {self.names[0]!r}"
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size()
+
+    def parts(self, *, trainable: bool) -> list[Part]:
+        """Where a row holds what; ``trainable``: of a reduce-scatter, which leaves frozen parameters out."""
+        parts, at = [], 0
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if trainable and not parameter.requires_grad:
+                continue
+            width = _width(parameter, self.ranks)
+            parts.append(Part(name, at, width, parameter.numel()))
+            at += width
+        return parts
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+
+def units_of(model: torch.nn.Module) -> list[Unit]:
+    """All units of ``model`` that have parameters, outermost first."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    units = []
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = _groups(module)
+        if len(groups) > 1:
+            raise InvalidArgument(
+                f"{type(module).__name__} has parameters on {len(groups)} meshes (shard_placement_fn), for which torch has no "
+                "custom communication: give them a fully_shard of their own"
+            )
+        for group in groups:
+            parameters = tuple(p.sharded_param for p in group.fsdp_params)
+            if not parameters:
+                continue
+            unknown = [p for p in parameters if id(p) not in names]
+            if unknown:
+                raise InvalidArgument(
+                    f"a parameter of shape {tuple(unknown[0].shape)} in a sharded {type(module).__name__} is not among "
+                    "model.named_parameters(): pass the whole model, in sharded state (between steps)"
+                )
+            unit = Unit(module, tuple(names[id(p)] for p in parameters), parameters, parameters[0].device_mesh)
+            _check(unit)
+            units.append(unit)
+    if not units:
+        raise InvalidArgument(
+            "the model has no module that is sharded by FSDP2: call torch.distributed.fsdp.fully_shard(module) first"
+        )
+    return units
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13
+        return list(state._fsdp_param_groups)
+    if hasattr(state, "_fsdp_param_group"):
+        return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    raise InvalidArgument(
+        f"torch {torch.__version__} keeps the parameters of a fully_shard somewhere else than 2.11 to 2.13 do: use one of these"
+    )
+
+
+def _check(unit: Unit) -> None:
+    for name, parameter in zip(unit.names, unit.parameters, strict=True):
+        if parameter.device_mesh.ndim != 1:
+            raise InvalidArgument(
+                f"{name} lies on a mesh of {parameter.device_mesh.ndim} dimensions {parameter.device_mesh.mesh_dim_names}, "
+                "expected one that only shards. For hybrid sharding use fully_shard(module, mesh=mesh['shard']) and "
+                "commpress.compress_hsdp(model, mesh['replicate']); tensor parallelism is not supported"
+            )
+        if hasattr(parameter.to_local(), "fsdp_pre_all_gather"):
+            raise InvalidArgument(f"{name} has an all-gather of its own (fsdp_pre_all_gather), which cannot be compressed")
+
+
+def _width(parameter: DTensor, ranks: int) -> int:
+    """Elements of every row; dimension 0 is cut into ⌈size / ranks⌉, others only where they divide."""
+    (placement,) = parameter.placements
+    if not isinstance(placement, Shard) or placement.dim != 0:
+        return parameter.numel() // ranks
+    rest = 1
+    for size in parameter.shape[1:]:
+        rest *= size
+    return -(-parameter.shape[0] // ranks) * rest

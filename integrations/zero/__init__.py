@@ -1,0 +1,1 @@
+"""Optimizers whose state is spread over the ranks of a group."""

@@ -1,0 +1,211 @@
+"""Parameters side by side in one flat buffer, of which each rank owns a row.
+
+    flat  [ P · width ]   what the model computes with; parameters are views of it
+    shard [ width ]       what this rank updates: its row of ``flat``, or a float32 master of it
+
+Note: vectors. torch's kernels treat the last few elements of a tensor one by one, and these may round otherwise than those
+in vectors. So the inner optimizer knows each parameter's run in the own row as a tensor of its own, and rows are cut at
+multiples of ``ALIGN`` from the parameter's beginning: every element is treated as in the whole parameter.
+
+Note: one codec per bucket. A row may begin and end inside a parameter, so what travels differently lies in other buckets.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from commpress.codecs import Codec
+from commpress.codecs.family import EXACT, CastCodec
+from commpress.codecs.policy import Policy, Same
+from commpress.collectives.allreduce import Outcome
+from commpress.collectives.reduce_scatter import Deal, Part, deals
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback, ResidualStore
+from commpress.integrations.zero.options import Place
+
+ALIGN = 64  # elements; see the note on vectors
+NATURAL = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float16: CastCodec("fp16")}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter and where it lies."""
+
+    parameter: torch.Tensor
+    name: str
+    index: int  # among all parameters of the optimizer
+    first: int
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.first : self.first + self.parameter.numel()].view(self.parameter.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What this rank owns of one parameter."""
+
+    member: Member
+    start: int  # first element in the parameter
+    place: slice  # in the own row
+    weight: torch.Tensor  # there, in ``shard``: what the inner optimizer knows
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same elements of a tensor of the parameter's shape."""
+        return whole.reshape(-1)[self.start : self.start + self.weight.numel()]
+
+
+@dataclass
+class Reduction:
+    """What came of one bucket's gradients since the last step; written by the worker."""
+
+    times: int = 0
+    finite: bool = True
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class Layout:
+    """Parameters one behind the other, cut into one row for each rank, and how rows travel."""
+
+    def __init__(
+        self,
+        number: int,
+        members: Sequence[Place],
+        gradients: Codec | None = None,
+        weights: Codec | None = None,
+        *,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.number, self.rank, self.ranks = number, rank, ranks
+        self.dtype, self.device = members[0][0].dtype, members[0][0].device
+        self.members, at = [], 0
+        for parameter, name, index in members:
+            self.members.append(Member(parameter, name, index, at))
+            at += -(-parameter.numel() // ALIGN) * ALIGN
+        self.used = at
+        self.width = -(-at // (ranks * ALIGN)) * ALIGN
+        self.lossy_gradients, self.lossy_weights = gradients is not None, weights is not None
+        natural = NATURAL[self.dtype]
+        part = [Part(f"bucket{number}", 0, self.width, self.used)]
+        self.reduce_plan = deals(part, Same(gradients or natural), rank=rank, ranks=ranks, feedback=self.lossy_gradients)
+        self.gather_plan = deals(part, Same(weights or natural), rank=rank, ranks=ranks, feedback=False)
+        self.exact_plan = deals(part, Same(EXACT), rank=rank, ranks=ranks, feedback=False)
+        self.feedbacks: list[ErrorFeedback | None] = [None] * len(self.reduce_plan)
+        self.buffer: torch.Tensor | None = None  # gradients of this rank, laid out like the whole
+        self.reduced: torch.Tensor | None = None  # mean gradient of the own row, float32
+        self.arrived: set[int] = set()
+        self.reduction = Reduction()
+
+    @property
+    def numel(self) -> int:
+        return self.ranks * self.width
+
+    @property
+    def first(self) -> int:
+        return self.rank * self.width
+
+    @property
+    def owned(self) -> int:
+        """Elements of the own row that are not padding behind the last parameter."""
+        return min(max(self.used - self.first, 0), self.width)
+
+    def overlaps(self) -> Iterable[tuple[Member, int, slice]]:
+        """Whatever this rank owns: a member, the first element in its parameter, and the place in the own row."""
+        for m in self.members:
+            start = max(m.first, self.first)
+            stop = min(m.first + m.parameter.numel(), self.first + self.width)
+            if start < stop:
+                yield m, start - m.first, slice(start - self.first, stop - self.first)
+
+
+class Bucket(Layout):
+    def __init__(
+        self,
+        number: int,
+        group: int,
+        members: Sequence[Place],
+        gradients: Codec | None,
+        weights: Codec | None,
+        *,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        super().__init__(number, members, gradients, weights, rank=rank, ranks=ranks)
+        self.group = group
+        self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        own = self.flat[self.first :][: self.width]
+        self.mastered = self.dtype != torch.float32 or self.lossy_weights
+        self.shard = torch.zeros(self.width, dtype=torch.float32, device=self.device) if self.mastered else own
+        self.own = own
+        self.runs = [Run(m, start, place, self.shard[place]) for m, start, place in self.overlaps()]
+        self._versions: list[int] = []
+        with torch.no_grad():
+            for member in self.members:
+                view = member.view(self.flat)
+                view.copy_(member.parameter)
+                member.parameter.data = view
+        self.adopt()
+
+    def attach(self, residuals: ResidualStore) -> None:
+        self.feedbacks = [residuals.attach(d.every.keys, d.every.pieces, self.device) for d in self.reduce_plan]
+
+    def adopt(self) -> None:
+        """The master starts again from what the parameters hold."""
+        if self.mastered:
+            self.shard.copy_(self.own)
+        self.trust()
+
+    def trust(self) -> None:
+        """Master and parameters belong together as they are now."""
+        self._versions = [m.parameter._version for m in self.members]
+
+    def changed(self) -> bool:
+        """Parameters were written by somebody else, such as ``load_state_dict``."""
+        return self._versions != [m.parameter._version for m in self.members]
+
+    def check(self) -> None:
+        for m in self.members:
+            if m.parameter.data_ptr() != self.flat.data_ptr() + m.first * self.dtype.itemsize:
+                raise InvalidArgument(
+                    f"parameter {m.name!r} is no longer where Partitioned has put it: move or convert the model before "
+                    "constructing the optimizer, and do not assign parameter.data after it"
+                )
+
+
+def buckets(
+    groups: Sequence[Sequence[Place]],
+    gradients: Policy,
+    weights: Policy,
+    *,
+    rank: int,
+    ranks: int,
+    numel: int,
+) -> list[Bucket]:
+    """Buckets of about ``numel`` elements, in the order in which backward is likely to fill them."""
+    open_: dict[tuple[object, ...], list[Place]] = {}
+    plans: list[tuple[tuple[object, ...], list[Place]]] = []
+    every = [(number, *member) for number, group in enumerate(groups) for member in group]
+    for number, parameter, name, index in reversed(every):
+        codecs = [_lossy(policy, name, parameter) if ranks > 1 else None for policy in (gradients, weights)]
+        key = (number, parameter.dtype, parameter.device, *codecs)
+        held = open_.get(key)
+        if held is None or sum(p.numel() for p, _, _ in held) + parameter.numel() > numel:
+            held = open_[key] = []
+            plans.append((key, held))
+        held.append((parameter, name, index))
+    return [
+        Bucket(i, key[0], members, key[3], key[4], rank=rank, ranks=ranks)  # type: ignore[arg-type]
+        for i, (key, members) in enumerate(plans)
+    ]
+
+
+def _lossy(policy: Policy, name: str, parameter: torch.Tensor) -> Codec | None:
+    """The codec, or None for the values as they are."""
+    codec = policy.choose(name, parameter.numel())
+    return None if codec.lossless else codec
+
+
+def bytes_of(plan: Sequence[Deal]) -> int:
+    """Sent by one rank to its peers for one pass over ``plan``."""
+    return sum((deal.ranks - 1) * deal.size for deal in plan)

@@ -1,0 +1,209 @@
+"""Gradients on their way from autograd to their owners: hooks, buckets in order, one reduction after the other.
+
+Note: who waits. The end of a backward waits for its reductions, as DistributedDataParallel does. So no gradient is written
+while the worker reads it, and a GradScaler finds the verdict of all ranks before ``step``.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from commpress.collectives.allreduce import settle
+from commpress.collectives.reduce_scatter import reduce_rows
+from commpress.collectives.transport import Transport
+from commpress.errors import InvalidArgument
+from commpress.integrations.zero.bucket import Layout, Reduction
+from commpress.integrations.zero.scratch import Scratch
+from commpress.work import Steps, Worker
+
+AHEAD = 2  # reductions that a backward may leave behind it before it waits
+
+
+@dataclass
+class Channel:
+    """What all that one optimizer sends has in common."""
+
+    transport: Transport
+    scratch: Scratch
+    worker: Worker
+    sequence: int = 0
+
+    def take(self, count: int) -> int:
+        """The first of ``count`` sequence numbers; every rank takes them in the same order."""
+        self.sequence += count
+        return self.sequence - count
+
+
+class Gradients:
+    """``bucket.reduced`` of every bucket, after ``synchronize``: the mean gradient of what this rank owns.
+
+    With ``sink`` the means of every backward are handed over there instead, one after the other, and nothing is kept.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Layout],
+        channel: Channel,
+        *,
+        stage: int,
+        scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
+        sink: Callable[[Any, torch.Tensor], None] | None = None,
+    ) -> None:
+        self._sink = sink
+        self.buckets, self._channel, self._stage, self._scaler, self._seed = buckets, channel, stage, scaler, seed
+        self.syncing = True
+        self.step = 0  # number of the step under way: noise of stochastic codecs
+        self._next, self._queued, self._local = 0, False, False
+        self._futures: list[torch.futures.Future[Any]] = []
+        self._marker = min((m.parameter for b in buckets for m in b.members), key=torch.Tensor.numel)
+        self._hooks = [self._hook(bucket, i) for bucket in buckets for i in range(len(bucket.members))]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, bucket: Layout, i: int) -> torch.utils.hooks.RemovableHandle:
+        owner = weakref.ref(self)  # the parameters must not keep their optimizer alive
+
+        def arrived(parameter: torch.Tensor) -> None:
+            if (me := owner()) is not None:
+                me._arrived(bucket, i)
+
+        return bucket.members[i].parameter.register_post_accumulate_grad_hook(arrived)
+
+    def _arrived(self, bucket: Layout, i: int) -> None:
+        if not self.syncing:
+            self._local = True
+            if self._stage == 1:
+                self._place(bucket, i)
+            return
+        if not self._queued:
+            Variable._execution_engine.queue_callback(self.finish)
+            self._queued = True
+        self._place(bucket, i)
+        bucket.arrived.add(i)
+        while self._next < len(self.buckets) and self._full(self.buckets[self._next]):
+            self._launch(self.buckets[self._next])
+            self._next += 1
+
+    def _full(self, bucket: Layout) -> bool:
+        return len(bucket.arrived) == len(bucket.members)
+
+    @torch.no_grad()
+    def _place(self, bucket: Layout, i: int) -> None:
+        """The gradient to its place in the bucket's buffer: to stay there (stage 1), or to be sent and forgotten."""
+        member = bucket.members[i]
+        gradient = member.parameter.grad
+        if bucket.buffer is None:
+            bucket.buffer = self._fresh_buffer(bucket)
+        view = member.view(bucket.buffer)
+        if gradient is None:
+            view.zero_()
+            return
+        if gradient.layout != torch.strided:
+            raise InvalidArgument(f"the gradient of {member.name!r} is sparse: build its module with sparse=False")
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+        member.parameter.grad = view if self._stage == 1 else None
+
+    def _fresh_buffer(self, bucket: Layout) -> torch.Tensor:
+        numel = bucket.numel
+        if self._stage == 1:
+            return torch.zeros(numel, dtype=bucket.dtype, device=bucket.device)
+        while len(self._futures) > AHEAD:
+            self._futures.pop(0).wait()
+        return self._channel.scratch.lend(numel, bucket.dtype, bucket.device).zero_()
+
+    def _launch(self, bucket: Layout) -> None:
+        sequence = self._channel.take(len(bucket.reduce_plan))
+        key = self._seed * 1_000_003 + self.step + (bucket.reduction.times << 20)
+        self._futures.append(self._channel.worker.submit(self._reduce(bucket, sequence, key, self._gain())))
+
+    def _reduce(self, bucket: Layout, sequence: int, key: int, gain: float) -> Steps[None]:
+        """``bucket.reduced`` := or += the mean over the ranks of the own row of its buffer."""
+        assert bucket.buffer is not None
+        source = bucket.buffer
+        if source.dtype != torch.float32:
+            source = self._channel.scratch.lend(source.numel(), torch.float32, bucket.device).copy_(source)
+        if bucket.reduced is None and self._sink is None:
+            bucket.reduced = torch.zeros(bucket.width, dtype=torch.float32, device=bucket.device)
+        reduction = bucket.reduction
+        adds = self._stage == 2 and reduction.times > 0 and self._sink is None
+        # of an earlier backward of this step: part of the mean, or replaced
+        settle(reduction.outcomes, taken=adds and reduction.finite)
+        out = None if adds else bucket.reduced
+        if out is None:
+            out = self._channel.scratch.lend(bucket.width, torch.float32, bucket.device)
+        outcomes = yield from reduce_rows(
+            source, out, bucket.feedbacks, plan=bucket.reduce_plan, transport=self._channel.transport,
+            workspace=self._channel.scratch, sequence=sequence, key=key, gain=gain if bucket.lossy_gradients else 1.0,
+        )  # fmt: skip
+        if source is not bucket.buffer:
+            self._channel.scratch.take_back(source)
+        if gain != 1.0 and not bucket.lossy_gradients:  # a half-precision value times the gain may not be one
+            out[: bucket.owned].mul_(gain)
+        if self._sink is not None:
+            self._sink(bucket, out)
+        elif adds:
+            assert bucket.reduced is not None
+            bucket.reduced[: bucket.owned] += out[: bucket.owned]
+        if out is not bucket.reduced:
+            self._channel.scratch.take_back(out)
+        reduction.times += 1
+        reduction.outcomes = outcomes
+        reduction.finite = all(o.finite for o in outcomes) and (reduction.finite or not adds)
+        if self._stage == 2:
+            self._channel.scratch.take_back(bucket.buffer)
+            bucket.buffer = None
+
+    def finish(self) -> None:
+        """Reduce what is left, parameters without a gradient as zeros, and wait for all of it."""
+        self._queued = False
+        for bucket in self.buckets[self._next :]:
+            for i in range(len(bucket.members)):
+                if i not in bucket.arrived:
+                    self._place(bucket, i)
+            self._launch(bucket)
+        self._wait()
+        self._next, self._local = 0, False
+        for bucket in self.buckets:
+            bucket.arrived.clear()
+        if self._scaler is not None:
+            self._tell_scaler()
+
+    def _tell_scaler(self) -> None:
+        """A GradScaler looks for infinity in ``parameter.grad``: the smallest one carries the verdict of all ranks."""
+        if self._marker.grad is None:
+            self._marker.grad = torch.zeros_like(self._marker)
+        if not self.finite():
+            self._marker.grad.fill_(float("inf"))
+
+    def _wait(self) -> None:
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.wait()
+
+    def synchronize(self) -> None:
+        """Before a step: gradients that came under ``no_sync`` or without a backward are reduced now."""
+        if self._local or any(bucket.reduction.times == 0 for bucket in self.buckets):
+            self.finish()
+
+    def forget(self, *, taken: bool) -> None:
+        """What was reduced is used up; residuals follow it only if the step was taken."""
+        for bucket in self.buckets:
+            settle(bucket.reduction.outcomes, taken=taken)
+            bucket.reduction = Reduction()
+        if self._stage == 2:
+            self._marker.grad = None
+
+    def _gain(self) -> float:
+        return 1.0 / self._scaler.get_scale() if self._scaler is not None else 1.0
+
+    def finite(self) -> bool:
+        """The same on every rank: each message carries the flags of all senders."""
+        return all(bucket.reduction.finite for bucket in self.buckets)

@@ -1,0 +1,64 @@
+"""What a wrapping optimizer accepts: options, and which of the user's parameters it trains."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commpress.errors import InvalidArgument
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon")
+Place = tuple[torch.Tensor, str, int]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise InvalidArgument(
+            f"optimizer is {optimizer!r}, expected a class such as torch.optim.AdamW; its options follow"
+        )
+    if optimizer.__module__.startswith("torch.optim") and optimizer.__name__ in NOT_ELEMENTWISE:
+        raise InvalidArgument(
+            f"optimizer is torch.optim.{optimizer.__name__}, which does not treat every element by itself: its state cannot be "
+            "cut anywhere. Use an element-wise one, such as AdamW, SGD or Adagrad"
+        )
+
+
+def check_clipping(max_grad_norm: float | None, on_nonfinite: str) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise InvalidArgument(f"max_grad_norm is {max_grad_norm!r}, expected a positive number or None")
+    if on_nonfinite not in ("skip", "raise"):
+        raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
+
+
+def trainable(groups: Sequence[dict[str, Any]]) -> tuple[list[list[Place]], list[tuple[str, torch.Tensor]]]:
+    """(parameter, name, number) of what is trained, by group; and what is frozen."""
+    result: list[list[Place]] = []
+    frozen: list[tuple[str, torch.Tensor]] = []
+    seen: set[int] = set()
+    for group in groups:
+        result.append([])
+        names = group.get("param_names") or [f"#{len(seen) + i:05d}" for i in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            if id(parameter) in seen:
+                raise InvalidArgument(
+                    f"parameter {name!r} is in params twice: pass a tied parameter once, as model.parameters() does"
+                )
+            if parameter.requires_grad:
+                _check(name, parameter)
+                result[-1].append((parameter, name, len(seen)))
+            else:
+                frozen.append((name, parameter))
+            seen.add(id(parameter))
+    if not any(result):
+        raise InvalidArgument("params has no parameter that requires a gradient")
+    return result, frozen
+
+
+def _check(name: str, parameter: torch.Tensor) -> None:
+    if parameter.dtype not in DTYPES:
+        raise InvalidArgument(f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16")
+    if parameter.numel() == 0 or not (parameter.is_contiguous() or hasattr(parameter, "home")):  # streamed ones are elsewhere
+        raise InvalidArgument(
+            f"parameter {name!r} of shape {tuple(parameter.shape)} is empty or not contiguous, expected contiguous values"
+        )

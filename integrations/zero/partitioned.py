@@ -1,0 +1,344 @@
+"""ZeRO stages 1 and 2: every rank keeps the optimizer's state, and in stage 2 the gradients, of 1/P of the parameters.
+
+    backward   bucket full → its rows to their owners, which average them          (reduce-scatter, compressed if asked)
+    step       one clip factor and one verdict for all ranks; update the own shards
+               updated shards to everybody                                          (all-gather, compressed if asked)
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from commpress.codecs import Codec, Policy, policy_of
+from commpress.collectives.checkpoint import exact_state, residuals_of
+from commpress.collectives.loopback import Loopback, Recorded
+from commpress.collectives.reduce_scatter import gather_rows
+from commpress.collectives.scalars import gathered
+from commpress.collectives.transport import own_transport
+from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
+from commpress.feedback import ResidualStore
+from commpress.integrations.zero import sharded, state
+from commpress.integrations.zero.bucket import Bucket, buckets, bytes_of
+from commpress.integrations.zero.gradients import Channel, Gradients
+from commpress.integrations.zero.offloaded import Offloaded
+from commpress.integrations.zero.options import trainable
+from commpress.integrations.zero.scratch import Scratch
+from commpress.integrations.zero.wrapper import Wrapper, clip_factor, follow, loss_of
+from commpress.tiered_mem.store import TieredStore
+from commpress.work import Steps, Worker, run
+
+UNORDERED_LIMIT = 2  # buckets under way at once where messages are matched by tag
+
+
+class Partitioned(Wrapper):
+    """``Partitioned(model.parameters(), torch.optim.AdamW, lr=1e-3)``: that optimizer, its state spread over the ranks.
+
+    Construct it on every rank, after moving the model to its device and dtype and with equal weights on all ranks. Do not
+    wrap the model in DistributedDataParallel: gradients are averaged here. What is not named below goes to ``optimizer``.
+
+    - ``optimizer``: any that treats every element by itself; its state is kept in float32.
+    - ``stage``: 1 keeps a rank's full gradients in ``parameter.grad``; 2 lets go of them as buckets are reduced, so that
+      ``parameter.grad`` is None after backward and ``step`` uses the gradients up.
+    - ``gradients``, ``weights``: codecs (or policies) of the two directions. Gradients then have error feedback; weights
+      travel as differences from what all ranks hold, so what one step leaves out is part of the next.
+    - ``min_numel``: tensors of fewer elements travel exactly.
+    - ``bucket_mb``: megabytes of parameters that travel together.
+    - ``max_grad_norm``: clip to this global norm in every step; or call ``clip_grad_norm_`` before ``step``.
+    - ``store``: a TieredStore of this rank's own, in which its masters and moments lie (see ``Offloaded``); ``chunk_mb``,
+      ``prefix`` and ``commit_every`` are for it. What the store has committed is taken up again.
+    - ``grad_scaler``: AMP's GradScaler, if there is one: gradients are unscaled as they are reduced.
+    - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or infinity, "raise" raises.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling to us
+    where = " on some rank"
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: type[torch.optim.Optimizer],
+        *,
+        stage: Literal[1, 2] = 2,
+        gradients: str | Codec | Policy = "none",
+        weights: str | Codec | Policy = "none",
+        min_numel: int = 256,
+        bucket_mb: float = 25.0,
+        max_grad_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        on_nonfinite: Literal["skip", "raise"] = "skip",
+        store: TieredStore | None = None,
+        prefix: str = "optimizer",
+        chunk_mb: float = 64.0,
+        commit_every: int = 0,
+        process_group: Any = None,
+        timeout: timedelta | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        if stage not in (1, 2):
+            raise InvalidArgument(f"stage is {stage!r}, expected 1 or 2; for stage 3 use torch's fully_shard")
+        if not bucket_mb > 0:
+            raise InvalidArgument(f"bucket_mb is {bucket_mb!r}, expected a positive number")
+        super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
+        self.stage = stage
+        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        places, self._frozen = trainable(self.param_groups)
+        transport = own_transport(process_group, timeout=timeout) or Loopback(1).transport(0)
+        self.transport = Recorded(transport)
+        self.residuals, self.scratch = ResidualStore(), Scratch()
+        self.buckets = buckets(
+            places, policy_of(gradients, min_numel=min_numel), policy_of(weights, min_numel=min_numel),
+            rank=transport.rank, ranks=transport.size, numel=max(int(bucket_mb * 1e6 / 4), 1),
+        )  # fmt: skip
+        for bucket in self.buckets:
+            bucket.attach(self.residuals)
+        self.inner: torch.optim.Optimizer
+        if store is None:
+            self.inner = optimizer(self._shard_groups(), **options)
+        else:
+            for own in (own for bucket in self.buckets for own in bucket.runs):
+                own.weight.requires_grad_()
+            self.inner = Offloaded(
+                self._shard_groups(), optimizer, store=store, prefix=prefix, chunk_mb=chunk_mb, commit_every=commit_every,
+                **options,
+            )  # fmt: skip
+        self.moments, self.scalars = state.probe(optimizer, options)
+        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+        limit = 1 if transport.ordered else UNORDERED_LIMIT
+        self._channel = Channel(self.transport, self.scratch, Worker("commpress", limit=limit, device=self.buckets[0].device))
+        self.gradients = Gradients(self.buckets, self._channel, stage=stage, scaler=self.grad_scaler, seed=seed)
+        self._built = True
+        if isinstance(self.inner, Offloaded):
+            self._go_on(self.inner)
+        run(self._compare_replicas())
+
+    @torch.no_grad()
+    def _go_on(self, inner: Offloaded) -> None:
+        """From what the stores hold; every rank's must be of the same step."""
+        device = self.buckets[0].device
+        every = run(gathered([inner.steps_done], transport=self.transport, sequence=self.take(1), device=device))
+        state.agreed(every[:, 0].tolist())
+        self.steps_done = self.gradients.step = inner.steps_done
+        if inner.steps_done:
+            self._spread()
+            for bucket in self.buckets:
+                bucket.trust()
+
+    def commit(self) -> int:
+        """With a store: a process that is killed goes on from this step. Every rank must call it."""
+        if not isinstance(self.inner, Offloaded):
+            raise InvalidArgument("commit is for a Partitioned with store=; without one use state_dict")
+        return self.inner.commit()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up in ``parameter.grad`` on this rank; the next one outside reduces the sum."""
+        before, self.gradients.syncing = self.gradients.syncing, False
+        try:
+            yield
+        finally:
+            self.gradients.syncing = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.gradients.forget(taken=False)
+
+    # ------------------------------------------------------------ one step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = loss_of(closure)
+        if self.grad_scaler is None and getattr(self, "grad_scale", None) is not None:
+            raise InvalidArgument("step was called by a GradScaler: pass it to the constructor as grad_scaler=")
+        self._check()
+        self.gradients.synchronize()
+        finite = self.gradients.finite()
+        if finite and self.max_grad_norm is not None:
+            finite = bool(torch.isfinite(self.clip_grad_norm_(self.max_grad_norm)))
+        if finite:
+            self._update()
+        self.gradients.forget(taken=finite)
+        if not finite:
+            self._skip()
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_``, over the mean gradients of all ranks; collective. The norm, summed in double.
+
+        Under a GradScaler the gradients are unscaled already: ``scaler.unscale_`` before it changes nothing.
+        """
+        if norm_type != 2.0:
+            raise InvalidArgument(f"norm_type is {norm_type!r}, expected 2.0: only the Euclidean norm is supported")
+        self.gradients.synchronize()
+        parts = [b.reduced[own.place] for b in self.buckets if b.reduced is not None for own in b.runs]  # without padding
+        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu() for part in parts]
+        mine = float(torch.stack(squares).sum()) if squares else 0.0
+        every = run(gathered([mine], transport=self.transport, sequence=self.take(1), device=self.buckets[0].device))
+        norm = torch.tensor(float(every[:, 0].sum()) ** 0.5, dtype=torch.float32, device=self.buckets[0].device)
+        factor = clip_factor(max_norm, norm)
+        if torch.isfinite(norm):
+            for bucket in self.buckets:
+                assert bucket.reduced is not None
+                bucket.reduced.mul_(factor.to(bucket.device))
+        return norm
+
+    def _update(self) -> None:
+        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            follow(theirs, mine)
+        for bucket in self.buckets:
+            assert bucket.reduced is not None
+            for own in bucket.runs:
+                own.weight.grad = bucket.reduced[own.place]
+        self.inner.step()
+        for bucket in self.buckets:
+            for own in bucket.runs:
+                own.weight.grad = None
+        self._spread()
+        self.steps_done += 1
+        self.gradients.step = self.steps_done
+
+    def _spread(self) -> None:
+        """Every rank's shards to all ranks."""
+        futures = []
+        for bucket in self.buckets:
+            sequence = self.take(len(bucket.gather_plan))
+            futures.append(self._channel.worker.submit(self._gather(bucket, sequence)))
+        for future in futures:
+            future.wait()
+
+    def _gather(self, bucket: Bucket, sequence: int) -> Steps[None]:
+        direct = bucket.dtype == torch.float32 and not bucket.lossy_weights
+        flat = bucket.flat if direct else self.scratch.lend(bucket.flat.numel(), torch.float32, bucket.device)
+        base = bucket.own.float() if bucket.lossy_weights else None
+        finite = yield from gather_rows(
+            bucket.shard, flat, plan=bucket.gather_plan, transport=self.transport, workspace=self.scratch,
+            sequence=sequence, base=base,
+        )  # fmt: skip
+        if direct:
+            return
+        if base is None:
+            bucket.flat[: bucket.used].copy_(flat[: bucket.used])
+        elif all(finite):
+            bucket.flat[: bucket.used].add_(flat[: bucket.used])
+        self.scratch.take_back(flat)
+        if base is not None and not all(finite):
+            raise NonFiniteGradient(
+                f"after step {self.steps_done} some weights of {bucket.members[0].name!r} to {bucket.members[-1].name!r} "
+                "are NaN or infinite and cannot be encoded: the learning rate may be too high"
+            )
+
+    def _check(self) -> None:
+        for bucket in self.buckets:
+            bucket.check()
+            if bucket.changed():
+                bucket.adopt()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise InvalidArgument(
+                    f"parameter {name!r} was frozen when this optimizer was made and requires a gradient now: make a new one"
+                )
+
+    def take(self, count: int) -> int:
+        """Sequence numbers for a collective of ours."""
+        return self._channel.take(count)
+
+    def _compare_replicas(self) -> Steps[None]:
+        """Every rank has the same parameters, in every bit and in the same buckets."""
+        sums = [int(b.flat.view(torch.int16).sum(dtype=torch.int64)) for b in self.buckets]
+        layout = ";".join(f"{m.name}@{b.number}+{m.first}:{tuple(m.parameter.shape)}" for b in self.buckets for m in b.members)
+        mine = [zlib.crc32(layout.encode()), zlib.crc32(np.array(sums, np.int64).tobytes())]
+        every = yield from gathered(
+            mine, transport=self.transport, sequence=self.take(1), device=self.buckets[0].device
+        )
+        for column, what in ((0, "names, shapes or order of the parameters"), (1, "values of the parameters")):
+            different = tuple(r for r in range(self.transport.size) if every[r, column] != every[0, column])
+            if different:
+                raise Mismatch(
+                    f"the {what} on ranks {list(different)} differ from those on rank 0: build the same model from the same "
+                    "seed on every rank, or broadcast its state_dict before constructing Partitioned",
+                    ranks=different,
+                )
+
+    # ------------------------------------------------------------ groups
+
+    def _shard_groups(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            | {"params": [own.weight for b in self.buckets if b.group == number for own in b.runs]}
+            for number, group in enumerate(self.param_groups)
+        ]
+
+    # ------------------------------------------------------------ counting
+
+    def bytes_per_pass(self) -> dict[str, int]:
+        """What this rank sends to its peers: ``gradients`` in one reduction, ``weights`` in one step. Headers included."""
+        return {
+            "gradients": sum(bytes_of(bucket.reduce_plan) for bucket in self.buckets),
+            "weights": sum(bytes_of(bucket.gather_plan) for bucket in self.buckets),
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds, by what they are for."""
+        stored = isinstance(self.inner, Offloaded)
+        states = [] if stored else [value for one in self.inner.state.values() for value in one.values()]
+        feedbacks = {id(f): f for b in self.buckets for f in b.feedbacks if f is not None}.values()
+        return {
+            "parameters": _bytes(b.flat for b in self.buckets),
+            "gradients": _bytes(b.buffer for b in self.buckets),
+            "gradient shards": _bytes(b.reduced for b in self.buckets),
+            "masters": _bytes(b.shard for b in self.buckets if b.mastered),
+            "states": _bytes(states),
+            "residuals": _bytes(f.sent for f in feedbacks),
+            "scratch": self.scratch.bytes,
+        }
+
+    # ------------------------------------------------------------ checkpoints
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state on every rank, as ``optimizer`` itself would save it; collective: every rank must call it."""
+        whole = run(state.whole(self))
+        return {"state": whole, "param_groups": super().state_dict()["param_groups"]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From ``state_dict`` of a Partitioned at any world size, or of ``optimizer`` itself; every rank the same.
+
+        Load the model's weights before: a float32 master that the state does not hold starts from them.
+        """
+        state.load(self, state_dict)
+
+    @torch.no_grad()
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part, for ``torch.distributed.checkpoint``: to be saved, or to be loaded into, at any world size."""
+        return sharded.sharded(self)
+
+    @torch.no_grad()
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What ``torch.distributed.checkpoint.load`` has put into a ``sharded_state_dict``; load the model's weights before."""
+        sharded.load_sharded(self, state_dict)
+
+    def feedback_state_dict(self) -> dict[str, Any]:
+        """What this rank's codec still owes, for a bitwise resume at the same world size: every rank its own."""
+        return exact_state(self.residuals, self.transport, self.steps_done)
+
+    def load_feedback_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps_done, residuals = residuals_of([state_dict], self.transport)
+        self.gradients.step = self.steps_done
+        self.residuals.load(residuals)
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters and end the worker."""
+        self.gradients.close()
+        self._channel.worker.close()
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))

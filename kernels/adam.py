@@ -1,0 +1,121 @@
+"""What the optimizers compute on flat buffers, in torch operations for any device; ``cpu_adam`` is the fast CPU path.
+
+Everything is element by element. ``segments`` says which parameter x and gradient g belong to which run of the flat
+float32 buffers (m momentum, r reciprocal of √v + ε, u accumulated steps, a anchor), so that gradients need not be copied
+together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Contiguous float32 tensors and where they lie in the flat buffers; a gradient of None is zero."""
+
+    x: Sequence[torch.Tensor]
+    g: Sequence[torch.Tensor | None]
+    places: Sequence[tuple[int, int]]  # first element, elements
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """int64[segments, 4]: address of x, address of g or 0, first element, elements."""
+        lines = [
+            (x.data_ptr(), 0 if g is None else g.data_ptr(), first, numel)
+            for x, g, (first, numel) in zip(self.x, self.g, self.places, strict=True)
+        ]
+        return np.array(lines, np.int64).reshape(-1, 4)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(numel for _, numel in self.places)
+
+    def runs(self, *buffers: torch.Tensor) -> Any:
+        for x, g, (first, numel) in zip(self.x, self.g, self.places, strict=True):
+            yield x.view(-1), None if g is None else g.view(-1), *(
+                b[first : first + numel] if b.numel() else None for b in buffers
+            )
+
+
+def adam_arithmetic(device: torch.device) -> Any:
+    """The module that computes on ``device``: this one or ``cpu_adam``, same names and arguments."""
+    if device.type == "cpu":
+        from commpress.kernels import cpu_adam
+
+        return cpu_adam
+    import commpress.kernels.adam as torch_path
+
+    return torch_path
+
+
+def blend(segments: Segments, m: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float) -> None:
+    """out := β·m + (1 − β)·gain·g."""
+    for _, g, m_, out_ in segments.runs(m, out):
+        torch.mul(m_, beta, out=out_)
+        if g is not None:
+            out_.add_(g, alpha=(1 - beta) * gain)
+
+
+def descend(segments: Segments, m: torch.Tensor, r: torch.Tensor, *, step: float, keep: float) -> None:
+    """x := keep·x − step·m·r."""
+    for x, _, m_, r_ in segments.runs(m, r):
+        x.mul_(keep).addcmul_(m_, r_, value=-step)
+
+
+def accumulate(
+    segments: Segments, m: torch.Tensor, u: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float, lr: float,
+    keep: float,
+) -> None:  # fmt: skip
+    """out := keep·u + lr·(β·m + (1 − β)·gain·g), where an empty u is zero."""
+    for _, g, m_, u_, out_ in segments.runs(m, u, out):
+        torch.mul(m_, beta, out=out_)
+        if g is not None:
+            out_.add_(g, alpha=(1 - beta) * gain)
+        out_.mul_(lr)
+        if u_ is not None:
+            out_.add_(u_, alpha=keep)
+
+
+def wander(
+    segments: Segments, m: torch.Tensor, u: torch.Tensor, a: torch.Tensor, r: torch.Tensor, *, beta: float, gain: float,
+    lr: float, keep: float, kept: float, begins: bool,
+) -> None:  # fmt: skip
+    """A local step: m := β·m + (1 − β)·gain·g, u := keep·u + lr·m, x := kept·a − u·r.
+
+    Where a window ``begins``, what u and a held does not count: u is zero and a := x.
+    """
+    for x, g, m_, u_, a_, r_ in segments.runs(m, u, a, r):
+        if begins:
+            a_.copy_(x.view(-1))
+            u_.zero_()
+        m_.mul_(beta)
+        if g is not None:
+            m_.add_(g, alpha=(1 - beta) * gain)
+        u_.mul_(keep).add_(m_, alpha=lr)
+        torch.mul(a_, kept, out=x).addcmul_(u_, r_, value=-1)
+
+
+def gather(
+    segments: Segments, mean: torch.Tensor, a: torch.Tensor, r: torch.Tensor, *, kept: float, share: float
+) -> None:
+    """After the mean of u is known: x := kept·a − mean·r and mean := share·mean, which is the momentum.
+
+    With an empty a the window has one step, and x is its own anchor.
+    """
+    for x, _, mean_, a_, r_ in segments.runs(mean, a, r):
+        torch.mul(x if a_ is None else a_, kept, out=x).addcmul_(mean_, r_, value=-1)
+        mean_.mul_(share)
+
+
+def square_sum(segments: Segments) -> float:
+    """Σ g², not finite if and only if some g is not."""
+    total = 0.0
+    for _, g in segments.runs():
+        if g is not None:
+            total += float(g.double().square().sum())
+    return total

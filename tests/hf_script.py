@@ -1,0 +1,91 @@
+"""Run by torchrun on two ranks: Trainer, Accelerate; asserts what must hold. The argument is a folder."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import commpress
+from commpress.schedules import AfterSteps, DoublingIntervals
+
+
+class Words(torch.utils.data.Dataset):
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, index):
+        ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def model():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+
+
+class Reporter(TrainerCallback):
+    """Stands where TensorBoard does: before ours, unless ours is moved."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **things):
+        self.seen.append(dict(logs))
+
+
+def trained(folder, optimizer=None, *, resume=None, clip=0.0):
+    arguments = TrainingArguments(
+        folder, use_cpu=True, max_steps=14, save_steps=7, logging_steps=2, per_device_train_batch_size=4, learning_rate=1e-3,
+        report_to=[], disable_tqdm=True, max_grad_norm=clip, lr_scheduler_type="constant", seed=1,
+    )  # fmt: skip
+    samples, reporter = [], Reporter()
+    options = {} if optimizer else {"exact_steps": 3, "measure_every": 2}
+    callback = commpress.hf.Compress(codec="sign", metrics=[samples.append], **options)
+    kind = {"optimizer_cls_and_kwargs": optimizer} if optimizer else {}
+    trainer = Trainer(model(), arguments, train_dataset=Words(), callbacks=[reporter, callback], **kind)
+    commpress.hf.report_first(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    assert any("commpress/encode_ms" in logs for logs in reporter.seen), "reporters get our numbers"
+    assert sum(sample.steps for sample in samples) == callback.state.counters.steps
+    weights = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
+    everywhere = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(everywhere, weights)
+    assert torch.equal(everywhere[0], everywhere[1]), "replicas differ"
+    return trainer, callback, weights
+
+
+def main(folder):
+    common = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
+    kinds = {
+        "onebit": (commpress.OneBitAdam, common | {"warmup_steps": AfterSteps(4)}),
+        "zero-one": (commpress.ZeroOneAdam, common | {"sync": DoublingIntervals(4, 100), "variance_updates": 2}),
+        "gradients": None,
+    }
+    for name, kind in kinds.items():
+        trainer, callback, weights = trained(folder / name, kind)
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert all("commpress/bytes_per_step" in entry for entry in logs), logs
+        assert logs[-1]["commpress/bytes_per_step"] < logs[0]["commpress/bytes_per_step"] / 3, logs
+        assert logs[-1]["commpress/encode_ms"] > 0
+        assert logs[-1]["commpress/owed" if kind else "commpress/error"] > 0
+        assert callback.state.counters.steps == 14
+        checkpoint = folder / name / "checkpoint-7"
+        assert (checkpoint / f"commpress-{dist.get_rank()}.pt").exists()
+        _, again, resumed = trained(folder / name, kind, resume=str(checkpoint))
+        assert again.state.counters.steps == 7
+        assert torch.equal(weights, resumed), f"{name}: the resumed run differs by {(weights - resumed).abs().max()}"
+
+    trainer, callback, _ = trained(folder / "clip", kinds["onebit"], clip=0.5)
+    assert callback.state.max_grad_norm == 0.5
+    assert callback.state.facts.norm_ratio > 0
+    assert trainer.args.max_grad_norm == 0.5
+
+    print("all is well")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    dist.destroy_process_group()

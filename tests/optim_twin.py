@@ -1,0 +1,115 @@
+"""Replicas of a few parameters in one process, each with its optimizer, stepped in lockstep over the simulation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from commpress.collectives.loopback import Loopback, simulate
+from commpress.kernels.pieces import width_of
+from commpress.optim.channel import Channel
+
+SHAPES = ((40, 50), (700,), (7,))
+Gradients = list[list[torch.Tensor | None]]  # [rank][parameter]
+
+
+def start(shapes: Sequence[tuple[int, ...]] = SHAPES, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def noise(size: int, step: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Gradients:
+    """Gradients with a common part and one of each rank's own."""
+    common = start(shapes, 1000 + step)
+    return [
+        [c + 0.5 * own for c, own in zip(common, start(shapes, 7919 * (r + 1) + step), strict=True)] for r in range(size)
+    ]
+
+
+def mean(gradients: Gradients) -> list[torch.Tensor]:
+    """In rank order, as the exact codec adds."""
+    result = []
+    for parts in zip(*gradients, strict=True):
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        result.append(total / len(parts))
+    return result
+
+
+class Replicas:
+    """``make(parameters, transport)`` builds the optimizer of one rank."""
+
+    def __init__(
+        self,
+        make: Callable[[list[torch.nn.Parameter], Any], Any],
+        size: int,
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.size, self.shapes = size, shapes
+        self.parameters = [[torch.nn.Parameter(p.to(dtype)) for p in start(shapes)] for _ in range(size)]
+        self.optimizers = [
+            make(p, t) for p, t in zip(self.parameters, Loopback(size).transports(), strict=True)
+        ]
+
+    def step(self, gradients: Gradients) -> list[bool]:
+        for parameters, mine in zip(self.parameters, gradients, strict=True):
+            for p, g in zip(parameters, mine, strict=True):
+                p.grad = None if g is None else g.to(p.dtype)
+        with torch.no_grad():
+            return simulate([o.steps() for o in self.optimizers])
+
+    def agree(self) -> bool:
+        first = self.optimizers[0]
+        return all(
+            all(torch.equal(a, b) for a, b in zip(self.parameters[0], parameters, strict=True))
+            and torch.equal(first.momentum, o.momentum)
+            and torch.equal(first.variance, o.variance)
+            for parameters, o in zip(self.parameters[1:], self.optimizers[1:], strict=True)
+        )
+
+    def momentum(self) -> np.ndarray:
+        return flat(self.optimizers[0]._momenta)
+
+    def owed(self) -> np.ndarray:
+        """R, the total residual of the compressed channel, side by side like ``flat``."""
+        return owed([o.quantized for o in self.optimizers])
+
+    def elastic(self) -> list[dict[str, Any]]:
+        with torch.no_grad():
+            return simulate([o.elastic_steps() for o in self.optimizers])
+
+
+def flat(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
+    return np.concatenate([t.detach().double().view(-1).numpy() for t in tensors if t is not None])
+
+
+def owed(channels: Sequence[Channel]) -> np.ndarray:
+    first, size = channels[0].flat, len(channels)
+    total = {name: np.zeros(numel) for name, (_, numel) in zip(first.names, first.places, strict=True)}
+    for rank, channel in enumerate(channels):
+        for (name, offset), sent, reduced in channel.residuals.places():
+            part = total[name][offset : offset + sent.numel()]
+            part += sent.double().numpy() / size
+            own = part[rank * width_of(sent.numel(), size) :][: reduced.numel()]
+            own += reduced.double().numpy()[: own.size]
+    return np.concatenate([total[name] for name in first.names])
+
+
+def state_of(replicas: Replicas) -> list[Any]:
+    """Every number that a skipped step must leave alone."""
+    return [
+        [p.detach().clone() for p in parameters]
+        + [o.momentum.clone(), o.variance.clone()]
+        + [t.clone() for key in o.quantized.residuals.places() for t in key[1:]]
+        for parameters, o in zip(replicas.parameters, replicas.optimizers, strict=True)
+    ]
+
+
+def equal(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(
+        len(x) == len(y) and all(torch.equal(s, t) for s, t in zip(x, y, strict=True)) for x, y in zip(a, b, strict=True)
+    )

@@ -1,0 +1,100 @@
+"""A small transformer, streamed from a store on one or more ranks, and the plain one beside it."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import commpress
+from commpress.tiered_mem.options import Options
+
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
+SMALL = Options(chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20)
+WORDS, WIDTH = 61, 48
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.after, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unsqueeze(1) for t in self.qkv(self.before(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+        return x + self.down(F.gelu(self.up(self.after(x))))
+
+
+class Words(nn.Module):
+    """A tied embedding, a parameter of its own, a frozen one, one without a gradient."""
+
+    def __init__(self, layers: int = 3, width: int = WIDTH, words: int = WORDS, remember: str = "") -> None:
+        super().__init__()
+        self.remember = remember
+        self.tokens = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.tokens.weight
+        self.scale = nn.Parameter(torch.ones(width))
+        self.unused = nn.Linear(3, 3)
+        self.layers[1].up.weight.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) * self.scale
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.remember == "reentrant") if self.remember else layer(x)
+        return self.head(self.norm(x))
+
+
+def made(seed: int = 5, **more: Any) -> Words:
+    torch.manual_seed(seed)
+    return Words(**more)
+
+
+def loss_of(net: nn.Module, step: int, part: int, rank: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed((step * 31 + part) * 31 + rank)
+    ids = torch.randint(0, WORDS, (2, 9), generator=generator)
+    return F.cross_entropy(net(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def groups(net: nn.Module) -> list[dict[str, Any]]:
+    plain = [p for p in net.parameters() if p.dim() < 2]
+    return [{"params": [p for p in net.parameters() if p.dim() > 1]}, {"params": plain, "weight_decay": 0.0}]
+
+
+def open_store(folder: Any, host: str = "2MiB") -> commpress.TieredStore:
+    return commpress.TieredStore.open(folder, host=host, engine="threads", options=SMALL)
+
+
+def offloaded(net: nn.Module, store: commpress.TieredStore, **more: Any) -> commpress.Offloaded:
+    options = {"chunk_mb": 0.04, "max_grad_norm": 0.5, **OPTIONS, **more}
+    return commpress.Offloaded(groups(net), torch.optim.AdamW, store=store, **options)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, rank: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIONS["lr"] * 0.95**step
+        optimizer.zero_grad()
+        for part in range(2):
+            loss = loss_of(net, step, part, rank)
+            loss.backward()
+        losses.append(loss.item())
+        if not isinstance(optimizer, commpress.Offloaded):
+            clip(net)
+        optimizer.step()
+    return losses
+
+
+def clip(net: nn.Module) -> None:
+    """By a norm that is summed in double."""
+    trained = [p for p in net.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    norm = torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None]).sum().sqrt().float()
+    torch.nn.utils.clip_grads_with_norm_(trained, 0.5, norm)

@@ -1,0 +1,345 @@
+"""All-to-all by every route: the flat permutation bit for bit, exact or compressed, over simulated ranks and over Gloo."""
+
+from datetime import timedelta
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpress.codecs import BlockCodec, codec_named
+from commpress.collectives.all_to_all import Way, all_to_all, compressed_all_to_all
+from commpress.collectives.frame import HEADER
+from commpress.collectives.loopback import Faulty, Loopback, Recorded, simulate
+from commpress.collectives.transport import TorchTransport
+from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
+from commpress.kernels import reference
+from commpress.work import run
+
+PATIENT = timedelta(seconds=60)
+ORDERS = ["inside-first", "between-first"]
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CODECS = ["int8", "int4", "fp8", "bf16", "fp16"]
+
+
+def splits_of(size, seed, top=6):
+    """Rows from each rank to each rank; some ranks send or get nothing."""
+    counts = np.random.default_rng(seed).integers(0, top, (size, size))
+    counts[seed % size, :] = 0
+    counts[:, (seed // 3) % size] //= 3
+    return counts
+
+
+def rows_of(counts, rank, width, dtype=torch.float32):
+    numel = int(counts[rank].sum()) * width
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 3
+    return values.to(dtype).view(-1, width)
+
+
+def expected(counts, rank, width, dtype=torch.float32):
+    """The flat permutation, worked out without the code under test."""
+    parts = []
+    for source in range(len(counts)):
+        start = int(counts[source, :rank].sum())
+        parts.append(rows_of(counts, source, width, dtype)[start : start + int(counts[source, rank])])
+    return torch.cat(parts)
+
+
+def exchanged(counts, width, transport, way, codec=None, dtype=torch.float32, sequence=0):
+    """Steps of one rank; the rows it received."""
+    rank = transport.rank
+    inp = rows_of(counts, rank, width, dtype)
+    out = torch.full((int(counts[:, rank].sum()), width), 77.0).to(dtype)
+    splits = {"out_splits": counts[:, rank].tolist(), "in_splits": counts[rank].tolist()}
+    if codec is None:
+        yield from all_to_all(out, inp, transport=transport, way=way, sequence=sequence, **splits)
+    else:
+        yield from compressed_all_to_all(
+            out, inp, codec=codec, transport=transport, way=way, sequence=sequence, **splits
+        )
+    return out
+
+
+def simulated(counts, width, way, codec=None, dtype=torch.float32, transports=None):
+    transports = transports or Loopback(len(counts)).transports()
+    return simulate([exchanged(counts, width, t, way, codec, dtype) for t in transports])
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@st.composite
+def nodes(draw, most=9):
+    """Ranks dealt out to nodes of any size."""
+    size = draw(st.integers(1, most))
+    order = draw(st.permutations(range(size)))
+    cuts = sorted(draw(st.sets(st.integers(1, max(size - 1, 1)), max_size=4)) | {0, size})
+    return [list(order[a:b]) for a, b in pairwise(cuts)]
+
+
+# ---------------------------------------------------------------- exact
+
+
+@settings(max_examples=80, deadline=None)
+@given(nodes=nodes(), seed=st.integers(0, 999), width=st.integers(1, 5), order=st.sampled_from([None, *ORDERS]),
+       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]))  # fmt: skip
+def test_every_route_is_the_flat_permutation(nodes, seed, width, order, dtype):
+    size = sum(map(len, nodes))
+    counts = splits_of(size, seed)
+    way = Way(nodes, order) if order else Way()
+    for rank, out in enumerate(simulated(counts, width, way, dtype=dtype)):
+        assert torch.equal(out, expected(counts, rank, width, dtype))
+
+
+@settings(max_examples=40, deadline=None)
+@given(nodes=nodes(), order=st.sampled_from(ORDERS), rows=st.integers(0, 3))
+def test_even_blocks_need_no_lengths(nodes, order, rows):
+    """x[source, destination] = source · P + destination, and twice is the identity."""
+    size = sum(map(len, nodes))
+    transports = [Recorded(t) for t in Loopback(size).transports()]
+    inputs = [torch.arange(r * size, (r + 1) * size).repeat_interleave(rows) for r in range(size)]
+    way = Way(nodes, order)
+
+    def twice(rank):
+        once, back = torch.empty_like(inputs[rank]), torch.empty_like(inputs[rank])
+        yield from all_to_all(once, inputs[rank], transport=transports[rank], way=way)
+        yield from all_to_all(back, once, transport=transports[rank], way=way, sequence=1)
+        return once, back
+
+    for rank, (once, back) in enumerate(simulate([twice(r) for r in range(size)])):
+        assert once.tolist() == [s * size + rank for s in range(size) for _ in range(rows)]
+        assert torch.equal(back, inputs[rank])
+        assert len(transports[rank].operations) == 4  # two calls, inside and between nodes: no lengths
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "between"),
+    [
+        ([4, 4], None, 32), ([4, 4], "inside-first", 8), ([4, 4], "between-first", 8),
+        ([3, 5], "inside-first", 8), ([3, 5], "between-first", 8),
+        ([2, 2, 2, 2], None, 48), ([2, 2, 2, 2], "inside-first", 24), ([2, 2, 2, 2], "between-first", 24),
+    ],
+)  # fmt: skip
+def test_messages_between_nodes(sizes, order, between):
+    """g·h messages between two nodes flat; h with the sender's, g with the receiver's members as one. The same bytes."""
+    edges = np.cumsum([0, *sizes])
+    nodes = [list(range(a, b)) for a, b in pairwise(edges.tolist())]
+    home = {r: i for i, node in enumerate(nodes) for r in node}
+    counts = splits_of(len(home), 5) + 1
+    transports = [Recorded(t) for t in Loopback(len(home)).transports()]
+    way = Way(nodes, order) if order else Way()
+    simulated(counts, 3, way, transports=transports)
+    abroad = [(t, r) for t in transports for r in home if home[t.rank] != home[r]]
+    assert sum(t.messages_to[r] for t, r in abroad) == between
+    payload = sum(int(counts[a, b]) * 12 for a in home for b in home if home[a] != home[b])
+    assert sum(t.bytes_to[r] for t, r in abroad) == payload + between * HEADER
+
+
+# ---------------------------------------------------------------- compressed
+
+
+def through(codec, block):
+    """What the reference makes of one block of float32."""
+    if codec.spec in CASTS:
+        return block.to(CASTS[codec.spec]).float()
+    flat = block.reshape(-1).numpy()
+    width = -(-len(flat) // 8) * 8
+    row = reference.encode_row(flat, codec.kind, width, codec.block)
+    return torch.from_numpy(reference.decode_row(row, codec.kind, len(flat), width, codec.block)).view(block.shape)
+
+
+@pytest.mark.parametrize("codec", [*map(codec_named, CODECS), BlockCodec("int8", 16)], ids=lambda c: c.spec)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_block_is_encoded_by_itself(codec, dtype):
+    size, width = 4, 37
+    counts = splits_of(size, 3, top=20)
+    for rank, out in enumerate(simulated(counts, width, Way(), codec, dtype)):
+        exact = expected(counts, rank, width, dtype)
+        parts = [through(codec, part.float()) for part in exact.split(counts[:, rank].tolist()) if len(part)]
+        assert torch.equal(bits(out), bits(torch.cat(parts).to(dtype)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(nodes=nodes(), seed=st.integers(0, 999), order=st.sampled_from(ORDERS), codec=st.sampled_from(CODECS))
+def test_compressed_by_way_of_nodes_equals_compressed_flat(nodes, seed, order, codec):
+    counts = splits_of(sum(map(len, nodes)), seed)
+    ways = simulated(counts, 19, Way(nodes, order), codec), simulated(counts, 19, Way(), codec)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*ways, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8", "bf16", "int4"])
+def test_rows_of_one_magnitude_arrive_exactly(codec):
+    inputs = [torch.where(torch.arange(48.0) % 3 == 0, 1.0, -1.0).view(12, 4) * 2.0**r for r in range(3)]
+    outs = [torch.empty(12, 4) for _ in range(3)]
+    simulate([
+        compressed_all_to_all(outs[r], inputs[r], codec=codec, transport=t)
+        for r, t in enumerate(Loopback(3).transports())
+    ])  # fmt: skip
+    for rank, out in enumerate(outs):
+        assert torch.equal(out, torch.cat([x[4 * rank : 4 * rank + 4] for x in inputs]))
+
+
+def test_errors_are_in_the_right_order():
+    counts = splits_of(4, 1, top=30)
+    exact = torch.cat([expected(counts, r, 64) for r in range(4)])
+    error = {c: float((torch.cat(simulated(counts, 64, Way(), c)) - exact).norm()) for c in ["none", *CODECS]}
+    assert 0 == error["none"] < error["fp16"] < error["bf16"] < error["int8"] < error["fp8"] < error["int4"]
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8", "bf16", "fp16", "none"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_spoils_its_block_and_no_more(codec, bad):
+    inputs = [torch.ones(4, 256), torch.ones(4, 256)]
+    inputs[0][2, 5] = bad  # rank 0 to rank 1, first row of two; a block is one row
+    outs = [torch.empty(4, 256), torch.empty(4, 256)]
+    simulate([
+        compressed_all_to_all(outs[r], inputs[r], codec=codec, transport=t)
+        for r, t in enumerate(Loopback(2).transports())
+    ])  # fmt: skip
+    assert not torch.isfinite(outs[1][0, 5])
+    assert torch.equal(outs[0], torch.ones(4, 256))
+    assert torch.equal(outs[1][1:], torch.ones(3, 256))
+
+
+def test_bytes_on_the_wire():
+    counts = np.full((4, 4), 8)
+    transports = [Recorded(t) for t in Loopback(4).transports()]
+    simulated(counts, 256, Way(), "int8", transports=transports)
+    assert [t.sent_bytes for t in transports] == [3 * (HEADER + 8 * (256 + 4))] * 4
+
+
+# ---------------------------------------------------------------- real ranks
+
+
+def real(counts, ways, codecs, point_to_point):
+    transport = TorchTransport(dist.group.WORLD, timeout=PATIENT, point_to_point=point_to_point)
+    ask = [(Way(*way), codec) for way in ways for codec in codecs]
+    return [run(exchanged(counts, 70, transport, w, c, sequence=i)).numpy() for i, (w, c) in enumerate(ask)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("point_to_point", [None, False], ids=["point-to-point", "batches"])
+def test_gloo_equals_the_simulation(pool, size, point_to_point):
+    counts, codecs = splits_of(size, 11, top=300), [None, "int8", "bf16", "fp8"]
+    nodes = [[0, size - 1], [r for r in range(1, size - 1)]]
+    ways = [(), *((nodes, order) for order in ORDERS)]
+    twins = {c: simulated(counts, 70, Way(), c) for c in codecs}
+    for rank, results in enumerate(pool.run(real, counts, ways, codecs, point_to_point, size=size)):
+        for result, codec in zip(results, codecs * len(ways), strict=True):
+            np.testing.assert_array_equal(result.view(np.uint32), twins[codec][rank].numpy().view(np.uint32))
+
+
+# ---------------------------------------------------------------- disagreement
+
+
+def disagree(point_to_point, mine):
+    """Rank 1 differs from the others in one argument."""
+    transport = TorchTransport(dist.group.WORLD, timeout=timedelta(seconds=20), point_to_point=point_to_point)
+    rank, size = transport.rank, transport.size
+    counts = np.full((size, size), 4)
+    ask = {"width": 8, "way": (), "codec": None, "sequence": 1} | (mine if rank == 1 else {})
+    run(exchanged(counts, 8, transport, Way()))
+    if "splits" in ask:
+        counts = ask.pop("splits")
+    ask["way"] = Way(*ask["way"])
+    try:
+        run(exchanged(counts, transport=transport, **ask))
+    except CommunicationError as error:
+        dist.barrier()
+        return [error]
+    raise AssertionError("nothing was raised")
+
+
+UNEQUAL = np.array([[4, 5], [4, 4]])
+DISAGREEMENTS = {
+    "splits": ({"splits": UNEQUAL}, "160 bytes"),
+    "row shape": ({"width": 9}, "144 bytes"),
+    "codec": ({"codec": "int8"}, "'int8/256'"),
+    "route": ({"way": ([[0, 1]],)}, "lengths of an all_to_all"),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+@pytest.mark.parametrize("point_to_point", [None, False], ids=["point-to-point", "batches"])
+def test_disagreement_is_named_on_both_sides(pool, what, point_to_point):
+    mine, says = DISAGREEMENTS[what]
+    for rank, (error,) in enumerate(pool.run(disagree, point_to_point, mine)):
+        assert type(error) is Mismatch, error
+        assert error.ranks == (1 - rank,)
+        assert (says if rank == 0 else "128 bytes") in str(error).split(", but it sent ")[1], error
+
+
+def test_a_silent_rank_is_named():
+    transports = Loopback(3).transports()
+    counts = splits_of(3, 1)
+    steps = [exchanged(counts, 2, t, Way()) for t in transports[:2]]
+    with pytest.raises(PeerFailure, match=r"from ranks \[2\]") as caught:
+        simulate(steps)
+    assert caught.value.ranks == (2,)
+
+
+def test_blocks_divided_otherwise_are_noticed_although_the_sum_is_right():
+    """Ranks 0 and 1 forward to rank 2 five rows: 2 + 3 for them, 3 + 2 for it."""
+    told, believed = np.full((3, 3), 1), np.full((3, 3), 1)
+    told[:2, 2], believed[:2, 2] = (2, 3), (3, 2)
+    transports = Loopback(3).transports()
+    way = Way([[0, 1], [2]])
+    with pytest.raises(Mismatch, match="rank 2 expected rank 0 to send"):
+        simulate([exchanged(believed if t.rank == 2 else told, 2, t, way) for t in transports])
+
+
+@pytest.mark.parametrize("way", [Way(checksum=True), Way([[0, 1], [2]], checksum=True)], ids=["flat", "nodes"])
+def test_damage_is_noticed(way):
+    transports = Loopback(3).transports()
+    faulty = [Faulty(t, after=0, fault=lambda h: h[:, 52].bitwise_xor_(1)) if t.rank == 1 else t for t in transports]
+    with pytest.raises(CommunicationError, match=r"the payload of rank 1 .* is damaged"):
+        simulated(splits_of(3, 7) + 1, 4, way, transports=faulty)
+    simulated(splits_of(3, 7) + 1, 4, way)
+
+
+# ---------------------------------------------------------------- arguments
+
+GOOD = torch.ones(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("out", "inp", "options", "says"),
+    [
+        (GOOD, GOOD.t(), {}, "inp of shape .* is not contiguous rows"),
+        (torch.ones(()), GOOD, {}, "out of shape"),
+        (torch.ones(3, 2), GOOD, {}, "out has 3 rows, which 2 ranks cannot share evenly"),
+        (GOOD, GOOD, {"in_splits": [1, 2]}, r"splits of inp are \[1, 2\], expected 2 lengths that add up to its 4 rows"),
+        (GOOD, GOOD, {"out_splits": [5, -1]}, "splits of out"),
+        (GOOD, GOOD, {"out_splits": [4]}, "splits of out"),
+        (GOOD, GOOD, {"out_splits": [1, 3]}, "rank 0 sends itself 2 rows and expects 1"),
+        (torch.ones(4, 3), GOOD, {}, "expected the same dtype, device and shape"),
+        (GOOD.double(), GOOD, {}, "expected the same dtype, device and shape"),
+        (GOOD, GOOD, {"way": Way([[0], [0, 1]])}, "expected every rank from 0 to 1 in exactly one node"),
+        (GOOD, GOOD, {"way": Way([[0]])}, "expected every rank from 0 to 1 in exactly one node"),
+    ],
+)
+def test_what_cannot_work_is_refused(out, inp, options, says):
+    with pytest.raises(InvalidArgument, match=says):
+        run(all_to_all(out, inp, transport=Loopback(2).transport(0), **options))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "codec", "says"),
+    [
+        (GOOD.double(), "int8", "inp has dtype torch.float64, expected float32, bfloat16 or float16"),
+        (GOOD, "sign", "codec is 'sign/rms/2048', expected int8, int4, fp8"),
+        (GOOD, "itn8", "did you mean 'int8'"),
+    ],
+)
+def test_what_cannot_be_compressed_is_refused(tensor, codec, says):
+    with pytest.raises(InvalidArgument, match=says):
+        run(compressed_all_to_all(tensor.clone(), tensor, codec=codec, transport=Loopback(2).transport(0)))
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(InvalidArgument, match="order is 'outside-first', expected 'inside-first' or 'between-first'"):
+        Way([[0]], "outside-first")

@@ -1,0 +1,107 @@
+"""The choice of a codec per layer against every other choice there is."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpress.cli import text
+from commpress.cli.gpt import GPT
+from commpress.errors import InvalidArgument
+from commpress.plan.choice import assign, bytes_of, cheapest, errors_of
+
+
+def brute_force(costs, errors, bound):
+    best = None
+    for options in product(*(range(len(row)) for row in costs)):
+        error = cost = 0.0
+        for layer, option in enumerate(options):
+            error, cost = error + errors[layer][option], cost + costs[layer][option]
+        if error <= bound and (best is None or cost < best):
+            best = cost
+    return best
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_nothing_is_cheaper(data):
+    layers, options = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
+    integers = st.lists(st.integers(0, 30), min_size=options, max_size=options)
+    costs = [[float(c) for c in data.draw(integers)] for _ in range(layers)]
+    errors = [[float(e) for e in data.draw(integers)] for _ in range(layers)]
+    bound = float(data.draw(st.integers(0, 30 * layers)))
+    best = brute_force(costs, errors, bound)
+    if best is None:
+        with pytest.raises(InvalidArgument, match="finer"):
+            cheapest(costs, errors, bound)
+        return
+    found = cheapest(costs, errors, bound)
+    assert found.cost == best
+    assert found.error <= bound
+    assert found.cost == sum(costs[i][o] for i, o in enumerate(found.options))
+    assert found.error == sum(errors[i][o] for i, o in enumerate(found.options))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_cheaper_in_floating_point(seed):
+    rng = np.random.default_rng(seed)
+    layers = int(rng.integers(5, 9))
+    costs, errors = rng.uniform(1, 100, (layers, 4)), rng.lognormal(0, 3, (layers, 4))
+    bound = float(rng.uniform(0.3, 0.9) * errors.min(1).sum() + 0.3 * errors.mean(1).sum())
+    best = brute_force(costs.tolist(), errors.tolist(), bound)
+    found = cheapest(costs, errors, bound) if best is not None else None
+    if best is not None:
+        assert found.cost == pytest.approx(best, rel=1e-12)
+        assert found.error <= bound
+
+
+def test_tens_of_layers_are_solved():
+    rng = np.random.default_rng(1)
+    numels = rng.choice([768, 3072, 768 * 768, 768 * 3072], 60)
+    costs = np.outer(numels, [1, 2, 3, 4, 8]).astype(float)
+    errors = np.outer(numels * rng.lognormal(0, 2, 60), [1, 0.5, 0.2, 0.05, 0.001])
+    found = cheapest(costs, errors, float(errors[:, 3].sum()))
+    assert found.cost < costs[:, 3].sum()
+    assert found.error <= errors[:, 3].sum()
+
+
+@pytest.mark.parametrize(
+    ("costs", "errors"), [([[1.0]], [[float("nan")]]), ([[1.0, 2.0]], [[1.0]]), ([[]], [[]]), ([[1.0]], [[-1.0]])]
+)
+def test_what_makes_no_sense_is_refused(costs, errors):
+    with pytest.raises(InvalidArgument):
+        cheapest(costs, errors, 1.0)
+
+
+def test_errors_are_what_the_codec_loses(compiled):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    exact, coarse, fine = errors_of(x, ["none", "sign", "int8"])
+    assert exact == 0
+    # the rms scale: Σ(|x| − s)² with s² = mean x²
+    scale = x.square().mean().sqrt()
+    assert coarse == pytest.approx(float((x.abs() - scale).square().sum()), rel=1e-3)
+    assert 0 < fine < 0.001 * coarse
+
+
+def gpt_gradients(steps=8):
+    """Of a small GPT on text after some steps of training, the last one's."""
+    torch.manual_seed(0)
+    model, library = GPT(width=96, layers=3, length=32), text.standard_library()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    draws = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(*text.batch(library, 8, 32, draws)).backward()
+        optimizer.step()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_gpt_needs_fewer_bytes_at_the_error_of_four_bits(compiled):
+    gradients = gpt_gradients()
+    found = assign(gradients, ranks=4)
+    assert found.error <= found.uniform_error
+    assert found.gain >= 1.3
+    assert found.nbytes == sum(bytes_of(g.numel(), found.rules[name], 4) for name, g in gradients.items())

@@ -1,0 +1,148 @@
+"""DistributedDataParallel in two levels: equal to its simulated twin bit for bit, and resumed as if nothing had happened."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import ByName, SignCodec
+from commpress.codecs.family import NAMES
+from commpress.codecs.policy import Same
+from commpress.collectives.links import Link, Links
+from commpress.collectives.topology import Topology
+from commpress.errors import InvalidArgument, Mismatch, StateMismatch
+from ddp_twin import Plan, Session, assert_equal, steps_of, train, twin
+from test_resume import go_on, resume
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
+MIXED = ByName({"left": SignCodec(block=0), "right": NAMES["ternary"], "norm": NAMES["int8"]}, Same(NAMES["sign"]))
+
+
+def leveled(topology, codec="sign", **changed):
+    state = {"topology": topology} | changed.pop("state", {})
+    return Plan(codec, ddp=SMALL_BUCKETS, state=state, **changed)
+
+
+@pytest.mark.parametrize("topology", ["2x2", "3,1", "0 3|1 2"])
+@pytest.mark.parametrize("codec", ["sign", MIXED], ids=["sign", "mixed"])
+def test_training_equals_its_twin(pool, topology, codec):
+    plan = leveled(topology, codec)
+    results = pool.run(train, plan, size=4)
+    assert_equal(results, twin(plan, 4))
+    for result in results:
+        counters = result.counters
+        assert 0 < counters["between_bytes"] <= counters["wire_bytes"]
+        assert counters["compressed_elements"] > 0
+        assert counters["steps"] == plan.steps
+    assert results[0].counters["between_bytes"] < results[0].counters["wire_bytes"], "rank 0 shares its node"
+
+
+def test_a_step_that_is_not_finite_changes_no_residual(pool):
+    plan = leveled("2x2", bad=(2,))
+    results = pool.run(train, plan, size=4)
+    assert_equal(results, twin(plan, 4), losses=False)
+    assert all(result.counters["skipped_steps"] == 1 for result in results)
+
+
+def test_one_bad_parameter_is_seen_by_all(pool):
+    results = pool.run(train, leveled("2,1", bad=(2,), poisoned="left.weight"), size=3)
+    assert [result.counters["skipped_buckets"] for result in results] == [results[0].counters["skipped_buckets"]] * 3
+    assert results[0].counters["skipped_buckets"] > 0
+    for name, value in results[0].parameters.items():
+        assert torch.isfinite(value).all()
+        assert all(torch.equal(value, other.parameters[name]) for other in results)
+
+
+@pytest.mark.parametrize("topology", ["2x2", "1,3"])
+def test_resumed_equals_uninterrupted(pool, tmp_path, topology):
+    plan = leveled(topology, MIXED)
+    assert_equal(resume(pool, tmp_path, plan, at=3, size=4), twin(plan, 4))
+
+
+def test_the_state_of_another_topology_is_refused(pool, tmp_path):
+    resume(pool, tmp_path, leveled("2x2"), at=3, size=4)
+    for other in ({"topology": "3,1"}, {}):
+        plan = Plan("sign", first=3, steps=3, state=other)
+        with pytest.raises(StateMismatch, match=r"saved with nodes '0 1\|2 3'.*elastic_state_dict"):
+            pool.run(go_on, plan, str(tmp_path), size=4)
+
+
+# ---------------------------------------------------------------- elastic
+
+
+def owed(plan):
+    """R of every piece after training, as elastic shards of all ranks."""
+    session = Session(plan)
+    for step in steps_of(plan):
+        session.step(step)
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, session.state.elastic_state_dict())
+    return parts
+
+
+def passed_on(plan, parts):
+    """R after loading, again as shards; then one more step works."""
+    session = Session(plan)
+    session.state.load_state_dict(*parts)
+    result = [None] * dist.get_world_size()
+    dist.all_gather_object(result, session.state.elastic_state_dict())
+    session.step(plan.first)
+    return result
+
+
+def total(parts):
+    whole = {}
+    for part in parts:
+        for key, shard in part["shards"].items():
+            vector = whole.setdefault(key, np.zeros(shard["numel"], np.float32))
+            vector[shard["start"] : shard["start"] + len(shard["values"])] = shard["values"].numpy()
+    return whole
+
+
+@pytest.mark.parametrize(("before", "after", "size"), [("2x2", "2,1", 3), ("3,1", None, 2), (None, "1,2", 3)])
+def test_nothing_owed_is_lost_when_nodes_change(pool, before, after, size):
+    states = [{} if t is None else {"topology": t} for t in (before, after)]
+    parts = pool.run(owed, Plan("sign", steps=3, state=states[0]), size=4)[0]
+    again = pool.run(passed_on, Plan("sign", first=3, steps=1, state=states[1]), parts, size=size)[0]
+    first, second = total(parts), total(again)
+    assert first
+    assert max(np.abs(v).max() for v in first.values()) > 0
+    for key in first:
+        np.testing.assert_allclose(second[key], first[key], rtol=1e-6, atol=1e-9)
+    assert all(not np.any(second[key]) for key in second.keys() - first.keys())
+
+
+# ---------------------------------------------------------------- topologies
+
+
+def build(topology):
+    session = Session(Plan("sign", state={"topology": topology}))
+    session.step(0)
+    return str(session.state.levels), session.log.lines
+
+
+def test_one_level_is_reduced_flat_and_says_so(pool):
+    for topology in ("4", "1,1,1,1", "auto"):  # the ranks of the tests share a host
+        for nodes, lines in pool.run(build, topology, size=4):
+            assert nodes == "None"
+            assert any("one level only" in line for line in lines)
+
+
+def test_links_decide(pool):
+    """Where only latency counts one level is faster, where bytes count two are."""
+    near, far = Link(1e-3, 1e9, 1e9), Link(1e-3, 1e5, 1e5)
+    for between, nodes in [(Link(1e-3, 1e9, 1e9), "None"), (far, "0 1|2 3")]:
+        for built, lines in pool.run(build, Links(Topology.of(2, 2), near, between), size=4):
+            assert built == nodes
+            assert sum("is the faster all-reduce" in line for line in lines) == 1
+
+
+def build_apart():
+    return build("2x2" if dist.get_rank() < 3 else "1,3")
+
+
+def test_what_does_not_fit_is_an_error_on_every_rank(pool):
+    outcomes = pool.outcomes(build, "2x3", size=4)
+    assert all(isinstance(o, InvalidArgument) and "has 6 ranks, the group has 4" in str(o) for o in outcomes)
+    outcomes = pool.outcomes(build_apart, size=4)
+    assert all(isinstance(o, Mismatch) and o.ranks == (3,) for o in outcomes)

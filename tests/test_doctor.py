@@ -1,0 +1,123 @@
+"""The doctor: what it finds here, and what it says on machines that are not at hand."""
+
+import json
+import socket
+
+import pytest
+
+from commpress.cli import doctor, machine_findings, main, software_findings
+from commpress.cli.finding import Finding, looked_at
+
+
+def commpress(*arguments: object) -> int:
+    return main([str(a) for a in arguments])
+
+
+def test_one_screen_and_a_file(compiled, tmp_path, capsys):
+    """Everything but MPI, which starts another process."""
+    sections = [name for name in doctor.SECTIONS if name != "MPI"]
+    file = tmp_path / "found.json"
+    status = commpress("doctor", "--directory", tmp_path, "--only", ",".join(sections), "--json", file)
+    said, content = capsys.readouterr().out, json.loads(file.read_text())
+    assert list(content["sections"]) == sections
+    bad = [f for findings in content["sections"].values() for f in findings if f["state"] == "bad"]
+    assert status == int(bool(bad)) == int(content["count"]["bad"] > 0)
+    assert not bad, bad
+    for phrase in (
+        "ok    Gloo connects and sums", "bytes equal the reference", '"commpress" is registered', "engine threads",
+        "free of", "lo: MTU", "monotonic clock: steps of",
+    ):  # fmt: skip
+        assert phrase in said
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_what_is_bad_is_exit_status_1(tmp_path, capsys):
+    assert commpress("doctor", "--only", "disks", "--directory", tmp_path / "missing") == 1
+    assert "cannot be used" in capsys.readouterr().out
+    assert commpress("doctor", "--only", "disk") == 2
+    assert "--only has 'disk', expected some of torch, backends" in capsys.readouterr().err
+
+
+def test_a_section_that_cannot_look_says_so():
+    def blind():
+        raise PermissionError("hidden")
+
+    (finding,) = looked_at(blind)
+    assert (finding.state, finding.what) == ("note", "could not look: PermissionError: hidden")
+
+
+def test_mpi_missing_or_dumb(monkeypatch):
+    monkeypatch.setattr(software_findings, "installed", lambda package: None)
+    assert [f.state for f in software_findings.mpi()] == ["note"]
+    monkeypatch.setattr(software_findings, "installed", lambda package: "4.1")
+    monkeypatch.setattr(software_findings, "answer", lambda command: None)
+    (finding,) = software_findings.mpi()
+    assert "does not start an MPI" in finding.what
+    monkeypatch.setattr(software_findings, "answer", lambda command: "Some MPI v1")
+    assert software_findings.mpi()[0] == Finding("ok", "mpi4py 4.1 on Some MPI v1")
+
+
+def test_gloo_gets_an_interface_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,none7")
+    (finding,) = software_findings.own_name()
+    assert finding.state == "bad"
+    assert "names none7" in finding.what
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert "GLOO_SOCKET_IFNAME=eth0" in software_findings.own_name()[0].cure
+
+
+# ---------------------------------------------------------------- other machines, as files
+
+
+def files(root, **content):
+    for name, text in content.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("speed", "mtu", "carrier", "state", "says"),
+    [
+        ("25000", "1500", "1", "note", "eth9: MTU 1500, 25 Gbit/s"),
+        ("25000", "9000", "1", "ok", "25 Gbit/s"),
+        ("1000", "1500", "1", "ok", "1 Gbit/s"),
+        ("-1", "1400", "1", "ok", "speed not told"),
+        ("1000", "1500", "0", "note", "no carrier"),
+    ],
+)
+def test_interfaces(tmp_path, speed, mtu, carrier, state, says):
+    net = "class__net__eth9__"
+    root = files(tmp_path, **{net + "flags": "0x1003", net + "speed": speed, net + "mtu": mtu, net + "carrier": carrier})
+    (finding,) = machine_findings.network(root)
+    assert finding.state == state
+    assert says in finding.what
+    files(tmp_path, **{net + "flags": "0x1002"})
+    assert machine_findings.network(root)[0].state == "bad", "nothing is up"
+
+
+def test_two_numa_nodes(tmp_path):
+    node = "devices__system__node__node"
+    root = files(tmp_path, **{node + "0__cpulist": "0-7", node + "1__cpulist": "8-15"})
+    finding = machine_findings.numa(root)[-1]
+    assert finding.state == "note"
+    assert "node0: processors 0-7, node1: processors 8-15" in finding.what
+
+
+def test_memory_with_a_limit_and_without_huge_pages(tmp_path):
+    root = files(
+        tmp_path, meminfo="MemTotal: 1048576 kB\nMemAvailable: 524288 kB\n", fs__cgroup__memory__max="",
+    )  # fmt: skip
+    (tmp_path / "fs/cgroup/memory.max").write_text(str(1 << 29))
+    files(tmp_path, kernel__mm__transparent_hugepage__enabled="always madvise [never]")
+    said = [f.what for f in machine_findings.memory(root, root)]
+    assert said[:3] == [
+        "512 MiB of 1 GiB available", "a control group ends this process beyond 512 MiB", "transparent huge pages are off"
+    ]  # fmt: skip
+
+
+def test_a_clock_has_a_step_and_a_cost():
+    assert 0 < machine_findings.smallest_step(5) < 0.1
+    assert 0 < machine_findings.reading_cost(100) < 0.1

@@ -1,0 +1,221 @@
+"""FSDP2 on real ranks: what is trained, what is sent, what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commpress
+from fsdp_twin import WIDTH, Net, Plan, Session, Trained, both, equal, shard, train
+
+EXACT = {"gradients": "none", "weights": "none"}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(**EXACT),
+        Plan(**EXACT, dtype=torch.bfloat16),
+        Plan(**EXACT, dtype=torch.bfloat16, reduce_dtype=torch.float32, clip=0.5),
+        Plan(**EXACT, reshard=False, recompute=True),
+        Plan(**EXACT, accumulate=3, sync_last=True),
+        Plan(**EXACT, accumulate=2),
+        Plan(**EXACT, divide=4.0),
+        Plan(**EXACT, force_sum=True),
+        Plan(**EXACT, options={"overlap": False}),
+        Plan(gradients="none", weights=None),
+        Plan(gradients=None, weights="none"),
+        Plan(gradients="none", weights=commpress.Difference("none"), dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_exact_codecs_give_the_bits_of_plain_fsdp2(pool, plan):
+    """Two ranks: a sum of two does not depend on the order."""
+    for plain, ours in pool.run(both, plan, size=2):
+        equal(plain, ours)
+
+
+def test_exact_codecs_give_the_bits_of_plain_fsdp2_on_four_ranks(pool):
+    """All ranks see the same data: sums of four equal numbers are exact in any order."""
+    for plain, ours in pool.run(both, Plan(**EXACT, same_data=True), size=4):
+        equal(plain, ours)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(),
+        Plan(gradients="int4"),
+        Plan(gradients="int4", weights=commpress.Difference("int4")),
+        Plan(dtype=torch.bfloat16, clip=1.0),
+        Plan(dtype=torch.bfloat16, reshard=False, recompute=True),
+        Plan(gradients="int4", accumulate=3, sync_last=True),
+        Plan(gradients="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16, accumulate=2, recompute=True),
+        Plan(gradients="sign", weights="fp8"),
+        Plan(gradients="int8", weights="shift8"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_trains_close_to_plain_fsdp2_alike_on_all_ranks_and_really_compressed(pool, plan, size):
+    results = pool.run(both, plan, size=size)
+    first = results[0][1]
+    for plain, ours in results:
+        for name in plain.parameters:
+            assert torch.equal(ours.parameters[name], first.parameters[name]), name
+            assert not torch.equal(ours.parameters[name], plain.parameters[name]) or name.endswith("bias"), name
+            torch.testing.assert_close(ours.parameters[name], plain.parameters[name], atol=0.12, rtol=0.2)
+        assert ours.norms == first.norms
+        for before, after in zip(plain.norms, ours.norms, strict=True):
+            assert abs(after / before - 1) < 0.2
+        gradients, logical, weights, logical_weights = ours.sent
+        assert 0 < gradients < logical
+        assert 0 < weights < logical_weights
+        assert min(ours.compressed) > 0
+
+
+def over_both(plan: Plan) -> tuple[Trained, Trained]:
+    return train(plan), train(replace(plan, backend="commpress"))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_backend_commpress_gives_the_bits_and_bytes_of_gloo(pool, size):
+    for plan in (Plan(), Plan(gradients="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16)):
+        for gloo, ours in pool.run(over_both, plan, size=size):
+            equal(gloo, ours)
+            assert ours.sent == gloo.sent
+
+
+def test_bytes_are_counted_to_the_last(pool):
+    for _, sent, counted in pool.run(count_bytes, size=2):
+        assert sent == counted
+
+
+def count_bytes():
+    """What went through the transport against what the counters say."""
+    from commpress.collectives.transport import TorchTransport
+
+    sent, real = [0], {name: getattr(TorchTransport, name) for name in ("all_to_all", "all_gather")}
+
+    def counting(name):
+        def call(self, out, inp, tag):
+            sent[0] += inp.shape[1] * (self.size - 1)
+            return real[name](self, out, inp, tag)
+
+        return call
+
+    for name in real:
+        setattr(TorchTransport, name, counting(name))
+    try:
+        session = Session(Plan(gradients="int4", weights=commpress.Difference("int4")))
+        sent[0] = 0  # the agreement at the start
+        session.run()
+        for parameter in session.model.parameters():
+            parameter.full_tensor()  # by torch: not counted
+        return dist.get_rank(), sent[0], session.state.wire_bytes
+    finally:
+        for name, call in real.items():
+            setattr(TorchTransport, name, call)
+
+
+# ---------------------------------------------------------------- two hops
+
+
+def two_hops(plan: Plan, hadamard: bool) -> tuple[Trained, Trained, dict[str, Any]]:
+    from commpress.collectives.topology import Topology
+
+    options = {"inside": plan.options["inside"], "topology": Topology(((0, 1), (2, 3))), "hadamard": hadamard}
+    plain, _ = both(Plan(**{**plan.__dict__, "options": {}, "weights": None}))
+    session = Session(Plan(**{**plan.__dict__, "options": options, "weights": None})).run()
+    return plain, session.trained(), session.state.state_dict()
+
+
+def test_two_exact_hops_equal_plain_fsdp2(pool):
+    plan = Plan(gradients="none", same_data=True, options={"inside": "none"})
+    for plain, ours, _ in pool.run(two_hops, plan, False, size=4):
+        equal(plain, ours)
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_two_hops_train_alike_on_all_ranks(pool, hadamard):
+    results = pool.run(two_hops, Plan(gradients="int4", options={"inside": "int8"}), hadamard, size=4)
+    for plain, ours, state in results:
+        for name in plain.parameters:
+            assert torch.equal(ours.parameters[name], results[0][1].parameters[name]), name
+            torch.testing.assert_close(ours.parameters[name], plain.parameters[name], atol=0.12, rtol=0.2)
+        assert state["residuals"]
+        assert state["between"]
+        assert 0 < ours.sent[0] < ours.sent[1]
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def poisoned(on_nonfinite: str) -> tuple[Any, ...]:
+    torch.set_num_threads(1)
+    session = Session(Plan(gradients="int4", options={"on_nonfinite": on_nonfinite})).run()
+    before = session.state.state_dict()["residuals"]
+    x = torch.zeros(2, dtype=torch.long)
+    loss = session.model(x).square().mean() * (float("inf") if dist.get_rank() == 1 else 1.0)
+    error = None
+    try:
+        loss.backward()
+    except commpress.CommpressError as e:
+        error = type(e).__name__
+    after = session.state.state_dict()["residuals"]
+    same = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    gradients = torch.cat([p.grad.to_local().flatten() for p in session.model.parameters()])
+    session.optimizer.zero_grad()
+    session.step(99)
+    return error, same, bool((gradients == 0).all()), bool(gradients.isnan().all()), session.losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "zeros"),
+    [("skip", None, True), ("propagate", None, False), ("raise", "NonFiniteGradient", False)],
+)
+def test_a_rank_that_is_not_finite(pool, policy, error, zeros):
+    for result in pool.run(poisoned, policy, size=2):
+        assert result[:4] == (error, True, zeros, not zeros)
+        assert result[4] == result[4]
+
+
+def refused() -> list[str]:
+    said = []
+
+    def attempt(function):
+        try:
+            function()
+            said.append("nothing")
+        except commpress.CommpressError as error:
+            said.append(str(error))
+
+    attempt(lambda: commpress.compress_fsdp(Net()))
+    attempt(lambda: commpress.compress_fsdp(shard(Plan()), "int9"))
+    attempt(lambda: commpress.compress_fsdp(shard(Plan()), None, None))
+    attempt(lambda: commpress.compress_fsdp(shard(Plan()), inside="int8"))
+    attempt(lambda: commpress.compress_fsdp(shard(Plan()), on_nonfinite="ignore"))
+
+    model = shard(Plan())
+    commpress.compress_fsdp(model)
+    attempt(lambda: model.blocks[0](torch.zeros(2, WIDTH)).sum().backward())  # works: a unit by itself
+    x = torch.zeros(2, dtype=torch.long)
+
+    model = shard(Plan())
+    commpress.compress_fsdp(model)
+    model.blocks[1].norm.weight.requires_grad_(False)
+    attempt(lambda: model(x).sum().backward())
+
+    attempt(lambda: commpress.compress_fsdp(shard(Plan()), "int8" if dist.get_rank() else "int4"))
+    return said
+
+
+def test_what_cannot_work_is_refused_with_the_cure(pool):
+    for said in pool.run(refused, size=2):
+        wanted = ["fully_shard(module) first", "'int9'", "both None", "belong together", "'ignore'", "nothing",
+                  "requires_grad was changed", "Every rank must use the same codec"]  # fmt: skip
+        assert len(said) == len(wanted)
+        for message, words in zip(said, wanted, strict=True):
+            assert words in message

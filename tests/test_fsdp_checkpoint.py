@@ -1,0 +1,94 @@
+"""FSDP2: residuals are saved and loaded, exactly and on another world size, and nothing of a gradient is lost."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commpress
+from fsdp_twin import Plan, Session, Trained
+
+
+def resumed(plan: Plan, folder: str) -> tuple[Trained, Trained]:
+    """Five steps in one go; three steps, saved by every rank and torch's distributed checkpoint, then two in a new session."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    torch.set_num_threads(1)
+    whole = Session(plan).run().trained()
+    short = Session(Plan(**{**plan.__dict__, "steps": 3})).run()
+    torch.save(short.state.state_dict(), f"{folder}/rank{dist.get_rank()}.pt")
+    model, optimizer = get_state_dict(short.model, short.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+    again = Session(Plan(**{**plan.__dict__, "steps": 2, "first": 3}))
+    model, optimizer = get_state_dict(again.model, again.optimizer)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    set_state_dict(again.model, again.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    again.state.load_state_dict(torch.load(f"{folder}/rank{dist.get_rank()}.pt", weights_only=True))
+    return whole, again.run().trained()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(gradients="int4", steps=5),
+        Plan(gradients="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16, steps=5),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path, plan):
+    for whole, again in pool.run(resumed, plan, str(tmp_path), size=2):
+        assert again.losses == whole.losses[-2:]
+        for name in whole.parameters:
+            assert torch.equal(again.parameters[name], whole.parameters[name]), name
+
+
+def owed(plan: Plan, folder: str, load: bool) -> dict[str, torch.Tensor]:
+    """R, the mean over the ranks of what they owe, by parameter; saved here or loaded from another world size."""
+    from torch.distributed import checkpoint as dcp
+
+    torch.set_num_threads(1)
+    session = Session(plan)
+    if load:
+        elastic = session.state.elastic_state_dict()
+        dcp.load({"owed": elastic}, checkpoint_id=folder)
+        session.state.load_state_dict(elastic)
+    else:
+        session.run()
+        dcp.save({"owed": session.state.elastic_state_dict()}, checkpoint_id=folder)
+    again = session.state.elastic_state_dict()
+    return {name: shard.full_tensor() for name, shard in again["residuals"].items()}
+
+
+def test_what_is_owed_survives_another_world_size(pool, tmp_path):
+    plan = Plan(gradients="int4")
+    saved = pool.run(owed, plan, str(tmp_path), False, size=4)
+    loaded = pool.run(owed, plan, str(tmp_path), True, size=2)
+    for results in (saved[1:], loaded):
+        for name, values in saved[0].items():
+            for other in results:
+                torch.testing.assert_close(other[name], values, atol=1e-7, rtol=1e-6)
+    assert any(values.abs().sum() > 0 for values in saved[0].values())
+
+
+def telescoped() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Sum of compressed gradients + R against the sum of exact ones, with weights that do not move."""
+    torch.set_num_threads(1)
+    sums = []
+    for compressed in (False, True):
+        session = Session(Plan(gradients="int4", weights=None, lr=0.0, compressed=compressed))
+        total: dict[str, torch.Tensor] = {}
+        for step in range(6):
+            session.step(step)
+            for name, gradient in session.gradients.items():
+                total[name] = total.get(name, 0) + gradient
+        sums.append(total)
+    for name, shard_ in session.state.elastic_state_dict()["residuals"].items():
+        sums[1][name] = sums[1][name] + shard_.full_tensor()
+    return sums[0], sums[1]
+
+
+def test_nothing_of_a_gradient_is_lost(pool):
+    for exact, ours in pool.run(telescoped, size=4):
+        for name in exact:
+            torch.testing.assert_close(ours[name], exact[name], atol=2e-6, rtol=1e-5)

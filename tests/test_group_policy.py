@@ -1,0 +1,274 @@
+"""Compression through a process group: what a policy says, what is left alone, and the same bits as the simulation."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.codecs import SignCodec, policy_of
+from commpress.collectives.allreduce import Workspace, reduce_bucket
+from commpress.collectives.buckets import Span, messages
+from commpress.collectives.frame import HEADER
+from commpress.collectives.loopback import Loopback, simulate
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback
+from commpress.integrations.group_policy import Policy, policy_from
+from commpress.integrations.group_reducer import KEPT_BACKWARDS
+from group_calls import as_world
+
+# ---------------------------------------------------------------- what a policy says
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("", None),
+        ("exact", None),
+        ("int8", Policy("int8")),
+        ("codec=sign", Policy("sign")),
+        ("codec=int4, min_numel=10, ops=avg, only=everything", Policy("int4", 10, ["avg"], "everything")),
+        ("bf16,ops=sum+avg", Policy("bf16", ops=(dist.ReduceOp.SUM, dist.ReduceOp.AVG))),
+    ],
+)
+def test_a_policy_as_text(text, policy):
+    assert policy_from(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("sing", "did you mean 'sign'"),
+        ("codec=sign,codec=int8", "once"),
+        ("codec=sign,min=3", "min_numel="),
+        ("sign,min_numel=-3", "min_numel should be"),
+        ("sign,min_numel=0", "min_numel is 0"),
+        ("sign,ops=max", "'max'"),
+        ("sign,only=weights", "only is 'weights'"),
+        ("__import__('os')", "codec is"),
+    ],
+)
+def test_a_wrong_text_says_what_is_wrong(text, complaint):
+    with pytest.raises(InvalidArgument, match=complaint):
+        policy_from(text)
+
+
+def test_the_environment_counts_only_without_an_argument(monkeypatch):
+    monkeypatch.setenv("COMMPRESS_POLICY", "int8,min_numel=5")
+    assert policy_from(None) == Policy("int8", 5)
+    assert policy_from("exact") is None
+    assert policy_from(commpress.Policy("sign")) == Policy("sign")
+    monkeypatch.setenv("COMMPRESS_POLICY", "int9")
+    with pytest.raises(InvalidArgument, match="int9"):
+        policy_from(None)
+
+
+def test_something_that_is_no_policy():
+    with pytest.raises(InvalidArgument, match="dict"):
+        policy_from({"codec": "sign"})
+
+
+# ---------------------------------------------------------------- call sites
+
+
+class Reduce(torch.autograd.Function):
+    """All-reduces the gradient that comes back, as DDP does with a bucket."""
+
+    @staticmethod
+    def forward(ctx, x, op):
+        ctx.op = op
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, ctx.op)
+        return gradient, None
+
+
+NUMELS = (300, 41, 300)  # two sites of one length in one backward; the one between is too small
+STEPS, BAD = 5, 2
+
+
+def gradient_of(rank, step, site):
+    values = torch.randn(NUMELS[site], generator=torch.Generator().manual_seed(100 * step + 10 * site + rank))
+    if (rank, step, site) == (1, BAD, 2):
+        values[7] = float("inf")
+    return values
+
+
+def backwards(op):
+    """What each site got at each step, a norm reduced in between, and the counters."""
+    rank, results = dist.get_rank(), []
+    for step in range(STEPS):
+        inputs = [torch.zeros(numel, requires_grad=True) for numel in NUMELS]
+        reduced = [Reduce.apply(x, op) for x in inputs]
+        sum((y * gradient_of(rank, step, i)).sum() for i, y in enumerate(reduced)).backward()
+        results.append([x.grad for x in inputs])
+        metric = gradient_of(rank, step, 0)
+        dist.all_reduce(metric)
+        results[-1].append(metric)
+    return results, dist.group.WORLD.counters.as_dict()
+
+
+def twin(size, codec, average):
+    """The same over the simulation: sites in the order in which backward meets them, last first."""
+    plans = {i: messages([Span("tensor", 0, NUMELS[i])], policy_of(codec), size) for i in (2, 0)}
+    owed = {i: [[ErrorFeedback.zeros(m.pieces) for m in plan] for _ in range(size)] for i, plan in plans.items()}
+    results = [[] for _ in range(size)]
+    for step in range(STEPS):
+        outputs = {}
+        for i, plan in plans.items():
+            buffers = [gradient_of(rank, step, i) for rank in range(size)]
+            if (step, i) == (BAD, 2):
+                outputs[i] = [torch.full_like(b, float("nan")) for b in buffers]
+                continue
+            outcomes = simulate([
+                reduce_bucket(b, f, messages=plan, transport=t, workspace=Workspace(), sequence=0, key=step)
+                for b, f, t in zip(buffers, owed[i], Loopback(size).transports(), strict=True)
+            ])  # fmt: skip
+            for outcome in (o for rank in outcomes for o in rank):
+                outcome.commit()
+            outputs[i] = [b if average else b * size for b in buffers]
+        exact = sum(gradient_of(rank, step, 1) for rank in range(size))
+        metric = sum(gradient_of(rank, step, 0) for rank in range(size))
+        for rank in range(size):
+            results[rank].append([outputs[0][rank], exact, outputs[2][rank], metric])
+    return results
+
+
+@pytest.mark.parametrize("codec", ["sign", "int8", SignCodec(block=0)], ids=str)
+@pytest.mark.parametrize("average", [False, True], ids=["sum", "avg"])
+def test_every_call_site_equals_the_simulation(pool, tmp_path, codec, average):
+    policy = Policy(codec, min_numel=100)
+    seen = pool.run(run_backwards, f"{tmp_path}/file", average, policy, size=3)
+    for (results, counters), expected in zip(seen, twin(3, codec, average), strict=True):
+        for step, (got, want) in enumerate(zip(results, expected, strict=True)):
+            for i in (0, 2):
+                assert torch.equal(got[i].nan_to_num(7.0), want[i].nan_to_num(7.0)), (step, i)
+            small = want[1] / 3 if average else want[1]
+            torch.testing.assert_close(got[1], small, rtol=1e-5, atol=1e-5)  # another order of adding
+            torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-5)
+        assert counters["compressed_calls"] == 2 * STEPS
+        assert counters["skipped_calls"] == 1
+        assert counters["compressed_elements"] == 600 * STEPS
+        assert counters["exact_calls"] == {"small": STEPS, "not in a backward": STEPS}
+        plans = [messages([Span("tensor", 0, 300)], policy_of(codec), 3) for _ in range(2 * STEPS)]
+        rows = [HEADER + m.pieces.row_bytes for plan in plans for m in plan]
+        assert counters["wire_bytes"] == 2 * 2 * sum(rows), "both ways, to two peers"
+
+
+def run_backwards(file, average, policy):
+    return as_world("commpress", file, backwards, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, policy=policy)
+
+
+def changing_sites():
+    for step in range(KEPT_BACKWARDS + 4):
+        x = torch.zeros(300 if step < 2 else 301, requires_grad=True)
+        Reduce.apply(x, dist.ReduceOp.SUM).sum().backward()
+    return dist.group.WORLD.counters.dropped_sites, len(dist.group.WORLD.reducer._sites)
+
+
+def test_a_site_that_does_not_come_again_is_let_go_and_counted(pool, tmp_path):
+    assert pool.run(with_policy, f"{tmp_path}/file", changing_sites, Policy("sign", 1), size=2) == [(1, 1)] * 2
+
+
+def with_policy(file, function, policy):
+    return as_world("commpress", file, function, policy=policy)
+
+
+# ---------------------------------------------------------------- everything
+
+
+def outside_of_backward():
+    """int8 of small whole numbers whose largest is 127 is exact: what differs from it was not compressed by int8."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int32):
+        tensor = torch.full((200,), 127.0).to(dtype)
+        dist.all_reduce(tensor)
+        results.append((tensor.unique().tolist(), tensor.dtype))
+    dist.all_reduce(torch.ones(200), dist.ReduceOp.MAX)
+    for tensor in (torch.ones(20, 20).t()[:10], torch.ones(100)):
+        dist.all_reduce(tensor.contiguous())
+    return results, dist.group.WORLD.counters.as_dict()
+
+
+def test_everything_takes_what_it_can_and_counts_the_rest(pool, tmp_path):
+    policy = Policy("int8", min_numel=150, only="everything")
+    for results, counters in pool.run(with_policy, f"{tmp_path}/file", outside_of_backward, policy, size=2):
+        assert results == [([254.0], torch.float32), ([254.0], torch.bfloat16), ([254.0], torch.float64), ([254], torch.int32)]
+        assert counters["compressed_calls"] == 3
+        assert counters["exact_calls"] == {"dtype": 2, "reduction": 1, "small": 1}
+        assert counters["ratio"] > 2
+
+
+# ---------------------------------------------------------------- training
+
+
+def hooked(codec):
+    """The hook over a group of this backend: its own messages go over plain Gloo, point to point."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(32, 256))
+    state = commpress.compress(model, codec)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(3):
+        model(x).square().mean().backward()
+    assert state._timed.inner.point_to_point
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_the_hook_gives_the_same_over_this_backend_and_over_gloo(pool, tmp_path):
+    results, expected = (
+        pool.run(as_world, backend, f"{tmp_path}/file", hooked, "sign", size=2) for backend in ("commpress", "gloo")
+    )
+    for one, two in zip(results, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+
+def train(policy_text):
+    """DDP with a codec by environment; a metric and the norm of the gradients are reduced outside of backward."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1, bias=False)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    made = torch.Generator().manual_seed(dist.get_rank())
+    target, losses, exact = torch.linspace(-1, 1, 32), [], True
+    for _ in range(60):
+        x = torch.randn(64, 32, generator=made)
+        loss = (model(x).squeeze(1) - x @ target).square().mean()
+        loss.backward()
+        metric = torch.randn(5000, generator=made)
+        parts = [torch.empty(5000) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, metric)
+        dist.all_reduce(metric)
+        exact &= torch.equal(metric, sum(parts))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    same = torch.cat([p.detach().flatten() for p in model.parameters()])
+    other = same.clone()
+    dist.broadcast(other, 0)
+    return losses, exact, torch.equal(same, other), dist.group.WORLD.counters.as_dict()
+
+
+def train_under(file, text):
+    os.environ["COMMPRESS_POLICY"] = text
+    try:
+        return as_world("commpress", file, train, text)
+    finally:
+        del os.environ["COMMPRESS_POLICY"]
+
+
+def test_ddp_under_the_environment_variable(pool, tmp_path):
+    (plain, *_), _ = pool.run(train_under, f"{tmp_path}/plain", "exact", size=2)
+    for losses, exact, same, counters in pool.run(train_under, f"{tmp_path}/file", "sign,min_numel=1000", size=2):
+        assert exact, "a metric was touched"
+        assert same, "ranks have different parameters"
+        assert losses != plain, "nothing was compressed"
+        assert sum(losses[-10:]) < 0.1 * sum(losses[:3]) / 3 * 10
+        assert counters["compressed_calls"] >= 59
+        assert counters["ratio"] > 15
+        assert "not in a backward" in counters["exact_calls"]

@@ -1,0 +1,99 @@
+"""Real ranks over Gloo give, bit for bit, what the simulated hierarchy gives."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import ByName, SignCodec
+from commpress.codecs.family import EXACT, NAMES
+from commpress.codecs.policy import Same
+from commpress.collectives.allreduce import Workspace
+from commpress.collectives.buckets import Span
+from commpress.collectives.hierarchical import hierarchy_of, reduce_routes, routes
+from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.topology import Topology
+from commpress.collectives.transport import TorchTransport
+from commpress.errors import CommunicationError, Mismatch
+from commpress.work import run
+from test_gloo import TIMEOUT
+
+SPANS = [Span("weight", 0, 3001), Span("norm", 3001, 64), Span("bias", 3065, 37), Span("one", 3102, 1)]
+STEPS = 3
+
+
+class Rank:
+    def __init__(self, transport, topology, codec) -> None:
+        self.rank, self.hierarchy = transport.rank, hierarchy_of(topology, transport)
+        policy = ByName({"norm": EXACT, "bias": NAMES["int8"]}, Same(codec))
+        self.plan = routes(SPANS, policy, self.hierarchy)
+        self.feedbacks = [route.zeros() for route in self.plan]
+        self.workspace, self.outputs = Workspace(checksum=True), []
+
+    def steps(self, step):
+        generator = torch.Generator().manual_seed(100 * step + self.rank)
+        buffer = torch.randn(3103, generator=generator)
+        outcomes = yield from reduce_routes(
+            buffer, self.feedbacks, plan=self.plan, hierarchy=self.hierarchy, workspace=self.workspace,
+            sequence=len(self.plan) * step, key=step,
+        )  # fmt: skip
+        for outcome in outcomes:
+            assert outcome.finite
+            outcome.commit()
+        self.outputs.append(buffer)
+
+    def result(self):
+        residuals = []
+        for route, feedbacks in zip(self.plan, self.feedbacks, strict=True):
+            for index, feedback in feedbacks.items():
+                feedback.settle(route.between[index].pieces)
+                residuals += [feedback.sent, feedback.reduced]
+        return [t.numpy() for t in self.outputs + residuals]
+
+
+def real(topology, codec, point_to_point):
+    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT, point_to_point=point_to_point)
+    rank = Rank(transport, topology, codec)
+    for step in range(STEPS):
+        run(rank.steps(step))
+    return rank.result()
+
+
+def simulated(topology, codec):
+    ranks = [Rank(t, topology, codec) for t in Loopback(topology.size).transports()]
+    for step in range(STEPS):
+        simulate([rank.steps(step) for rank in ranks])
+    return [rank.result() for rank in ranks]
+
+
+@pytest.mark.parametrize("topology", ["2x2", "3,1", "1,2", "0 3|1 2"])
+@pytest.mark.parametrize("codec", [NAMES["sign"], SignCodec(block=0), NAMES["ternary"], EXACT], ids=lambda c: c.spec)
+def test_gloo_equals_the_simulation(pool, topology, codec):
+    topology = Topology.parse(topology)
+    results = pool.run(real, topology, codec, None, size=topology.size)
+    for arrays, twins in zip(results, simulated(topology, codec), strict=True):
+        for array, twin in zip(arrays, twins, strict=True):
+            np.testing.assert_array_equal(array.view(np.uint32), twin.view(np.uint32))
+
+
+@pytest.mark.parametrize("topology", [Topology.of(2, 2), Topology.of(1, 3)], ids=str)
+def test_torchs_own_collectives_equal_the_simulation(pool, topology):
+    results = pool.run(real, topology, NAMES["sign"], False, size=4)
+    for arrays, twins in zip(results, simulated(topology, NAMES["sign"]), strict=True):
+        for array, twin in zip(arrays, twins, strict=True):
+            np.testing.assert_array_equal(array.view(np.uint32), twin.view(np.uint32))
+
+
+def disagreeing(topology):
+    """Rank 3 brings another codec: its node sees it first, the others hear of it when that node goes."""
+    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT / 20)
+    rank = Rank(transport, topology, NAMES["int8" if dist.get_rank() == 3 else "sign"])
+    run(rank.steps(0))
+
+
+def test_a_disagreement_is_an_error_on_every_rank(pool):
+    outcomes = pool.outcomes(disagreeing, Topology.of(2, 2), size=4)
+    assert all(isinstance(outcome, CommunicationError) for outcome in outcomes)
+    assert isinstance(outcomes[2], Mismatch)
+    assert "int8" in str(outcomes[2])
+    assert outcomes[2].ranks == (1,)

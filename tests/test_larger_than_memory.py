@@ -1,0 +1,29 @@
+"""A transformer whose training state is larger than the memory that its process ever has."""
+
+import re
+import subprocess
+import sys
+
+import sources
+
+SCRIPT = sources.ROOT / "examples" / "larger_than_memory.py"
+SIZE = ["--width", "512", "--layers", "24", "--length", "16", "--batch", "2", "--steps", "3"]
+
+
+def run(*arguments):
+    command = [sys.executable, str(SCRIPT), *SIZE, *map(str, arguments)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout[-4000:]
+    state = float(re.search(r"([\d.]+) GiB of parameters", result.stdout)[1])
+    losses = re.findall(r"loss ([\d.]+)", result.stdout)
+    return state, losses, float(re.findall(r"peak ([\d.]+)", result.stdout)[-1])
+
+
+def test_in_less_than_a_gibibyte(tmp_path):
+    """The same losses as in memory, in every digit; what it takes at most is what the kernel has counted."""
+    state, losses, peak = run("--folder", tmp_path / "store", "--host", 0.25, "--chunk-mb", 4)
+    _, wanted, more = run("--plain")
+    assert losses == wanted
+    assert float(losses[2]) < float(losses[0])
+    assert state > 1.1
+    assert peak < 0.9 < state < more

@@ -1,0 +1,96 @@
+"""The file of links, and the choice between one level and two that follows from it."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpress.collectives.links import LIMIT, Link, Links, choose, flat_seconds, hierarchical_seconds, load_links
+from commpress.collectives.topology import Topology
+from commpress.errors import InvalidArgument
+
+FAST, SLOW = Link(3e-5, 2e9, 1e9), Link(1e-3, 1.2e7, 1.2e7)
+CLUSTER = Links(Topology.of(2, 2), FAST, SLOW)
+positive = st.floats(1e-9, 1e12)
+links = st.builds(Link, positive, positive, positive)
+
+
+# ---------------------------------------------------------------- the file
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), inside=st.none() | links, between=st.none() | links
+)
+def test_what_is_saved_is_loaded(tmp_path_factory, sizes, inside, between):
+    file = tmp_path_factory.mktemp("links") / "links.json"
+    saved = Links(Topology.of(*sizes), inside, between)
+    saved.save(file)
+    assert load_links(file) == saved
+
+
+def changed(**what):
+    link = {"latency": 1e-3, "bandwidth": 1e7, "together": 1e7}
+    return {"format": "commpress links", "version": 1, "nodes": [[0, 1], [2]], "inside": link, "between": None} | what
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "no JSON"),
+        ("[" * 30_000, "no JSON"),
+        ("[]", "not a file of links"),
+        (changed(version=2), "not a file of links, version 1"),
+        (changed(nodes=[[0, 1], 2]), "expected lists of ranks"),
+        (changed(nodes=[[0, True]]), "expected lists of ranks"),
+        (changed(nodes=[[0, 1], [1]]), "every rank from 0 on exactly once"),
+        (changed(inside=[1, 2, 3]), "expected latency, bandwidth and together"),
+        (changed(inside={"latency": 1, "bandwidth": 1}), "expected latency, bandwidth and together"),
+        (changed(inside={"latency": "1", "bandwidth": 1, "together": 1}), "latency of a link is '1'"),
+        (changed(inside={"latency": 1, "bandwidth": 0, "together": 1}), "expected a positive number"),
+        ('{"format": "commpress links", "version": 1, "nodes": [[0]], "inside": '
+         '{"latency": NaN, "bandwidth": 1, "together": 1}}', "latency of a link is nan"),
+        (" " * (LIMIT + 1), f"more than {LIMIT} bytes"),
+    ],
+)  # fmt: skip
+def test_what_is_no_file_of_links_is_refused(tmp_path, content, says):
+    file = tmp_path / "links.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(InvalidArgument, match=says):
+        load_links(file)
+
+
+# ---------------------------------------------------------------- the choice
+
+
+@settings(max_examples=200)
+@given(
+    sizes=st.lists(st.integers(1, 8), min_size=2, max_size=4).filter(lambda s: max(s) > 1),
+    inside=links, between=links, numel=st.integers(1, 1 << 27), codec=st.sampled_from(["none", "sign", "int8"]),
+)  # fmt: skip
+def test_the_choice_is_the_cheaper_by_the_model(sizes, inside, between, numel, codec):
+    measured = Links(Topology.of(*sizes), inside, between)
+    flat, levels = flat_seconds(numel, codec, measured), hierarchical_seconds(numel, codec, measured)
+    assert {"flat": flat, "hierarchical": levels}[choose(numel, codec, measured)] == min(flat, levels)
+
+
+def test_large_buffers_take_two_levels_and_small_ones_one():
+    """Across a slow link bytes decide; where only latency counts, four exchanges cost more than two."""
+    assert choose(1 << 23, "none", CLUSTER) == "hierarchical"
+    assert choose(1 << 23, "sign", CLUSTER) == "hierarchical"
+    assert choose(64, "none", Links(Topology.of(2, 2), Link(1e-3, 1e9, 1e9), SLOW)) == "flat"
+
+
+def test_there_is_no_choice_with_one_level():
+    for sizes in ((4,), (1, 1, 1)):
+        assert choose(1 << 23, "none", Links(Topology.of(*sizes), FAST, SLOW)) == "flat"
+    assert choose(1 << 23, "none", Links(Topology.of(2, 2), None, SLOW)) == "flat"
+
+
+@pytest.mark.parametrize("codec", ["none", "sign"])
+def test_a_slow_wire_costs_its_bytes(codec):
+    """With everything else free, the times have the ratio of the bytes that leave a node: 2·g·(P − g)/P to 2·(m − 1)/m."""
+    free = Link(1e-9, 1e18, 1e18)
+    wire = Links(Topology.of(4, 4), free, Link(1e-9, 1e7, 1e7))
+    ratio = flat_seconds(1 << 24, codec, wire) / hierarchical_seconds(1 << 24, codec, wire)
+    assert ratio == pytest.approx(4, rel=0.02)

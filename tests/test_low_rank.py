@@ -1,0 +1,316 @@
+"""PowerSGD: its arithmetic and the identities it keeps."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import commpress
+from commpress.codecs import LowRankCodec, codec_named, policy_of
+from commpress.collectives.allreduce import Workspace
+from commpress.collectives.buckets import Span
+from commpress.collectives.loopback import Loopback, Recorded, simulate
+from commpress.collectives.low_rank import matrices_of, plan_matrices, reduce_matrices
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback
+from commpress.kernels import cpu_low_rank, torch_low_rank
+from commpress.kernels.matrices import Matrix, stack
+
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def factors(matrices, seed=0):
+    """x, residual, and a first basis."""
+    draw = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(matrices.numel, generator=draw) for _ in range(2))
+    q = torch.zeros(matrices.right)
+    cpu_low_rank.orthonormalize_right(q, matrices, seed)
+    return x, residual, q
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 300)), min_size=1, max_size=4),
+    rank=st.integers(1, 9),
+    seed=st.integers(0, 2**20),
+)
+def test_every_product_is_what_float64_says(shapes, rank, seed):
+    lines, at = [], 0
+    for i, (tall, wide) in enumerate(shapes):
+        lines.append(Matrix(at, tall, wide, min(rank, tall, wide), i))
+        at += tall * wide + 3  # something else lies in between
+    matrices = stack(lines)
+    x, residual = torch.randn(2, at, generator=torch.Generator().manual_seed(seed))
+    old, m = residual[: matrices.numel].clone(), torch.zeros(matrices.numel)
+    p, q, out = torch.zeros(matrices.left), torch.zeros(matrices.right), torch.full((at,), 9.0)
+    cpu_low_rank.orthonormalize_right(q, matrices, seed)
+    first = q.clone()
+    cpu_low_rank.project(x, old, m, p, q, matrices, gain=0.5)
+    before, projected = m.clone(), p.clone()
+    cpu_low_rank.orthonormalize_left(p, matrices)
+    cpu_low_rank.fold(m, p, q, matrices)
+    cpu_low_rank.expand(p, q, out, matrices, gain=2.0)
+    for line in matrices.table.tolist():
+        source, tall, wide, r, left, right, place, _ = line
+        whole = (x[source : source + tall * wide] * 0.5 + old[place : place + tall * wide]).view(tall, wide)
+        assert torch.equal(before[place : place + tall * wide].view(tall, wide), whole)
+        basis = first[right : right + r * wide].view(r, wide).double()
+        torch.testing.assert_close(basis @ basis.T, torch.eye(r).double(), atol=1e-6, rtol=0)
+        size = whole.double().norm()
+        product = whole.double() @ basis.T
+        assert (projected[left : left + r * tall].view(r, tall).T - product).norm() <= 1e-5 * size
+        hat, back = p[left : left + r * tall].view(r, tall).double(), q[right : right + r * wide].view(r, wide).double()
+        gram = hat @ hat.T
+        assert (gram - torch.diag(gram.diagonal().round())).norm() <= 1e-5  # columns are orthonormal or zero
+        assert (back - hat @ whole.double()).norm() <= 1e-5 * size
+        kept = m[place : place + tall * wide].view(tall, wide)
+        assert (kept - (whole - hat.T @ back)).norm() <= 1e-5 * size
+        assert (out[source : source + tall * wide].view(tall, wide) - 2 * hat.T @ back).norm() <= 1e-5 * size
+    between = torch.ones(at, dtype=torch.bool)
+    for line in matrices.table.tolist():
+        between[line[0] : line[0] + line[1] * line[2]] = False
+    assert (out[between] == 9.0).all()
+
+
+def test_the_torch_path_is_the_same_arithmetic():
+    """What CUDA runs, here on the CPU."""
+    matrices = stack([Matrix(i * 2000, 40, 50, 3, i) for i in range(3)] + [Matrix(6000, 30, 20, 3, 7)])
+    x, residual, q = factors(matrices)
+    got = []
+    for kernels in (cpu_low_rank, torch_low_rank):
+        basis, p, m, out = q.clone(), torch.zeros(matrices.left), torch.zeros(matrices.numel), torch.zeros_like(x)
+        kernels.project(x, residual, m, p, basis, matrices, gain=0.5)
+        kernels.orthonormalize_left(p, matrices)
+        kernels.fold(m, p, basis, matrices)
+        kernels.expand(p, basis, out, matrices, gain=2.0)
+        kernels.orthonormalize_right(basis, matrices, 5)
+        got.append((p, m, out, basis))
+    for mine, theirs in zip(*got, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+    dead = torch.zeros(matrices.right)
+    torch_low_rank.orthonormalize_right(dead, matrices, 5)
+    basis = dead[:150].view(3, 50)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(3), atol=1e-5, rtol=0)
+
+
+def test_threads_do_not_change_a_bit():
+    matrices = stack([Matrix(0, 700, 900, 4), Matrix(630_000, 700, 900, 4, 1)])
+    x, residual, q = factors(matrices)
+    got = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            basis, p, m, out = q.clone(), torch.zeros(matrices.left), torch.zeros(matrices.numel), torch.zeros_like(x)
+            cpu_low_rank.project(x, residual, m, p, basis, matrices)
+            cpu_low_rank.orthonormalize_left(p, matrices)
+            cpu_low_rank.fold(m, p, basis, matrices)
+            cpu_low_rank.expand(p, basis, out, matrices)
+            got.append((p, m, out, basis))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_number_is_seen_in_p(bad):
+    matrices = stack([Matrix(0, 16, 24, 2)])
+    x, residual, q = factors(matrices)
+    x[100] = bad
+    p = torch.zeros(matrices.left)
+    cpu_low_rank.project(x, residual, torch.zeros(matrices.numel), p, q, matrices)
+    assert not torch.isfinite(p).all()
+
+
+# ---------------------------------------------------------------- ranks in one process
+
+
+class Run:
+    """Matrices of ``shapes``, side by side with a gap, on simulated ranks."""
+
+    def __init__(self, shapes, rank, ranks, *, feedback=True, min_rate=1.0):
+        self.ranks = ranks
+        spans, at = [], 0
+        for i, shape in enumerate(shapes):
+            spans.append(Span(f"w{i}", at, int(np.prod(shape))))
+            at += int(np.prod(shape))
+        self.numel = at
+        found = matrices_of(spans, shapes, policy_of(LowRankCodec(rank, min_rate=min_rate)))
+        self.bases = [{} for _ in range(ranks)]
+        self.plans = [plan_matrices(found, ranks, bases, device=CPU) for bases in self.bases]
+        self.feedbacks = [ErrorFeedback.zeros(plan.message.pieces) if feedback else None for plan in self.plans]
+        self.spaces = [Workspace() for _ in range(ranks)]
+        self.transports = [Recorded(t) for t in Loopback(ranks).transports()]
+        self.step = 0
+
+    def reduce(self, inputs, *, gain=1.0, commit=True):
+        buffers = [x.clone() for x in inputs]
+        outcomes = simulate(
+            [
+                reduce_matrices(
+                    buffers[r], self.feedbacks[r], plan=self.plans[r], transport=self.transports[r],
+                    workspace=self.spaces[r], sequence=2 * self.step, key=self.step, gain=gain,
+                )
+                for r in range(self.ranks)
+            ]
+        )  # fmt: skip
+        self.step += 1
+        for outcome in outcomes:
+            outcome.commit() if outcome.finite and commit else outcome.discard()
+        return buffers, [outcome.finite for outcome in outcomes]
+
+
+def gradients(ranks, numel, seed):
+    return list(torch.randn(ranks, numel, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_nothing_is_lost(ranks):
+    """Σ outputs + mean residual = Σ mean inputs, and every rank has the same bits."""
+    run = Run([(30, 40), (17, 90), (30, 40)], 2, ranks)
+    sent, wanted = torch.zeros(run.numel, dtype=torch.float64), torch.zeros(run.numel, dtype=torch.float64)
+    for step in range(20):
+        inputs = gradients(ranks, run.numel, step)
+        outputs, _ = run.reduce(inputs)
+        assert all(torch.equal(outputs[0], other) for other in outputs)
+        sent += outputs[0]
+        wanted += torch.stack(inputs).double().mean(0)
+    plan = run.plans[0]
+    owed = torch.zeros(run.numel, dtype=torch.float64)
+    mean = torch.stack([f.sent for f in run.feedbacks]).double().mean(0)
+    for start, numel, kept in plan.message.pieces.kept_runs():
+        owed[start : start + numel] = mean[kept : kept + numel]
+    assert (sent + owed - wanted).abs().max() < 1e-4
+
+
+def test_a_mean_of_low_rank_is_found_exactly():
+    """rank(mean) ≤ r: after two power steps the output is the mean, without feedback."""
+    run = Run([(40, 60)], 3, 2, feedback=False)
+    draw = torch.Generator().manual_seed(0)
+    mean = (torch.randn(40, 3, generator=draw) @ torch.randn(3, 60, generator=draw)).flatten()
+    noise = torch.randn(mean.shape, generator=draw)
+    for _ in range(2):
+        outputs, _ = run.reduce([mean + noise, mean - noise])
+    assert (outputs[0] - mean).norm() <= 1e-5 * mean.norm()
+
+
+def test_full_rank_is_the_plain_mean():
+    run = Run([(6, 500)], 6, 3, min_rate=0.1)
+    assert len(run.plans[0].names) == 1
+    inputs = gradients(3, run.numel, 0)
+    outputs, _ = run.reduce(inputs)
+    torch.testing.assert_close(outputs[0], torch.stack(inputs).mean(0), atol=1e-5, rtol=1e-5)
+
+
+def test_the_local_residual_gives_the_global_ones_outputs_and_stays_bounded():
+    """400 steps of noise, against the textbook in float64 with the residual that torch's hook keeps."""
+    ranks, shape, rank, steps = 2, (24, 32), 2, 400
+    run = Run([shape], rank, ranks)
+    errors = [torch.zeros(shape, dtype=torch.float64) for _ in range(ranks)]
+    basis = run.plans[0].basis.view(rank, shape[1]).double().T
+    for step in range(steps):
+        inputs = gradients(ranks, run.numel, step)
+        outputs, _ = run.reduce(inputs)
+        whole = [e + x.view(shape).double() for e, x in zip(errors, inputs, strict=True)]
+        mean = sum(whole) / ranks
+        hat = torch.linalg.qr(mean @ basis)[0]
+        back = mean.T @ hat
+        errors = [m - hat @ back.T for m in whole]
+        basis = torch.linalg.qr(back)[0]
+        if step < 20:
+            torch.testing.assert_close(outputs[0].view(shape).double(), hat @ back.T, atol=2e-3, rtol=1e-3)
+    kept = max(float(f.sent.norm()) for f in run.feedbacks)
+    mean_kept = float(sum(f.sent for f in run.feedbacks).norm() / ranks)
+    walked = max(float(e.norm()) for e in errors)
+    assert walked > 2 * kept
+    assert abs(mean_kept / float((sum(errors) / ranks).norm()) - 1) < 0.2
+
+
+def test_bytes_are_those_of_two_exact_means_of_the_factors():
+    """r·(rows + columns) floats, a header per message and peer, rows padded to 8 elements."""
+    run = Run([(64, 128), (64, 128)], 4, 2)
+    run.reduce(gradients(2, run.numel, 0))
+    factors = 2 * 4 * (64 + 128) * 4
+    assert run.transports[0].sent_bytes == factors + 4 * 64
+    assert run.transports[0].messages == 4  # P and Q, there and back
+
+
+def test_dead_directions_come_back():
+    """A zero gradient leaves a zero Q; the basis is renewed, so that the next gradient is seen."""
+    run = Run([(20, 30)], 2, 2)
+    outputs, _ = run.reduce([torch.zeros(run.numel)] * 2)
+    assert not outputs[0].any()
+    basis = run.plans[0].basis.view(2, 30)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(2), atol=1e-5, rtol=0)
+    assert torch.equal(run.plans[0].basis, run.plans[1].basis)
+    outputs, _ = run.reduce([torch.outer(torch.arange(20.0), torch.arange(30.0)).flatten()] * 2)
+    assert (outputs[0].view(20, 30) - torch.outer(torch.arange(20.0), torch.arange(30.0))).norm() < 1e-2
+
+
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**40])
+def test_scale_does_not_matter(scale):
+    a, b = (Run([(20, 30)], 2, 2) for _ in range(2))
+    for step in range(3):
+        inputs = gradients(2, 600, step)
+        mine, _ = a.reduce(inputs)
+        scaled, _ = b.reduce([x * scale for x in inputs])
+        assert torch.equal(mine[0] * scale, scaled[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_gradient_changes_nothing(bad):
+    run = Run([(20, 30)], 2, 2)
+    run.reduce(gradients(2, 600, 0))
+    residuals, basis = [f.sent.clone() for f in run.feedbacks], run.plans[0].basis.clone()
+    inputs = gradients(2, 600, 1)
+    inputs[1][7] = bad
+    outputs, finite = run.reduce(inputs)
+    assert finite == [False, False]
+    assert all(torch.equal(f.sent, before) for f, before in zip(run.feedbacks, residuals, strict=True))
+    assert torch.equal(run.plans[0].basis, basis)
+    assert torch.equal(outputs[0], inputs[0])
+
+
+def test_gain_keeps_residuals_in_unscaled_units():
+    a, b = (Run([(20, 30)], 2, 2) for _ in range(2))
+    for step, loss_scale in enumerate((1024.0, 256.0, 4096.0)):
+        inputs = gradients(2, 600, step)
+        mine, _ = a.reduce(inputs)
+        scaled, _ = b.reduce([x * loss_scale for x in inputs], gain=1 / loss_scale)
+        assert torch.equal(mine[0], scaled[0] / loss_scale)
+    assert torch.equal(a.feedbacks[0].sent, b.feedbacks[0].sent)
+
+
+# ---------------------------------------------------------------- what is a matrix, and errors
+
+
+def test_what_travels_as_a_matrix():
+    codec = LowRankCodec(4)
+    assert codec.matrix((128, 64)) == (128, 64, 4)
+    assert codec.matrix((32, 16, 3, 3)) == (32, 144, 4)
+    assert codec.matrix((128,)) is None
+    assert codec.matrix((8, 8)) is None  # the factors would be as long
+    assert codec.matrix((2, 4096)) is None
+    assert LowRankCodec(4, min_rate=1).matrix((3, 4096)) is None
+    assert LowRankCodec(1, min_rate=1).matrix((3, 4096)) == (3, 4096, 1)
+    assert codec_named("powersgd-8") == LowRankCodec(8)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: LowRankCodec(0), "rank is 0, expected"),
+        (lambda: LowRankCodec(2.5), "rank is 2.5, expected"),
+        (lambda: LowRankCodec(2, min_rate=0), "min_rate is 0"),
+        (lambda: codec_named("powersgd"), "did you mean|or 'powersgd-4'"),
+        (lambda: next(commpress.compressed_allreduce(torch.ones(64), codec="powersgd-4", transport=Loopback(1).transport(0))),
+         "compresses matrices, and this call sees a flat buffer"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_says_what_was_expected(make, says):
+    with pytest.raises(InvalidArgument, match=says):
+        make()

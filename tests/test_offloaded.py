@@ -1,0 +1,299 @@
+"""An optimizer in a store equals the one in memory, bit for bit; a killed run goes on from its last commit."""
+
+import subprocess
+import sys
+from copy import deepcopy
+
+import pytest
+import torch
+
+import commpress
+import offload_run
+from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
+from offload_run import OPTIONS, loss_of, model, offloaded, open_store, train
+
+
+def plain(net, **options):
+    return torch.optim.AdamW(net.parameters(), **{**OPTIONS, **options})
+
+
+def values(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def store(tmp_path):
+    with open_store(tmp_path / "store") as opened:
+        yield opened
+
+
+def check_state(optimizer, twin):
+    mine, theirs = optimizer.state_dict()["state"], twin.state_dict()["state"]
+    assert mine.keys() == theirs.keys()
+    for number, one in theirs.items():
+        assert one.keys() == mine[number].keys()
+        assert all(torch.equal(one[key], mine[number][key]) for key in one), number
+
+
+def test_equals_the_optimizer_in_memory(store):
+    """20 steps, two backward passes each, torch's own clipping, a schedule; most of the state is on disk in between."""
+    net, other = model(), model()
+    optimizer, twin = offloaded(net, store), plain(other)
+    train(net, optimizer, 0, 20)
+    train(other, twin, 0, 20)
+    assert equal(values(net), values(other))
+    where = [store.info(name).tier for name in store]
+    assert where.count("disk") > len(where) / 3
+    assert where.count("host") > 6  # the first chunks stay
+    check_state(optimizer, twin)
+
+
+def in_memory(net, steps, limit):
+    """Plain AdamW, clipped by a norm that is summed in double."""
+    twin = plain(net)
+    for step in range(steps):
+        twin.zero_grad()
+        for part in range(2):
+            loss_of(net, step, part).backward()
+        norm = torch.stack([p.grad.double().square().sum() for p in net.parameters()]).sum().sqrt().float()
+        torch.nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)
+        twin.step()
+    return twin
+
+
+def test_gradients_in_the_store(store):
+    net, other = model(), model()
+    optimizer = offloaded(net, store, gradients="store", max_grad_norm=0.3)
+    for step in range(20):
+        for part in range(2):
+            loss_of(net, step, part).backward()
+            assert all(p.grad is None for p in net.parameters())
+        optimizer.step()
+    twin = in_memory(other, 20, 0.3)
+    assert equal(values(net), values(other))
+    check_state(optimizer, twin)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adagrad, {"lr": 0.01})]
+)
+def test_other_optimizers(store, kind, options):
+    net, other = model(), model()
+    optimizer = commpress.Offloaded(net.parameters(), kind, store=store, chunk_mb=0.032, **options)
+    twin = kind(other.parameters(), **options)
+    for step in range(4):
+        for one, o in ((net, optimizer), (other, twin)):
+            o.zero_grad()
+            loss_of(one, step, 0).backward()
+            o.step()
+    assert equal(values(net), values(other))
+
+
+def test_half_precision_has_its_master_in_the_store(store):
+    net, other = model().bfloat16(), model().bfloat16()
+    optimizer = offloaded(net, store)
+    master = [p.detach().float() for p in other.parameters()]
+    twin = torch.optim.AdamW(master, **OPTIONS)
+    for step in range(4):
+        for one in (net, other):
+            one.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            one(torch.randn(8, 64, generator=generator).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        for p, m in zip(other.parameters(), master, strict=True):
+            m.grad = p.grad.float()
+        twin.step()
+        with torch.no_grad():
+            for p, m in zip(other.parameters(), master, strict=True):
+                p.copy_(m)
+    assert equal(values(net), values(other))
+
+
+def test_goes_on_after_a_kill(tmp_path):
+    """Killed somewhere after step 7, with commits after steps 2 and 5: the run that goes on equals one never stopped."""
+    command = [sys.executable, offload_run.__file__, str(tmp_path / "store"), "0", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.strip() == "7":
+                process.kill()
+                break
+    net, other = model(), model()
+    with open_store(tmp_path / "store") as store:
+        optimizer = offloaded(net, store)
+        assert optimizer.steps_done >= 6
+        assert optimizer.steps_done % 3 == 0
+        last = optimizer.steps_done + 4
+        train(net, optimizer, optimizer.steps_done, last)
+        twin = plain(other)
+        train(other, twin, 0, last)
+        assert equal(values(net), values(other))
+        check_state(optimizer, twin)
+
+
+def test_bytes_of_a_step(store):
+    """What does not stay is read and written once: 12 bytes per parameter each way with AdamW."""
+    net = model()
+    optimizer = offloaded(net, store)
+    train(net, optimizer, 0, 2)
+    written = store.wear.written
+    train(net, optimizer, 2, 6)
+    passing = [chunk for chunk in optimizer.chunks if optimizer._passes(chunk)]
+    wanted = 4 * sum(12 * chunk.numel for chunk in passing)
+    assert len(passing) > 5
+    assert store.wear.written - written == pytest.approx(wanted, rel=0.05)
+
+
+def test_budgets_place_the_first_chunks(tmp_path):
+    """The processor stands for the device. A chunk stays where its budget is, the others are on disk between steps."""
+    sizes = {"host": "1MiB", "device": "256KiB", "accelerator": "cpu", "engine": "threads", "options": offload_run.SMALL}
+    with commpress.TieredStore.open(tmp_path / "store", **sizes) as store:
+        net, other = model(), model()
+        optimizer, twin = offloaded(net, store, device_budget="200KiB", host_budget="200KiB"), plain(other)
+        train(net, optimizer, 0, 4)
+        train(other, twin, 0, 4)
+        assert equal(values(net), values(other))
+        check_state(optimizer, twin)
+        tiers = [chunk.tier for chunk in optimizer.chunks]
+        assert tiers == sorted(tiers, key=["device", "host", "disk"].index)
+        assert len(set(tiers)) == 3
+        optimizer.step()
+        for chunk in optimizer.chunks:
+            assert {store.info(name).tier for name in chunk.names()} == {chunk.tier}
+        lines = optimizer.report().splitlines()
+        assert lines[0].split() == ["device", "host", "disk"]
+        assert [line.split()[0] for line in lines[1:]] == ["master", "exp_avg", "exp_avg_sq", "together", "update"]
+        with pytest.raises(InvalidArgument, match="host_budget"):
+            offloaded(net, store, prefix="more", host_budget="1MiB")
+        with pytest.raises(InvalidArgument, match="device_budget"):
+            offloaded(net, store, prefix="more", device_budget="1MiB")
+
+
+@pytest.mark.parametrize(("moments", "bytes_each"), [("int8", 1 + 1 / 32), ("int4", 0.5 + 1 / 32)])
+def test_quantised_moments(store, moments, bytes_each):
+    """Smaller on disk, exact in the first step, and training goes the same way as with float32."""
+    net, other = model(), model()
+    optimizer, twin = offloaded(net, store, moments=moments, lr=1e-3), plain(other, lr=1e-3)
+    losses = []
+    for step in range(30):
+        for one, o in ((net, optimizer), (other, twin)):
+            o.zero_grad()
+            loss = sum(loss_of(one, 0, part) for part in range(2))
+            loss.backward()
+            o.step()
+            losses.append(loss.item())
+        if step == 0:
+            assert equal(values(net), values(other))
+    start, end = losses[1], losses[-1]
+    assert losses[-2] < start - 0.9 * (start - end)
+    assert losses[-2] != end
+    held = sum(store.info(chunk.name("exp_avg")).nbytes for chunk in optimizer.chunks)
+    assert held == pytest.approx(bytes_each * sum(chunk.numel for chunk in optimizer.chunks), rel=0.02)
+    state, wanted = optimizer.state_dict()["state"], twin.state_dict()["state"]
+    assert state[0]["exp_avg"].shape == wanted[0]["exp_avg"].shape
+
+
+def test_a_delayed_update(store):
+    """The update with the gradients of one step is taken after the backward of the next: as said step by step."""
+    net, other = model(), model()
+    optimizer, twin = offloaded(net, store, delayed=True), plain(other)
+    waiting = None
+    for step in range(8):
+        optimizer.param_groups[0]["lr"] = rate = 1e-2 * 0.9**step
+        for one in (net, other):
+            one.zero_grad()
+            loss_of(one, step, 0).backward()
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.3)
+        optimizer.step()
+        assert all(p.grad is None for p in net.parameters())
+        new = [p.grad.clone() for p in other.parameters()]
+        if waiting is not None:
+            advance(other, twin, *waiting)
+        waiting = (rate, new)
+        assert equal(values(net), values(other))
+    optimizer.finish()
+    advance(other, twin, *waiting)
+    assert equal(values(net), values(other))
+    check_state(optimizer, twin)
+    optimizer.close()
+
+
+def advance(net, twin, rate, gradients):
+    twin.param_groups[0]["lr"] = rate
+    for p, gradient in zip(net.parameters(), gradients, strict=True):
+        p.grad = gradient
+    twin.step()
+
+
+def test_weights_that_were_loaded_are_taken(store):
+    net, other = model(), model()
+    optimizer, twin = offloaded(net, store), plain(other)
+    train(net, optimizer, 0, 2)
+    train(other, twin, 0, 2)
+    new = {key: value + 0.5 for key, value in net.state_dict().items()}
+    net.load_state_dict(new)
+    other.load_state_dict(new)
+    train(net, optimizer, 2, 4)
+    train(other, twin, 2, 4)
+    assert equal(values(net), values(other))
+
+
+def test_a_step_that_is_not_finite_is_left_out(store):
+    net = model()
+    optimizer = offloaded(net, store, max_grad_norm=1.0)
+    train(net, optimizer, 0, 1)
+    before = values(net)
+    (loss_of(net, 1, 0) * float("nan")).backward()
+    optimizer.step()
+    assert equal(values(net), before)
+    assert (optimizer.steps_done, optimizer.skipped_steps) == (1, 1)
+    optimizer.on_nonfinite = "raise"
+    with pytest.raises(NonFiniteGradient):
+        optimizer.step()
+
+
+def test_what_cannot_work_is_refused(store):
+    net = model()
+    with pytest.raises(InvalidArgument, match="smaller chunk_mb"):
+        offloaded(net, store, chunk_mb=64.0)
+    with pytest.raises(InvalidArgument, match="gradients is"):
+        offloaded(net, store, gradients="disk")
+    optimizer = offloaded(net, store)
+    optimizer.commit()
+    with pytest.raises(StateMismatch, match="other parameters"):
+        commpress.Offloaded(net.parameters(), torch.optim.SGD, store=store, chunk_mb=0.032, lr=0.1)
+    with pytest.raises(StateMismatch, match="groups of"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+
+
+@pytest.mark.parametrize("source", ["plain", "offloaded"])
+def test_a_state_is_loaded_and_the_plain_optimizer_loads_it(store, source):
+    """Four steps by one optimizer, four by another, of every kind: as eight by one."""
+    other = model()
+    twin = plain(other)
+    train(other, twin, 0, 4)
+    saved, weights = twin.state_dict(), {key: value.clone() for key, value in other.state_dict().items()}
+    if source == "offloaded":
+        net = model()
+        first = offloaded(net, store, prefix="first")
+        train(net, first, 0, 4)
+        saved = first.state_dict()
+        third, again = model(), None
+        third.load_state_dict(weights)
+        again = plain(third)
+        again.load_state_dict(deepcopy(saved))  # the plain optimizer counts steps in the tensors it is given
+        train(third, again, 4, 8)
+    net = model()
+    net.load_state_dict(weights)
+    optimizer = offloaded(net, store)
+    optimizer.load_state_dict(saved)
+    assert optimizer.steps_done == 4
+    train(net, optimizer, 4, 8)
+    train(other, twin, 4, 8)
+    assert equal(values(net), values(other))
+    assert source == "plain" or equal(values(third), values(other))
+    optimizer.load_state_dict(plain(net).state_dict())
+    assert not optimizer.state

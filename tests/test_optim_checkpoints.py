@@ -1,0 +1,108 @@
+"""Saving and loading 1-bit Adam: bit for bit on as many ranks, nothing owed lost on others, from torch's Adam."""
+
+import numpy as np
+import pytest
+import torch
+
+from commpress.errors import StateMismatch
+from optim_twin import equal, flat, mean, noise, start, state_of
+from test_onebit_adam import BETA1, BETA2, LR, replicas
+
+
+def test_resuming_continues_in_every_bit(tmp_path):
+    for at in (3, 5, 9):
+        group = replicas(3, weight_decay=0.1)
+        for step in range(at):
+            group.step(noise(3, step))
+        for rank, o in enumerate(group.optimizers):
+            torch.save(o.state_dict(), tmp_path / f"{rank}.pt")
+        other = replicas(3, lr=0.5)
+        for theirs, mine in zip(other.parameters, group.parameters, strict=True):
+            for q, p in zip(theirs, mine, strict=True):
+                q.data.copy_(p)
+        for rank, o in enumerate(other.optimizers):
+            o.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+        for step in range(at, at + 6):
+            group.step(noise(3, step))
+            other.step(noise(3, step))
+        assert equal(state_of(group), state_of(other))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_elastic_states_keep_what_is_owed(size):
+    group = replicas(3)
+    for step in range(9):
+        group.step(noise(3, step))
+    other = replicas(size)
+    parts = group.elastic()
+    for theirs in other.parameters:
+        for q, p in zip(theirs, group.parameters[0], strict=True):
+            q.data.copy_(p)
+    for o in other.optimizers:
+        o.load_state_dict(*parts)
+    if size > 1:
+        np.testing.assert_allclose(other.owed(), group.owed(), atol=1e-6)
+        exact, total, before = other.momentum(), 0.0, other.owed()
+        for step in range(9, 20):
+            gradients = noise(size, step)
+            other.step(gradients)
+            exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0)
+            total = total + other.momentum() - exact
+        left = (1 - BETA1) * total + BETA1 * (other.momentum() - exact)
+        np.testing.assert_allclose(left, before - other.owed(), atol=2e-5)
+    else:
+        other.step(noise(1, 9))
+    assert other.agree()
+
+
+def test_a_run_begun_with_torch_goes_on():
+    twin = [torch.nn.Parameter(p) for p in start()]
+    adam = torch.optim.AdamW(twin, lr=LR, betas=(BETA1, BETA2), weight_decay=0.0, fused=True)
+    for step in range(4):
+        for p, g in zip(twin, mean(noise(2, step)), strict=True):
+            p.grad = g
+        adam.step()
+    group = replicas(2, warmup_steps=6)
+    for mine, o in zip(group.parameters, group.optimizers, strict=True):
+        for p, q in zip(mine, twin, strict=True):
+            p.data.copy_(q)
+        o.load_state_dict(adam.state_dict())
+    for step in range(4, 6):
+        for p, g in zip(twin, mean(noise(2, step)), strict=True):
+            p.grad = g
+        adam.step()
+        group.step(noise(2, step))
+    assert all(torch.equal(a, b) for a, b in zip(group.parameters[0], twin, strict=True))
+    assert group.optimizers[0].frozen_at == 6
+
+
+def test_a_state_of_another_rank_gives_what_all_share(caplog):
+    group, other = replicas(2), replicas(2)
+    for step in range(8):
+        group.step(noise(2, step))
+    state = group.optimizers[0].state_dict()
+    other.optimizers[1].load_state_dict(state)
+    assert "of rank 0 of 2, this is rank 1 of 2" in caplog.text
+    assert torch.equal(other.optimizers[1].momentum, group.optimizers[1].momentum)
+    assert not other.optimizers[1].quantized.residuals.places()
+    other.optimizers[1].load_rank_state(group.optimizers[1].state_dict()["commpress"])
+    mine, theirs = (r.optimizers[1].quantized.residuals.places() for r in (other, group))
+    assert all(torch.equal(a, b) for x, y in zip(mine, theirs, strict=True) for a, b in zip(x[1:], y[1:], strict=True))
+
+
+def test_gradients_that_somebody_averaged_already_are_noticed(caplog):
+    replicas(2).step(noise(1, 0) * 2)
+    assert "commpress.overlap(ddp, optimizer)" in caplog.text
+    caplog.clear()
+    replicas(2).step(noise(2, 0))
+    assert caplog.text == ""
+
+
+def test_states_that_do_not_fit_say_so():
+    group = replicas(2)
+    group.step(noise(2, 0))
+    state = group.optimizers[0].state_dict()
+    with pytest.raises(StateMismatch, match="groups of"):
+        replicas(2, ((5,),)).optimizers[0].load_state_dict(state)
+    with pytest.raises(StateMismatch, match="shape"):
+        replicas(2, ((40, 50), (700,), (8,))).optimizers[0].load_state_dict(state)

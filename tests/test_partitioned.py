@@ -1,0 +1,427 @@
+"""Partitioned optimizers on real ranks equal DistributedDataParallel with the plain optimizer, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import commpress
+from commpress.collectives.frame import HEADER
+from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
+from offload_run import open_store
+from zero_twin import (
+    Net,
+    Plan,
+    equal,
+    groups,
+    loss_of,
+    made,
+    partitioned,
+    tensor_bytes,
+    values,
+    with_ddp,
+    with_partitioned,
+)
+
+# ---------------------------------------------------------------- equality
+
+
+def compare(plan, stage):
+    parameters, state, losses = with_ddp(plan)
+    model, optimizer, own = with_partitioned(plan, stage=stage)
+    assert own == losses
+    assert equal(values(model), parameters)
+    whole = optimizer.state_dict()["state"]
+    frozen = {number for number in state["state"] if number not in whole}  # Adagrad has a state for these, never used
+    assert len(frozen) == (2 if plan.optimizer is torch.optim.Adagrad else 0)
+    for number, one in state["state"].items():
+        if number in frozen:
+            continue
+        assert one.keys() == whole[number].keys()
+        assert all(torch.equal(one[key], whole[number][key]) for key in one), number
+    optimizer.close()
+    return len(optimizer.buckets)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_equals_ddp_with_clipping_and_accumulation(pool, stage, size):
+    plan = Plan(steps=20, accumulate=2, max_norm=0.5)
+    assert min(pool.run(compare, plan, stage, size=size)) > 3
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+        (torch.optim.Adagrad, {"lr": 1e-2}),
+    ],
+)
+def test_other_optimizers(pool, optimizer, options):
+    pool.run(compare, Plan(steps=4, optimizer=optimizer, options=options), 2)
+
+
+def alone():
+    plan = Plan(steps=4, max_norm=0.5)
+    model, optimizer, _ = with_partitioned(plan, stage=2)
+    twin = made(plan)
+    plain = torch.optim.AdamW(groups(twin), **plan.options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(plain, plan.decay)
+    for step in range(plan.steps):
+        plain.zero_grad()
+        loss_of(twin, twin, 0, step, 0).backward()
+        commpress_norm = torch.stack([p.grad.double().square().sum() for p in twin.parameters() if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(twin.parameters(), plan.max_norm, commpress_norm.sum().sqrt().float())
+        plain.step()
+        schedule.step()
+    optimizer.close()
+    return equal(values(model), values(twin))
+
+
+def test_one_rank_is_the_plain_optimizer(pool):
+    assert pool.run(alone, size=1) == [True]
+
+
+def reduced_every_time(stage):
+    """Without no_sync stage 1 reduces the sum again, stage 2 adds the means up: equal to the sum up to rounding."""
+    plan = Plan(steps=3, accumulate=3, options={"lr": 1e-2, "eps": 1e-3})
+    model, optimizer, _ = with_partitioned(replace(plan, sync_every=True), stage=stage)
+    other, second, _ = with_partitioned(plan, stage=stage)
+    optimizer.close()
+    second.close()
+    same = equal(values(model), values(other))
+    return same, max(float((a - b).abs().max()) for a, b in zip(values(model), values(other), strict=True))
+
+
+def test_accumulation_without_no_sync(pool):
+    assert all(same for same, _ in pool.run(reduced_every_time, 1))
+    assert all(error < 1e-4 for _, error in pool.run(reduced_every_time, 2))
+
+
+# ---------------------------------------------------------------- half precision, AMP, what is not finite
+
+
+def masters(dtype):
+    """bfloat16 weights equal a float32 master trained on the float32 mean of bfloat16 gradients, rounded."""
+    plan = Plan(steps=5, dtype=dtype)
+    model, optimizer, _ = with_partitioned(plan, stage=2)
+    optimizer.close()
+    rank, size, twin = dist.get_rank(), dist.get_world_size(), made(plan)
+    parameters = [p for group in groups(twin) for p in group["params"]]
+    master = [p.detach().float().requires_grad_(p.requires_grad) for p in parameters]
+    number = {id(p): i for i, p in enumerate(parameters)}
+    plain = torch.optim.AdamW(
+        [{**g, "params": [master[number[id(p)]] for p in g["params"]]} for g in groups(twin)], **plan.options
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(plain, plan.decay)
+    for step in range(plan.steps):
+        twin.zero_grad()
+        loss_of(twin, twin, rank, step, 0).backward()
+        for p, m in zip(parameters, master, strict=True):
+            if p.requires_grad:
+                parts = [torch.empty_like(p.grad) for _ in range(size)]
+                dist.all_gather(parts, p.grad)
+                m.grad = sum((part.float() for part in parts[1:]), parts[0].float()) / size
+        plain.step()
+        schedule.step()
+        with torch.no_grad():
+            for p, m in zip(parameters, master, strict=True):
+                p.copy_(m)
+    return equal(values(model), values(twin))
+
+
+def test_half_precision_has_a_float32_master(pool):
+    assert all(pool.run(masters, torch.bfloat16))
+
+
+def scaled(stage):
+    plan = Plan(steps=6, scale=2.0**10, bad=(2,), max_norm=0.5, decay=1.0)
+    model, optimizer, scales = with_partitioned(plan, stage=stage)
+    skipped = optimizer.skipped_steps
+    optimizer.close()
+    return values(model), scales, skipped
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_grad_scaler_skips_on_all_ranks(pool, stage):
+    (first, scales, skipped), (second, others, _) = pool.run(scaled, stage)
+    assert scales == others == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]
+    assert skipped == 1
+    assert equal(first, second)
+
+
+def not_finite(gradients):
+    """A skipped step leaves weights, moments and residuals as they were."""
+    plan = Plan(steps=3)
+    model, optimizer, _ = with_partitioned(plan, gradients=gradients, min_numel=0)
+    before = [*values(model), *(t.clone() for s in optimizer.inner.state.values() for t in s.values())]
+    before += [sent.clone() for _, sent, _ in optimizer.residuals.places()]
+    loss = loss_of(model, model, dist.get_rank(), 9, 0)
+    (loss * (float("nan") if dist.get_rank() == 1 else 1.0)).backward()
+    optimizer.step()
+    after = [*values(model), *(t.clone() for s in optimizer.inner.state.values() for t in s.values())]
+    after += [sent.clone() for _, sent, _ in optimizer.residuals.places()]
+    optimizer.on_nonfinite = "raise"
+    loss_of(model, model, dist.get_rank(), 9, 0).backward()
+    optimizer.step()
+    (loss_of(model, model, dist.get_rank(), 9, 0) * float("inf")).backward()
+    with pytest.raises(NonFiniteGradient):
+        optimizer.step()
+    optimizer.close()
+    return equal(before, after) and optimizer.skipped_steps == 2
+
+
+def test_a_skipped_step_changes_nothing(pool):
+    assert all(pool.run(not_finite, "sign"))
+
+
+# ---------------------------------------------------------------- compressed
+
+
+def telescopes():
+    """SGD with lr 1 and weights that travel exactly: start − end + mean residual = sum of the mean gradients."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = commpress.Partitioned([weight], torch.optim.SGD, lr=1.0, gradients="sign", min_numel=0)
+    total = torch.zeros(1000, dtype=torch.float64)
+    for step in range(12):
+        generator = torch.Generator().manual_seed(step * 7 + dist.get_rank())
+        gradient = torch.randn(1000, generator=generator)
+        total += gradient.double()
+        (weight * gradient).sum().backward()
+        optimizer.step()
+    owed = torch.zeros(1000, dtype=torch.float64)
+    for (_, first), sent, _ in optimizer.residuals.places():
+        owed[first : first + min(sent.numel(), 1000 - first)] += sent.double()[: 1000 - first]
+    both = torch.stack([total, owed])
+    dist.all_reduce(both)
+    both /= dist.get_world_size()
+    error = (both[0] - both[1] + weight.detach().double()).abs().max().item()
+    optimizer.close()
+    return error, both[1].abs().max().item()
+
+
+def test_what_the_codec_leaves_out_is_kept(pool):
+    for error, owed in pool.run(telescopes, size=3):
+        assert error < 1e-4
+        assert owed > 0.1
+
+
+def compressed(options):
+    plan = Plan(steps=8, options={"lr": 1e-2, "eps": 1e-3})
+    exact, first, _ = with_partitioned(plan)
+    model, optimizer, _ = with_partitioned(plan, min_numel=0, **options)
+    error = max(float((a - b).abs().max()) for a, b in zip(values(exact), values(model), strict=True))
+    wanted = optimizer.bytes_per_pass()
+    sent, plain = optimizer.transport.sent_bytes, first.transport.sent_bytes
+    first.close()
+    optimizer.close()
+    return values(model), error, sent, plain, plan.steps * sum(wanted.values())
+
+
+@pytest.mark.parametrize("options", [{"gradients": "int8"}, {"weights": "int8"}, {"gradients": "bf16", "weights": "bf16"}])
+def test_compressed_both_ways(pool, options):
+    one, two = pool.run(compressed, options)
+    assert equal(one[0], two[0])
+    for _, error, sent, plain, wanted in (one, two):
+        assert 0 < error < 0.05
+        assert sent - wanted == HEADER + 2 * 8  # the comparison of replicas at the start
+        assert sent < 0.8 * plain
+
+
+# ---------------------------------------------------------------- bytes and memory
+
+
+class Large(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(24)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def held(stage):
+    """Tensor bytes per parameter after a step, scratch apart; then by the optimizer's own count; then bytes sent."""
+    before = tensor_bytes()
+    model = Large()
+    for p in model.parameters():
+        torch.nn.init.eye_(p)
+    optimizer = commpress.Partitioned(model.parameters(), torch.optim.AdamW, stage=stage, bucket_mb=0.6)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+    counted = optimizer.memory()
+    numel = sum(p.numel() for p in model.parameters())
+    sent = (optimizer.transport.sent_bytes - (dist.get_world_size() - 1) * (HEADER + 2 * 8)) / 2
+    result = (tensor_bytes() - before) / numel, counted, numel, sent, len(optimizer.buckets)
+    optimizer.close()
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_memory_and_bytes_equal_the_formulas(pool, stage, size):
+    for measured, counted, numel, sent, buckets in pool.run(held, stage, size=size):
+        formula = (4 + 4 if stage == 1 else 4) + 12 / size  # shards of gradient and two moments
+        scratch = counted["scratch"] / numel
+        assert measured - scratch == pytest.approx(formula, rel=0.05)
+        assert sum(counted.values()) / numel == pytest.approx(measured, rel=0.05)
+        bucket = 4 * numel / buckets
+        assert counted["scratch"] <= 10 * bucket
+        exact = 2 * 4 * numel * (size - 1) / size
+        assert sent == exact + 2 * buckets * (size - 1) * HEADER
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def part(plan, optimizer, model, first, last):
+    for step in range(first, last):
+        loss_of(model, model, dist.get_rank(), step, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(plan, folder):
+    """Four steps; the checkpoint after two, whole, sharded and with what the codec owes."""
+    model = made(plan)
+    optimizer = partitioned(plan, model)
+    part(plan, optimizer, model, 0, 2)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    whole, owed = optimizer.state_dict(), optimizer.feedback_state_dict()
+    dcp.save(optimizer.sharded_state_dict(), checkpoint_id=f"{folder}/sharded")
+    part(plan, optimizer, model, 2, 4)
+    again = made(plan)
+    again.load_state_dict(weights)
+    resumed = partitioned(plan, again)
+    resumed.load_state_dict(whole)
+    resumed.load_feedback_state_dict(owed)
+    part(plan, resumed, again, 2, 4)
+    optimizer.close()
+    resumed.close()
+    return weights, whole, values(model), equal(values(model), values(again))
+
+
+LOSSY = {"bucket_mb": 0.004, "gradients": "int8", "weights": "int8", "min_numel": 64}
+
+
+@pytest.mark.parametrize("options", [{"bucket_mb": 0.004}, LOSSY], ids=["exact", "int8"])
+def test_resumes_in_every_bit(pool, tmp_path, options):
+    assert all(one[3] for one in pool.run(saved, Plan(partitioned=options), str(tmp_path)))
+
+
+def restored(plan, folder, weights):
+    """The sharded checkpoint at this world size, as a whole."""
+    model = made(plan)
+    model.load_state_dict(weights)
+    optimizer = partitioned(replace(plan, options={"lr": 1.0, "weight_decay": 0.5}), model)
+    template = optimizer.sharded_state_dict()
+    dcp.load(template, checkpoint_id=f"{folder}/sharded")
+    optimizer.load_sharded_state_dict(template)
+    optimizer.close()
+    return optimizer.param_groups[0]["lr"], optimizer.state_dict()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_sharded_checkpoint_at_another_world_size(pool, tmp_path, size):
+    plan = Plan()
+    weights, whole, _, _ = pool.run(saved, plan, str(tmp_path))[0]
+    for lr, state in pool.run(restored, replace(plan, partitioned={"bucket_mb": 0.01}), str(tmp_path), weights, size=size):
+        assert lr == plan.options["lr"]
+        for number, one in whole["state"].items():
+            assert one.keys() == state["state"][number].keys()
+            assert all(torch.equal(one[key], state["state"][number][key]) for key in one)
+
+
+def to_and_from_plain():
+    """The plain optimizer loads the whole state, and Partitioned that of the plain one."""
+    plan = Plan()
+    model = made(plan)
+    optimizer = partitioned(plan, model)
+    part(plan, optimizer, model, 0, 2)
+    plain = torch.optim.AdamW(groups(model), **plan.options)
+    plain.load_state_dict(optimizer.state_dict())
+    other = made(plan)
+    other.load_state_dict(model.state_dict())
+    back = partitioned(plan, other)
+    back.load_state_dict(plain.state_dict())
+    part(plan, optimizer, model, 2, 3)
+    part(plan, back, other, 2, 3)
+    optimizer.close()
+    back.close()
+    return equal(values(model), values(other))
+
+
+def test_the_plain_optimizer_reads_and_writes_the_same_state(pool):
+    assert all(pool.run(to_and_from_plain))
+
+
+# ---------------------------------------------------------------- each rank's shard in a store
+
+
+def in_stores(plan, folder):
+    """Trained, committed, and taken up again by a model with other weights."""
+    folder = f"{folder}/{dist.get_rank()}"
+    with open_store(folder) as store:
+        model, optimizer, losses = with_partitioned(plan, store=store, chunk_mb=0.002)
+        state = optimizer.state_dict()
+        optimizer.commit()
+        optimizer.close()
+    with open_store(folder) as store:
+        other = made(plan)
+        again = partitioned(plan, other, store=store, chunk_mb=0.002)
+        same = equal(values(model), values(other)) and again.steps_done == plan.steps
+        again.close()
+    return values(model), state, losses, same
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_in_stores_equal_ddp(pool, tmp_path, ranks):
+    plan = Plan(max_norm=0.5, accumulate=2)
+    wanted, theirs, losses = pool.run(with_ddp, plan, size=ranks)[0]
+    for weights, state, mine, same in pool.run(in_stores, plan, str(tmp_path), size=ranks):
+        assert same
+        assert len(mine) == len(losses)
+        assert equal(weights, wanted)
+        for number, one in theirs["state"].items():
+            assert all(torch.equal(one[key], state["state"][number][key]) for key in one)
+
+
+# ---------------------------------------------------------------- what cannot work
+
+
+def refusals():
+    torch.manual_seed(0)
+    net = Net()
+    with pytest.raises(InvalidArgument, match="expected a class"):
+        commpress.Partitioned(net.parameters(), "adamw")
+    with pytest.raises(InvalidArgument, match="LBFGS"):
+        commpress.Partitioned(net.parameters(), torch.optim.LBFGS)
+    with pytest.raises(InvalidArgument, match="stage is 3"):
+        commpress.Partitioned(net.parameters(), torch.optim.SGD, stage=3)
+    with pytest.raises(InvalidArgument, match="float64"):
+        commpress.Partitioned(Net().double().parameters(), torch.optim.SGD)
+    optimizer = commpress.Partitioned(net.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(InvalidArgument, match="add_param_group"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    net.frozen.weight.requires_grad_(True)
+    with pytest.raises(InvalidArgument, match="frozen"):
+        optimizer.step()
+    net.frozen.weight.requires_grad_(False)
+    net.head.bias.data = torch.zeros(19)
+    with pytest.raises(InvalidArgument, match="no longer where"):
+        optimizer.step()
+    optimizer.close()
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(Mismatch, match="values of the parameters"):
+        commpress.Partitioned(Net().parameters(), torch.optim.SGD, lr=0.1)
+    return True
+
+
+def test_what_cannot_work_is_refused(pool):
+    assert all(pool.run(refusals))

@@ -1,0 +1,175 @@
+"""The sharded 0/1 Adam against torch's Adam, against its equations in float64 and against its invariants."""
+
+import numpy as np
+import pytest
+import torch
+
+from commpress.collectives.loopback import simulate
+from commpress.optim import ShardedZeroOneAdam
+from commpress.schedules import DoublingIntervals
+from optim_twin import SHAPES, Replicas, flat, mean, noise, start
+from test_sharded_adam import agree, together
+from test_zero_one_adam import Early, Fixed
+
+BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
+
+
+def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
+    options = {
+        "lr": LR, "betas": (BETA1, BETA2), "weight_decay": DECAY, "variance_updates": Early(4), "sync": Fixed(4),
+        "min_numel": 0, "variance_floor": 0.0,
+    } | options  # fmt: skip
+    return Replicas(lambda p, t: ShardedZeroOneAdam(p, transport=t, **options), size, shapes, dtype=dtype)
+
+
+def test_exact_steps_are_adams():
+    group = replicas(variance_updates=100)
+    twin = [torch.nn.Parameter(p) for p in start()]
+    adam = torch.optim.AdamW(twin, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY, fused=True)
+    for step in range(10):
+        gradients = noise(3, step)
+        group.step(gradients)
+        for p, g in zip(twin, mean(gradients), strict=True):
+            p.grad = g
+        adam.step()
+    np.testing.assert_allclose(flat(group.parameters[0]), flat(twin), rtol=1e-6, atol=1e-7)
+    assert agree(group)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_with_an_exact_codec_a_window_is_what_the_equations_say(window):
+    """Every gradient at the parameters of the window's begin; exact steps at 0, 1, 3 and after the windows of 7 and 15;
+    rates that change inside the window."""
+    group = replicas(2, codec="none", sync=Fixed(window), variance_updates=1)
+    rates = [LR * (1 + 0.1 * s) for s in range(60)]
+    x, m, v, updates, updated_at, step = flat(start()), 0.0, 0.0, 0, -1, 0
+    while step < 20:
+        exact = any((s + 1) & s == 0 for s in range(updated_at + 1, step + 1))
+        if exact:
+            v, updates, updated_at = BETA2 * v + (1 - BETA2) * flat(mean(noise(2, step))) ** 2, updates + 1, step
+            root = np.sqrt(v / (1 - BETA2**updates)) + 1e-8
+        u, kept, total = 0.0, 1.0, 0.0
+        for _ in range(window if step >= 4 and not exact else 1):
+            rate, keep = rates[step] / (1 - BETA1 ** (step + 1)), 1 - rates[step] * DECAY
+            m = BETA1 * m + (1 - BETA1) * flat(mean(noise(2, step)))
+            u, kept, total = keep * u + rate * m, keep * kept, keep * total + rate
+            for o in group.optimizers:
+                o.param_groups[0]["lr"] = rates[step]
+            group.step(noise(2, step))
+            step += 1
+        x, m = kept * x - u / root, u / total
+        np.testing.assert_allclose(flat(group.parameters[0]), x, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(together(group, "momentum"), m, rtol=2e-4, atol=2e-5)
+        assert agree(group)
+    assert group.optimizers[0].counters.exact_rounds == updates == 5
+
+
+def test_what_is_sent_and_what_is_owed_add_up():
+    """Σ over windows of what the owners got + mean residual = Σ of the means of s_i, and x is w but for a bounded gap."""
+    group, got, given, gaps = replicas(3, weight_decay=0.0), 0.0, 0.0, []
+    for step in range(4):
+        group.step(noise(3, step))
+    for step in range(4, 44):
+        if group.optimizers[0].windows.held == 0:
+            q, s, carried = [0.0] * 3, [0.0] * 3, 0.0
+            before = together(group, "momentum")
+        rate = LR / (1 - BETA1 ** (step + 1))
+        carried = carried + rate * BETA1 ** (group.optimizers[0].windows.held + 1)
+        total = group.optimizers[0].windows.after(step, group.optimizers[0].param_groups)[0][0]
+        for r, mine in enumerate(noise(3, step)):
+            q[r] = BETA1 * q[r] + (1 - BETA1) * flat(mine)
+            s[r] = s[r] + rate * q[r]
+        group.step(noise(3, step))
+        assert agree(group), "parameters are the same on all ranks inside a window too"
+        if group.optimizers[0].windows.held == 0:
+            given = given + sum(s) / 3
+            got = got + together(group, "momentum") * total - carried * before
+            gaps.append(np.abs(flat(group.parameters[0]) - together(group, "master")).mean())
+    owed = np.zeros(sum(int(np.prod(shape)) for shape in SHAPES))
+    firsts = np.cumsum([0, *(int(np.prod(shape)) for shape in SHAPES)])
+    for o in group.optimizers:
+        for (name, offset), sent, _ in o.residuals.places():
+            at = firsts[int(name[1:])] + offset
+            owed[at : at + sent.numel()] += sent.double().numpy() / 3
+    np.testing.assert_allclose(got + owed, given, atol=1e-5)
+    assert np.abs(owed).max() > 1e-4
+    assert 0 < np.mean(gaps[-3:]) < 3 * np.mean(gaps[1:4]), "the gap must not grow"
+
+
+def test_steps_between_synchronisations_send_nothing():
+    group, sent = replicas(3), []
+    for step in range(16):
+        before = group.optimizers[0].transport.sent_bytes
+        group.step(noise(3, step))
+        sent.append(group.optimizers[0].transport.sent_bytes - before > 0)
+    assert sent == [True] * 4 + [False, False, False, True] * 3
+    assert group.optimizers[0].counters.local_bytes == 0
+
+
+def test_bytes_are_those_of_one_bit_each_way():
+    shapes = ((1 << 16,),)
+    group = replicas(4, shapes, variance_updates=Early(1), sync=Fixed(4, start=1))
+    for step in range(9):
+        group.step(noise(4, step, shapes))
+    assert group.optimizers[0].counters.compressed_bytes == pytest.approx(2 * 2 / 8 * 3 / 4 * (1 << 16), rel=0.05)
+
+
+def test_bad_gradients_are_left_out():
+    """At a synchronisation all ranks skip and go on; inside a window the rank's gradient counts as zero."""
+    group = replicas(3)
+    for step in range(24):
+        if step in (2, 7, 13):
+            bad = noise(3, step)
+            bad[1][0][3, 7] = float("nan")
+            local = group.optimizers[0].round().value == "local"
+            assert group.step(bad) == [local] * 3
+        group.step(noise(3, step))
+    assert all(torch.isfinite(p).all() for p in group.parameters[0])
+    assert agree(group)
+    assert group.optimizers[1].counters.ignored_gradients + group.optimizers[1].counters.skipped_steps == 3
+
+
+@pytest.mark.parametrize("at", [3, 4, 6, 7, 8, 13])
+@pytest.mark.parametrize("size", [3, 2])
+def test_resuming_at_any_step_of_a_window(at, size, tmp_path):
+    """Bit for bit on as many ranks; on others what waits and what is owed keep their mean."""
+    group, other = (replicas(n, variance_updates=1) for n in (3, size))
+    for step in range(at):
+        group.step(noise(3, step))
+    for mine in other.parameters:
+        for p, q in zip(mine, group.parameters[0], strict=True):
+            p.data.copy_(q)
+    with torch.no_grad():
+        elastic = simulate([o.elastic_steps() for o in group.optimizers])
+    for rank, o in enumerate(other.optimizers):
+        if size == 3:
+            torch.save(group.optimizers[rank].state_dict(), tmp_path / f"{rank}.pt")
+            o.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+        else:
+            o.load_state_dict(*elastic)
+    for name in ("master", "momentum", "variance"):
+        np.testing.assert_array_equal(together(other, name), together(group, name))
+    for name in ("innovation", "pending"):
+        means = [np.mean([getattr(o, name).numpy() for o in g.optimizers], axis=0) for g in (group, other)]
+        np.testing.assert_allclose(*means, atol=1e-7)
+    for step in range(at, at + 8):
+        assert all(other.step(noise(size, step)))
+        group.step(noise(3, step))
+        assert agree(other)
+        if size == 3:
+            assert torch.equal(group.parameters[0][0], other.parameters[0][0])
+            assert torch.equal(group.optimizers[2].master, other.optimizers[2].master)
+
+
+@pytest.mark.slow
+def test_bytes_and_rounds_of_the_published_schedule():
+    """As of the undivided optimizer: at most 46 % of the steps communicate, and one bit each way when they do."""
+    shapes, total = ((1 << 12,),), 5900
+    sync = DoublingIntervals(start=total * 125 // 1180, period=total * 327 // 1180, longest=16)
+    group = replicas(2, shapes, sync=sync, variance_updates=1)
+    gradients = noise(2, 0, shapes)
+    for _ in range(total):
+        group.step(gradients)
+    counters = group.optimizers[0].counters
+    assert (counters.exact_rounds + counters.compressed_rounds) <= 0.46 * total
+    assert counters.compressed_bytes / counters.compressed_rounds < 2 * (1 << 12) / 8 + 200

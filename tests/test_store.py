@@ -1,0 +1,170 @@
+"""The tiered store on a real directory: what goes in comes out."""
+
+import threading
+
+import pytest
+import torch
+
+from commpress.errors import DirectoryRefused, InvalidArgument
+from commpress.tiered_mem import engines
+from commpress.tiered_mem.blocks import DTYPES
+from commpress.tiered_mem.layer import FileLayer
+from small_store import open_store, read
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring", "libaio", "aiofiles"])
+@pytest.mark.parametrize("direct", [False, None], ids=["buffered", "direct"])
+def test_tensors_survive_eviction_and_reopening(tmp_path, engine, direct):
+    if missing := engines.available(FileLayer())[engine]:
+        pytest.skip(missing)
+    draw = torch.Generator().manual_seed(0)
+    sizes = [0, 1, 7, 1000, 2047, 2048, 16384, 16385, 50_000, 200_001]
+    tensors = {f"t{n}": torch.randn(n, generator=draw) for n in sizes}
+    with open_store(tmp_path, engine=engine, direct=direct) as store:
+        for name, tensor in tensors.items():
+            store.put(name, tensor)
+        store.evict(tensors).wait()
+        assert {store.info(name).tier for name in tensors} == {"disk"}
+        for name, tensor in tensors.items():
+            assert torch.equal(read(store, name), tensor), name
+            with store.borrow(name) as borrowed:
+                borrowed += 1
+        store.commit()
+        for name in tensors:
+            with store.borrow(name) as borrowed:
+                borrowed.zero_()  # never committed
+    with open_store(tmp_path, engine=engine, direct=direct) as store:
+        assert sorted(store) == sorted(tensors)
+        assert store.verify() == []
+        for name, tensor in tensors.items():
+            assert torch.equal(read(store, name), tensor + 1), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_dtype_and_shape_keeps_its_bits(store, dtype):
+    bits = torch.randint(0, 256, (24 * 16,), dtype=torch.uint8)
+    tensor = (bits % 2).bool() if dtype == torch.bool else bits.view(dtype)
+    for name, shaped in {
+        "flat": tensor,
+        "matrix": tensor.reshape(2, -1).t(),
+        "scalar": tensor[3],
+        "none": tensor[:0],
+    }.items():
+        store.put(name, shaped)
+        store.evict(name).wait()
+        found = read(store, name)
+        assert (found.dtype, found.shape) == (shaped.dtype, shaped.shape)
+        assert torch.equal(
+            found.contiguous().view(-1).view(torch.uint8), shaped.contiguous().view(-1).view(torch.uint8)
+        )
+
+
+def test_put_replaces_whatever_the_size(store):
+    for numel in (10, 100_000, 10, 10, 3000, 100_001):
+        store.put("x", torch.full((numel,), float(numel)))
+        store.evict("x").wait()
+        assert read(store, "x").tolist() == [float(numel)] * numel
+    assert len(store) == 1
+
+
+def test_a_deleted_tensor_is_gone_and_its_room_is_used_again(store):
+    for _ in range(20):
+        store.put("x", torch.ones(200_000))
+        store.commit()
+        store.delete("x")
+        assert "x" not in store
+        store.commit()
+    assert store.usage().disk == 0
+    assert store.usage().disk_reserved <= 32 << 20
+
+
+def test_several_directories_share_the_chunks(tmp_path):
+    paths = [tmp_path / name for name in "abc"]
+    tensor = torch.randn(300_000)
+    with open_store(paths, host="2MiB") as store:
+        store.put("x", tensor)
+        store.commit()
+    assert all(any(file.name.startswith("segment") for file in path.iterdir()) for path in paths)
+    with open_store(list(reversed(paths)), host="2MiB") as store:
+        assert torch.equal(read(store, "x"), tensor)
+    with pytest.raises(DirectoryRefused, match="part 2 is missing"):
+        open_store([paths[0], paths[2]])
+
+
+def test_a_borrowed_tensor_is_empty_afterwards(store):
+    store.put("x", torch.ones(10))
+    with store.borrow("x") as tensor:
+        pass
+    assert tensor.numel() == 0
+
+
+def test_changes_are_kept_when_the_context_is_left_by_an_error(store):
+    store.put("x", torch.ones(10))
+
+    def fail() -> None:
+        with store.borrow("x") as tensor:
+            tensor.zero_()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert read(store, "x").sum() == 0
+
+
+def test_the_device_tier_with_the_processor_as_device(tmp_path):
+    tensors = {f"t{i}": torch.randn(30_000 + i) for i in range(12)}
+    with open_store(tmp_path, device="512KiB", accelerator="cpu") as store:
+        for name, tensor in tensors.items():
+            store.put(name, tensor)
+        for _ in range(3):
+            for name in tensors:
+                with store.borrow(name, on="device") as borrowed:
+                    assert torch.equal(borrowed, tensors[name])
+                    borrowed += 1
+                    tensors[name] = tensors[name] + 1
+                    assert store.info(name).tier == "device"
+            store.commit()
+        usage = store.usage()
+        assert 0 < usage.device <= usage.device_capacity == 512 << 10
+    with open_store(tmp_path) as store:
+        assert all(torch.equal(read(store, name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_snapshot_is_copied_out_while_the_store_is_used(tmp_path):
+    draw, stop = torch.Generator().manual_seed(2), threading.Event()
+    tensors = {f"t{n}": torch.randn(n, generator=draw) for n in (0, 3, 500, 5000, 70_000, 100_001)}
+    with open_store(tmp_path / "live") as store:
+        for name, tensor in tensors.items():
+            store.put(name, tensor)
+        store.snapshot("s")
+
+        def train() -> None:
+            while not stop.is_set():
+                for name in tensors:
+                    with store.borrow(name) as tensor:
+                        tensor += 1
+                store.commit()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            for i in range(3):
+                store.copy_snapshot("s", tmp_path / f"copy{i}")
+            with pytest.raises(InvalidArgument, match="holds a store already"):
+                store.copy_snapshot("s", tmp_path / "copy0")
+            with pytest.raises(InvalidArgument, match="no snapshot 'z'"):
+                store.copy_snapshot("z", tmp_path / "z")
+        finally:
+            stop.set()
+            thread.join(60)
+        store.drop_snapshot("s")
+        store.commit()
+        assert store.usage().disk == sum(-(-p.nbytes // 4096) * 4096 for p in all_places(store, tensors))
+    for i in range(3):
+        with open_store([tmp_path / f"copy{i}"]) as copy:
+            assert copy.verify() == []
+            assert all(torch.equal(read(copy, name), tensor) for name, tensor in tensors.items())
+
+
+def all_places(store, names) -> set:
+    return {place for name in names for place in store.places(name)}

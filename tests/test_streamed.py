@@ -1,0 +1,239 @@
+"""A model whose parameters live in a store equals the plain one, bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.errors import InvalidArgument, StateMismatch
+from stream_twin import OPTIONS, Words, clip, groups, loss_of, made, offloaded, open_store, train
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Many small kernels: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with open_store(tmp_path / "store") as opened:
+        yield opened
+
+
+def plain(**more):
+    net = made(**more)
+    return net, torch.optim.AdamW(groups(net), **OPTIONS)
+
+
+@pytest.mark.parametrize("remember", ["", "new", "reentrant"])
+def test_equals_the_plain_model(store, remember):
+    net, other, twin = made(remember=remember), *plain(remember=remember)
+    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+    optimizer = offloaded(net, store)
+    assert train(net, optimizer, 0, 20) == train(other, twin, 0, 20)
+    assert not any(unit.present for unit in streamed.units)
+    check(streamed, other)
+
+
+def check(streamed, other):
+    state, wanted = streamed.state_dict(), other.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(state[name], value), name
+
+
+def test_half_precision(store):
+    """Values in bfloat16 beside a float32 master; the twin keeps its master in memory."""
+    net, other = made().bfloat16(), made().bfloat16()
+    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+    optimizer = offloaded(net, store, max_grad_norm=None)
+    trained = [p for p in other.parameters() if p.requires_grad]
+    master = [p.detach().float() for p in trained]
+    twin = torch.optim.AdamW(master, **OPTIONS | {"weight_decay": 0.0})
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    for step in range(4):
+        loss_of(net, step, 0).backward()
+        other.zero_grad()
+        loss_of(other, step, 0).backward()
+        optimizer.step()
+        for p, m in zip(trained, master, strict=True):
+            m.grad = torch.zeros_like(m) if p.grad is None else p.grad.float()
+        twin.step()
+        with torch.no_grad():
+            for p, m in zip(trained, master, strict=True):
+                p.copy_(m)
+    check(streamed, other)
+
+
+def test_what_is_kept_may_be_read_from_anywhere(store):
+    """Without ``keep`` a parameter that another module reads is NaN there."""
+
+    class Reader(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.last = torch.nn.Embedding(7, 5), torch.nn.Linear(5, 5)
+
+        def forward(self, ids):
+            return self.last(self.table(ids)) @ self.table.weight.t()
+
+    ids = torch.tensor([1, 2])
+    torch.manual_seed(0)
+    net, wanted = Reader(), None
+    wanted = net(ids)
+    streamed = commpress.stream(net, store=store)
+    assert net(ids).isnan().all()
+    streamed.close()
+    torch.manual_seed(0)
+    net = Reader()
+    commpress.stream(net, store=store, prefix="again", keep=["table"])
+    optimizer = offloaded(net, store, prefix="other")
+    assert torch.equal(net(ids), wanted)
+    net(ids).sum().backward()
+    optimizer.step()
+    assert not torch.equal(net(ids), wanted)
+
+
+def test_first_values_of_a_model_on_the_meta_device(store):
+    with torch.device("meta"):
+        net = Words()
+    for module in (net, *net.layers):
+        module.reset_parameters = lambda: None
+    net.reset_parameters = lambda: torch.nn.init.ones_(net.scale)
+    torch.manual_seed(5)
+    check(commpress.stream(net, store=store, chunk_mb=0.04), made())
+
+
+def test_goes_on_from_the_last_commit(tmp_path):
+    with open_store(tmp_path / "store") as store:
+        net = made()
+        commpress.stream(net, store=store, chunk_mb=0.04)
+        optimizer = offloaded(net, store)
+        train(net, optimizer, 0, 3)
+        optimizer.commit()
+        train(net, optimizer, 3, 4)
+    other, twin = plain()
+    wanted = train(other, twin, 0, 6)
+    with open_store(tmp_path / "store") as store:
+        net = made(seed=8)
+        streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+        optimizer = offloaded(net, store)
+        assert optimizer.steps_done == 3
+        assert train(net, optimizer, 3, 6) == wanted[3:]
+        check(streamed, other)
+        with pytest.raises(StateMismatch, match="another model"):
+            commpress.stream(made(layers=2), store=store, chunk_mb=0.04)
+
+
+def test_bytes_and_memory_of_a_step(tmp_path):
+    """float32, AdamW, 12 bytes written per parameter and 4 more per backward; in memory no more than two blocks."""
+    with open_store(tmp_path / "store", host="1MiB") as store:
+        net = made(layers=8)
+        streamed = commpress.stream(net, store=store, chunk_mb=0.02)
+        optimizer = offloaded(net, store, host_budget=0)
+        most = 0
+
+        def look(*_):
+            nonlocal most
+            most = max(most, sum(unit.nbytes for unit in streamed.units if unit.present))
+
+        for layer in net.layers:
+            layer.down.register_forward_hook(look)
+            layer.down.weight.register_post_accumulate_grad_hook(look)
+        train(net, optimizer, 0, 2)
+        written = store.wear.written
+        train(net, optimizer, 2, 4)
+        pages = sum(-(-4 * chunk.numel // 4096) * 4096 for chunk in optimizer.chunks)
+        wanted = pages * (3 + 2)  # weights and moments, and the gradient after each of two backward passes
+        assert (store.wear.written - written) / 2 == pytest.approx(wanted, rel=0.05)
+        assert most <= 2 * max(unit.nbytes for unit in streamed.units)
+
+
+def test_a_file_that_plain_pytorch_loads(store, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    net, other = made(), made(seed=6)
+    net.register_buffer("count", torch.arange(3))
+    other.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+    streamed = commpress.stream(net, store=store, chunk_mb=0.04)
+    train(net, offloaded(net, store), 0, 2)
+    streamed.save(tmp_path / "weights.safetensors")
+    other.load_state_dict(safetensors.load_file(tmp_path / "weights.safetensors"))
+    check(streamed, other)
+    again = made(seed=7)
+    again.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+    loaded = commpress.stream(again, store=store, prefix="again")
+    loaded.load(tmp_path / "weights.safetensors")
+    check(loaded, other)
+    with pytest.raises(StateMismatch, match="same model"):
+        commpress.stream(made(width=32), store=store, prefix="more").load(tmp_path / "weights.safetensors")
+
+
+def test_without_gradients_nothing_stays(store):
+    net, other = made(), made()
+    streamed = commpress.stream(net, store=store)
+    with torch.no_grad():
+        assert loss_of(net, 0, 0) == loss_of(other, 0, 0)
+    assert not any(unit.present for unit in streamed.units)
+
+
+def test_what_cannot_work_is_refused(store):
+    net = made()
+    with pytest.raises(InvalidArgument, match="neither a parameter"):
+        commpress.stream(net, store=store, keep=["nowhere"])
+    with pytest.raises(InvalidArgument, match="no such module"):
+        commpress.stream(net, store=store, blocks=[torch.nn.Conv2d])
+    commpress.stream(net, store=store)
+    with pytest.raises(InvalidArgument, match="streamed already"):
+        commpress.stream(net, store=store)
+
+
+def sharded(folder, steps):
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    with open_store(f"{folder}/{rank}") as store:
+        net = made()
+        streamed = commpress.stream(net, store=store, chunk_mb=0.01)
+        optimizer = offloaded(net, store)
+        losses = train(net, optimizer, 0, steps, rank)
+        sent = streamed.transport.sent_bytes
+        rows = sum(piece.numel for unit in streamed.units for piece in unit.pieces)
+        return streamed.state_dict(), losses, sent, rows
+
+
+def with_ddp(steps):
+    """Every backward is averaged by itself, and the means are summed."""
+    torch.set_num_threads(1)
+    rank, net, losses = dist.get_rank(), made(), []
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    commpress.compress(ddp, "none")
+    optimizer = torch.optim.AdamW(groups(net), **OPTIONS)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIONS["lr"] * 0.95**step
+        sums = {}
+        for part in range(2):
+            net.zero_grad()
+            loss = loss_of(ddp, step, part, rank)
+            loss.backward()
+            sums = {p: sums[p] + p.grad if p in sums else p.grad.clone() for p in net.parameters() if p.grad is not None}
+        losses.append(loss.item())
+        for p in net.parameters():
+            p.grad = sums.get(p)
+        clip(net)
+        optimizer.step()
+    return net.state_dict(), losses
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (3, 4)])
+def test_sharded_over_ranks_equals_ddp(pool, tmp_path, ranks, steps):
+    found = pool.run(sharded, str(tmp_path), steps, size=ranks)
+    wanted = pool.run(with_ddp, steps, size=ranks)
+    for (state, losses, _, rows), (other, others) in zip(found, wanted, strict=True):
+        assert losses == others
+        assert all(torch.equal(state[name], other[name]) for name in other)
+        assert rows < sum(p.numel() for p in made().parameters()) / ranks + 9 * 64

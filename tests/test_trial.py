@@ -1,0 +1,174 @@
+"""codec='auto', plans behind the hook, and that nothing owed is lost when compression ends."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.codecs.planned import Planned, load_plan
+from commpress.errors import InvalidArgument
+from commpress.integrations.trial import UNTIMED, WAYS, Trial, trial_of
+
+# ---------------------------------------------------------------- the trial alone
+
+
+def tried(trial, seconds_of):
+    """Run a trial on a clock of its own; the decision."""
+    now, ways = 0.0, []
+    while (way := trial.begin(now)) is not None:
+        ways.append(way)
+        now += seconds_of[way]
+    return ways, trial.decide(trial.seconds())
+
+
+def test_every_way_has_its_turns_and_the_fastest_stays():
+    ways, (chosen, why) = tried(Trial(), {"plain": 1.0, "int8": 0.5, "int4": 0.3, "sign": 0.2})
+    assert {way: ways[UNTIMED:].count(way) for way in WAYS} == dict.fromkeys(WAYS, 9)
+    assert chosen == "sign"
+    assert "plain 1000 ms" in why
+    assert "sign 200 ms" in why
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({"plain": 1.0, "int8": 0.98, "int4": 1.2, "sign": 1.3}, "plain"),  # too little to be worth it
+        ({"plain": 1.0, "int8": 0.5, "int4": 0.49, "sign": 0.5}, "int8"),  # as good as the others, and finer
+        ({"plain": 1.0, "int8": 1.1, "int4": 1.1, "sign": 1.1}, "plain"),
+    ],
+)
+def test_a_coarser_way_must_be_worth_it(seconds, chosen):
+    assert tried(Trial(), seconds)[1][0] == chosen
+
+
+def test_a_slow_step_now_and_then_changes_nothing():
+    trial, now = Trial(), 0.0
+    while (way := trial.begin(now)) is not None:
+        now += {"plain": 1.0}.get(way, 0.8) + (5.0 if trial._step % 7 == 0 else 0.0)
+    assert trial.decide(trial.seconds())[0] == "int8"
+
+
+def test_what_to_try_can_be_said():
+    assert trial_of("auto:int8, sign").ways == ("plain", "int8", "sign")
+    assert trial_of("sign") is None
+    with pytest.raises(InvalidArgument, match="sine"):
+        trial_of("auto:sine")
+
+
+# ---------------------------------------------------------------- plans as files
+
+
+def test_a_plan_comes_back_as_it_was(tmp_path):
+    plan = Planned("int4", {"head.weight": "bits6"}, topology="2x2", why="because")
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert plan.choose("head.weight", 1000).spec.startswith("bits/6")
+    assert plan.choose("body", 1000).spec == "int4/256"
+    assert plan.choose("body", 100).lossless
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no json", b"[]", b'{"format": "commpress plan", "version": 2, "codec": "int8"}', b"[" * 100_000,
+        b'{"format": "commpress plan", "version": 1}',
+        b'{"format": "commpress plan", "version": 1, "codec": "sine"}',
+        b'{"format": "commpress plan", "version": 1, "codec": "int8", "rules": {"a": 1}}',
+        b'{"format": "commpress plan", "version": 1, "codec": "int8", "min_numel": true}',
+        b'{"format": "commpress plan", "version": 1, "codec": "int8", "exec": "rm"}',
+        b'{"format": "commpress plan", "version": 1, "codec": "plain", "rules": {"a": "int8"}}',
+        b" " * (1 << 22) + b"{}",
+    ],
+)  # fmt: skip
+def test_what_is_no_plan_is_refused(tmp_path, content):
+    file = tmp_path / "plan.json"
+    file.write_bytes(content)
+    with pytest.raises(InvalidArgument):
+        load_plan(file)
+    with pytest.raises(InvalidArgument, match="commpress plan"):
+        load_plan(tmp_path / "missing.json")
+
+
+# ---------------------------------------------------------------- behind the hook
+
+
+def train(codec, steps, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    ddp = DistributedDataParallel(model)
+    state = commpress.compress(ddp, codec, measure_every=0, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 64, generator=draws)).square().mean().backward()
+        optimizer.step()
+    return state, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def tried_behind_the_hook():
+    state, weights = train("auto:int8,sign", Trial(("plain", "int8", "sign")).steps + 4)
+    every = [torch.zeros_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, weights)
+    return state.counters.choice, state.counters.summary(), all(torch.equal(w, weights) for w in every), state.counters.steps
+
+
+def test_all_ranks_choose_alike_and_stay_equal(pool):
+    first, second = pool.run(tried_behind_the_hook, size=2)
+    assert first[0] == second[0]
+    assert first[0].split(",")[0] in ("plain", "int8", "sign")
+    assert "chosen: " in first[1]
+    assert first[2]
+    assert first[3] == Trial(("plain", "int8", "sign")).steps + 4
+
+
+def paid():
+    """Gradients of a linear loss are known, so the sum of all outputs tells what was lost."""
+    parameter = torch.nn.Parameter(torch.zeros(1003))
+    x = torch.randn(1003, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    class Linear(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = parameter
+
+        def forward(self):
+            return (self.weight * x).sum()
+
+    ddp = DistributedDataParallel(Linear())
+    state = commpress.compress(ddp, "auto:sign")
+    state._trial.decide = lambda seconds: ("plain", "told to")
+    total, steps = torch.zeros(1003, dtype=torch.float64), state._trial.steps + 3
+    for _ in range(steps):
+        parameter.grad = None
+        ddp().backward()
+        total += parameter.grad.double()
+    mean = x.clone()
+    dist.all_reduce(mean)
+    return float((total - steps * mean.double() / 2).norm() / (steps * mean.norm() / 2)), state.counters.plain_steps
+
+
+def test_nothing_is_lost_when_a_trial_ends_without_compression(pool):
+    for lost, plain_steps in pool.run(paid, size=2):
+        assert lost < 1e-6
+        assert plain_steps >= 3
+
+
+def planned(path):
+    state, weights = train("sign", 3, policy=path)
+    return state.counters.compressed_elements, state.counters.plain_steps, state.counters.choice, weights
+
+
+def test_the_hook_follows_a_plan(pool, tmp_path):
+    Planned("int8", {"module.0.weight": "none", "0.weight": "none"}, why="tested").save(tmp_path / "some.json")
+    Planned("plain", why="too fast a link").save(tmp_path / "none.json")
+    (some, plain_steps, choice, _), _ = pool.run(planned, tmp_path / "some.json", size=2)
+    assert (some, plain_steps) == (3 * 64 * 64, 0)
+    assert "tested" in choice
+    (none, plain_steps, choice, _), _ = pool.run(planned, tmp_path / "none.json", size=2)
+    assert (none, plain_steps) == (0, 3)
+    assert "too fast" in choice
+    assert json.loads((tmp_path / "none.json").read_text())["codec"] == "plain"

@@ -1,0 +1,107 @@
+"""Which engines are here, and which of them is fastest on this disk: measured, not assumed."""
+
+import contextlib
+import mmap
+import threading
+from time import perf_counter
+
+import numpy as np
+
+from commpress.errors import InvalidArgument, MissingPackage
+from commpress.tiered_mem.engines.aio import LibaioEngine
+from commpress.tiered_mem.engines.coroutines import AiofilesEngine
+from commpress.tiered_mem.engines.engine import Engine, Transfer
+from commpress.tiered_mem.engines.threads import ThreadEngine
+from commpress.tiered_mem.engines.uring import UringEngine
+from commpress.tiered_mem.layer import FileLayer
+
+NAMES = ("threads", "io_uring", "libaio", "aiofiles")  # of equally fast ones the first is taken
+PROBE = "probe.tmp"
+NEAR = 0.95  # of the fastest counts as equal
+
+
+def start(name: str, layer: FileLayer, depth: int = 4) -> Engine:
+    match name:
+        case "threads":
+            return ThreadEngine(layer, depth)
+        case "io_uring":
+            return UringEngine(depth)
+        case "libaio":
+            return LibaioEngine(depth)
+        case "aiofiles":
+            return AiofilesEngine(layer, depth)
+    raise InvalidArgument(f"engine is {name!r}, expected 'auto' or one of {', '.join(NAMES)}")
+
+
+def available(layer: FileLayer) -> dict[str, str]:
+    """Engine → '' if it works here, else what is missing and the cure."""
+    found = {}
+    for name in NAMES:
+        try:
+            start(name, layer, 1).close()
+            found[name] = ""
+        except MissingPackage as error:
+            found[name] = str(error)
+        except OSError as error:
+            found[name] = f"the kernel refuses: {error.strerror}"
+    return found
+
+
+def choose(
+    layer: FileLayer, folder: int, *, direct: bool, depth: int = 4, seconds: float = 1.0
+) -> tuple[str, dict[str, float]]:
+    """The best engine's name and, for each, bytes per second: the slower of writing and reading 1 MiB requests."""
+    candidates = [name for name, missing in available(layer).items() if not missing]
+    if not direct:  # buffered files: the kernel's queues only add a thread
+        candidates = [name for name in candidates if name in ("threads", "aiofiles")]
+    size = 16 << 20
+    fd = layer.open(folder, PROBE, create=True, direct=direct)
+    memory = mmap.mmap(-1, size)
+    memory[:] = np.random.default_rng(0).bytes(size)  # some disks compress
+    try:
+        layer.reserve(fd, size)
+        speed = dict.fromkeys(candidates, 0.0)
+        rounds = 3
+        for _ in range(rounds):  # in turns: a machine's moods hit all
+            for name in candidates:
+                engine = start(name, layer, depth)
+                try:
+                    share = seconds / rounds / len(candidates) / 2
+                    rate = min(_rate(engine, fd, memory, write, share) for write in (True, False))
+                    speed[name] = max(speed[name], rate)
+                finally:
+                    engine.close()
+        best = max(speed.values())
+        return next(name for name in candidates if speed[name] >= NEAR * best), speed
+    finally:
+        layer.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            layer.unlink(folder, PROBE)
+
+
+def _rate(engine: Engine, fd: int, memory: mmap.mmap, write: bool, seconds: float) -> float:
+    """Bytes per second of 1 MiB transfers, as many at once as the engine's depth."""
+    step, view, moved, begin = 1 << 20, memoryview(memory), 0, perf_counter()
+    while moved == 0 or perf_counter() - begin < seconds:
+        transfer_all(engine, fd, [(at, view[at : at + step]) for at in range(0, len(view), step)], write=write)
+        moved += len(view)
+    return moved / (perf_counter() - begin)
+
+
+def transfer_all(engine: Engine, fd: int, pieces: list[tuple[int, memoryview]], *, write: bool) -> None:
+    """Move every (offset, memory) and wait; raises the first error."""
+    left, errors, over, lock = len(pieces), [], threading.Event(), threading.Lock()
+
+    def done(_: Transfer, error: BaseException | None) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if error:
+                errors.append(error)
+            if not left:
+                over.set()
+
+    engine.submit(Transfer(fd, offset, view, write=write, done=done) for offset, view in pieces)
+    over.wait()
+    if errors:
+        raise errors[0]

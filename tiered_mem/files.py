@@ -1,0 +1,267 @@
+"""The disk tier: chunks in segment files, striped over folders, never overwritten while a manifest needs them.
+
+A segment is reserved in full when it is made, so a write into it cannot run out of room. Which parts of it are free
+is known from the manifests alone.
+"""
+
+import contextlib
+import errno
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from commpress.errors import Damaged, DiskFailure, DiskFull, StorageError
+from commpress.tiered_mem.batch import Batch
+from commpress.tiered_mem.engines import Engine, Transfer
+from commpress.tiered_mem.extents import Extents
+from commpress.tiered_mem.folders import Folders
+from commpress.tiered_mem.manifest import Chunk, Extent
+from commpress.tiered_mem.memory import padded
+from commpress.tiered_mem.sizes import show_bytes
+
+SEGMENT = re.compile(r"segment-(\d{6})")
+SMALLEST_SEGMENT = 16 << 20
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(eq=False)
+class Segment:
+    fd: int
+    size: int
+    free: Extents
+    unsynced: bool = False
+
+
+class Disk:
+    """Not thread-safe but for ``read``, ``write`` and ``sync``: callers hold the store's lock."""
+
+    def __init__(
+        self, folders: Folders, engine: Engine, *, direct: bool, capacity: int | None, segment_bytes: int
+    ) -> None:
+        self.folders, self.engine, self.layer, self.direct = folders, engine, folders.layer, direct
+        self.capacity, self._segment_bytes = capacity, segment_bytes
+        self._segments: dict[tuple[int, int], Segment] = {}
+        self._next_number = [1] * len(folders.parts)
+        self._next_folder = 0
+        self._new_names: set[int] = set()  # folders with files that a power cut could still take
+        self._over: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._concluder = threading.Thread(target=self._conclude, name="store-over", daemon=True)
+        self._concluder.start()
+
+    # ---------------------------------------------------------------- opening
+
+    def adopt(self, extents: set[Extent]) -> dict[Extent, str]:
+        """Open the segments that hold ``extents``, take those, remove all other segments; returns what is damaged."""
+        damaged: dict[Extent, str] = {}
+        wanted = {(e.folder, e.segment) for e in extents}
+        for part, folder in enumerate(self.folders.parts):
+            for name in self.layer.names(folder.fd):
+                if not (match := SEGMENT.fullmatch(name)):
+                    continue
+                key = part, int(match[1])
+                if key in wanted:
+                    fd = self.layer.open(folder.fd, name, direct=self.direct)
+                    size = self.layer.size(fd)
+                    self._segments[key] = Segment(fd, size, Extents(padded(size) if size % 4096 else size))
+                    self._next_number[part] = max(self._next_number[part], key[1] + 1)
+                else:
+                    self.layer.unlink(folder.fd, name)
+        for extent in sorted(extents, key=lambda e: (e.folder, e.segment, e.offset)):
+            segment = self._segments.get((extent.folder, extent.segment))
+            if segment is None:
+                damaged[extent] = "the file is missing"
+            elif extent.offset + extent.length > segment.size:
+                damaged[extent] = f"the file ends at {segment.size}"
+            elif not segment.free.claim(extent.offset, extent.length):
+                damaged[extent] = "two chunks claim the same bytes"
+        return damaged
+
+    def reserve(self) -> None:
+        """Make all segments that the budget allows, now."""
+        if self.capacity is None:
+            raise StorageError("reserve=True needs disk=, the bytes to reserve in each directory")
+        for part in range(len(self.folders.parts)):
+            while (left := self.capacity - self._total(part)) >= SMALLEST_SEGMENT:
+                self._grow(part, 4096, at_most=left)
+
+    # ---------------------------------------------------------------- room
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Room for ``nbytes``, in the folders by turns; DiskFull if none has it."""
+        length, parts = padded(nbytes), len(self.folders.parts)
+        turn = [(self._next_folder + i) % parts for i in range(parts)]
+        self._next_folder = (self._next_folder + 1) % parts
+        for part in turn:
+            if extent := self._from_existing(part, length):
+                return extent
+            if self._grow(part, length):
+                extent = self._from_existing(part, length)
+                assert extent
+                return extent
+        raise self._full(length)
+
+    def free(self, extents: Iterable[Extent]) -> None:
+        for extent in extents:
+            if segment := self._segments.get((extent.folder, extent.segment)):
+                segment.free.give(extent.offset, extent.length)
+
+    @property
+    def used(self) -> int:
+        return sum(s.free.size - s.free.free for s in self._segments.values())
+
+    @property
+    def reserved(self) -> int:
+        return sum(s.size for s in self._segments.values())
+
+    def _from_existing(self, part: int, length: int) -> Extent | None:
+        for (folder, number), segment in self._segments.items():
+            if folder == part and segment.free.longest >= length:
+                offset = segment.free.take(length)
+                assert offset is not None
+                return Extent(part, number, offset, length)
+        return None
+
+    def _total(self, part: int) -> int:
+        return sum(s.size for (folder, _), s in self._segments.items() if folder == part)
+
+    def _grow(self, part: int, length: int, at_most: int | None = None) -> bool:
+        """A new segment: as large as the folder's others together, between bounds, or just large enough if room is short."""
+        total = self._total(part)
+        wished = max(length, min(self._segment_bytes, max(total, SMALLEST_SEGMENT)))
+        left = self.capacity - total if self.capacity is not None else wished
+        for size in dict.fromkeys((wished, length)):
+            if (at_most is None or size <= at_most) and size <= left and self._create(part, size):
+                return True
+        return False
+
+    def _create(self, part: int, size: int) -> bool:
+        folder, number = self.folders.parts[part].fd, self._next_number[part]
+        name = f"segment-{number:06d}"
+        fd = -1
+        try:
+            fd = self.layer.open(folder, name, create=True, direct=self.direct)
+            self.layer.reserve(fd, size)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.layer.unlink(folder, name)
+            if fd >= 0:
+                self.layer.close(fd)
+            if error.errno in NO_ROOM:
+                return False
+            raise DiskFailure(f"cannot reserve {size} bytes in {self.folders.parts[part].path}: {error}") from error
+        self._next_number[part] += 1
+        self._segments[part, number] = Segment(fd, size, Extents(size))
+        self._new_names.add(part)
+        return True
+
+    def _full(self, length: int) -> DiskFull:
+        room = {str(f.path): self.layer.room(f.fd) for f in self.folders.parts}
+        where = ", ".join(f"{path}: {show_bytes(free)} free on the disk" for path, free in room.items())
+        budget = "" if self.capacity is None else f", budget {show_bytes(self.capacity)} a directory"
+        return DiskFull(
+            f"no room for {show_bytes(length)} more ({where}{budget}). What was committed is intact; delete tensors or "
+            "snapshots and commit, or give the store more room",
+            missing=max(0, length - max(room.values())) or length,
+        )
+
+    # ---------------------------------------------------------------- transfers
+
+    def write(
+        self, extents: Sequence[Extent], sizes: Sequence[int], view: memoryview, done: Callable[[Batch], None]
+    ) -> None:
+        """Write what lies side by side in ``view``, as many bytes of it as ``sizes`` says; what they are padded with goes
+        to the disk, but not into the checksums."""
+
+        def written(batch: Batch) -> None:
+            for extent in extents:
+                self._segments[extent.folder, extent.segment].unsynced = True
+            done(batch)
+
+        self._transfer(extents, sizes, view, written, write=True)
+
+    def read(self, chunks: Sequence[Chunk], view: memoryview, done: Callable[[Batch], None]) -> None:
+        """Fill ``view`` with chunks side by side; ``error`` is Damaged if the bytes are not those once written."""
+
+        def arrived(batch: Batch) -> None:
+            for chunk, checksum in zip(chunks, batch.checksums, strict=True):
+                if batch.error is None and checksum != chunk.checksum:
+                    extent = chunk.extent
+                    batch.error = Damaged(
+                        f"{chunk.nbytes} bytes at {extent.offset} of {self.place(extent)} do not match the checksum of "
+                        f"generation {chunk.generation}",
+                        file=self.place(extent),
+                        offset=extent.offset,
+                    )
+            done(batch)
+
+        self._transfer([c.extent for c in chunks], [c.nbytes for c in chunks], view, arrived, write=False)
+
+    def _transfer(
+        self,
+        extents: Sequence[Extent],
+        sizes: Sequence[int],
+        view: memoryview,
+        over: Callable[[Batch], None],
+        *,
+        write: bool,
+    ) -> None:
+        def ended(extent: Extent, index: int, transfer: Transfer, error: BaseException | None) -> None:
+            checksum = transfer.checksum if error is None else 0
+            batch.add(index, checksum, self._typed(error, extent, "write" if write else "read"))
+
+        batch = Batch(len(extents), lambda batch: self._over.put(partial(over, batch)))
+        transfers, start = [], 0
+        for i, (extent, nbytes) in enumerate(zip(extents, sizes, strict=True)):
+            fd, part = self._segments[extent.folder, extent.segment].fd, view[start : start + extent.length]
+            done = partial(ended, extent, i)
+            transfers.append(Transfer(fd, extent.offset, part, write=write, done=done, hashed=nbytes))
+            start += extent.length
+        self.engine.submit(transfers)
+
+    def _conclude(self) -> None:
+        """What follows a batch wants the store's lock: it has a thread of its own, for the engine's to go on."""
+        while over := self._over.get():
+            over()
+            del over
+
+    def sync(self) -> None:
+        """All writes that were done before this call survive a power cut after it."""
+        for key, segment in list(self._segments.items()):
+            if segment.unsynced:
+                segment.unsynced = False
+                try:
+                    self.layer.sync(segment.fd)
+                except OSError as error:
+                    segment.unsynced = True
+                    raise DiskFailure(f"{self.place(Extent(*key, 0, 0))} could not be synced: {error}") from error
+        for part in list(self._new_names):
+            try:
+                self.layer.sync_folder(self.folders.parts[part].fd)
+            except OSError as error:
+                raise DiskFailure(f"{self.folders.parts[part].path} could not be synced: {error}") from error
+            self._new_names.discard(part)
+
+    def place(self, extent: Extent) -> str:
+        return str(self.folders.parts[extent.folder].path / f"segment-{extent.segment:06d}")
+
+    def close(self) -> None:
+        self.engine.close()
+        self._over.put(None)
+        self._concluder.join()
+        for segment in self._segments.values():
+            self.layer.close(segment.fd)
+        self._segments = {}
+
+    def _typed(self, error: BaseException | None, extent: Extent, verb: str) -> BaseException | None:
+        if error is None or isinstance(error, StorageError):
+            return error
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return DiskFull(f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: {error}")
+        if isinstance(error, OSError):
+            return DiskFailure(
+                f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: {error}"
+            )
+        return error

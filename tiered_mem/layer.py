@@ -1,0 +1,149 @@
+"""Every call to the operating system about files, in one place: tests put faulty disks and power cuts here.
+
+Files are opened relative to a folder's descriptor, without following symbolic links, and only if they are ours.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+from commpress.errors import DirectoryRefused
+
+LOCK = "lock"
+DIRECT = getattr(os, "O_DIRECT", 0)
+PAGE = 4096
+
+
+class FileLayer:
+    """The real one. Descriptors are integers; ``folder`` arguments are descriptors of folders."""
+
+    def open_folder(self, path: Path) -> int:
+        """Open a directory, made with mode 0700 if it is not there; refuse links, other owners and open doors."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise DirectoryRefused(
+                f"cannot open {path}: {error.strerror}; expected a directory that is not a symbolic link"
+            ) from error
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid():
+            os.close(folder)
+            raise DirectoryRefused(f"{path} belongs to user {found.st_uid}, expected {os.geteuid()} who runs this")
+        if found.st_mode & 0o022:
+            os.close(folder)
+            raise DirectoryRefused(f"others may write to {path} (mode {found.st_mode & 0o777:o}): chmod 700 {path}")
+        return folder
+
+    def lock(self, folder: int, path: Path) -> int:
+        """Hold the folder for this process until the returned descriptor is closed, by us or by our death."""
+        held = self.open(folder, LOCK, create=True)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(held, 200, 0).decode(errors="replace").strip() or "a process that has not said its name"
+            os.close(held)
+            raise DirectoryRefused(
+                f"{path} is in use by {owner}: close that store, or choose another folder"
+            ) from error
+        os.ftruncate(held, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.pwrite(held, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        return held
+
+    def open(self, folder: int, name: str, *, create: bool = False, direct: bool = False, write: bool = True) -> int:
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags | (os.O_CREAT if create else 0) | (DIRECT if direct else 0), 0o600, dir_fd=folder)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            os.close(fd)
+            raise DirectoryRefused(f"{name!r} in the store's folder is not a file of ours: remove it")
+        return fd
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def names(self, folder: int) -> list[str]:
+        return os.listdir(folder)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.preadv(fd, [view], offset)
+
+    def write(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.pwritev(fd, [view], offset)
+
+    def reserve(self, fd: int, size: int) -> None:
+        """Make the file ``size`` long with room on the disk for all of it."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+        else:
+            os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        if hasattr(os, "fdatasync"):
+            os.fdatasync(fd)
+        else:
+            os.fsync(fd)
+
+    def sync_folder(self, folder: int) -> None:
+        os.fsync(folder)
+
+    def rename(self, folder: int, old: str, new: str) -> None:
+        os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def unlink(self, folder: int, name: str) -> None:
+        os.unlink(name, dir_fd=folder)
+
+    def room(self, folder: int) -> int:
+        """Free bytes on the disk."""
+        found = os.fstatvfs(folder)
+        return found.f_bavail * found.f_frsize
+
+    def capacity(self, folder: int) -> int:
+        found = os.fstatvfs(folder)
+        return found.f_blocks * found.f_frsize
+
+    def takes_direct(self, folder: int) -> bool:
+        """Whether files of this folder can be read and written past the page cache."""
+        if not DIRECT:
+            return False
+        fd, page = -1, mmap.mmap(-1, PAGE)
+        try:
+            fd = self.open(folder, "direct.tmp", create=True, direct=True)
+            return os.pwritev(fd, [page], 0) == PAGE and os.preadv(fd, [page], 0) == PAGE
+        except OSError:
+            return False
+        finally:
+            if fd >= 0:
+                os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                self.unlink(folder, "direct.tmp")
+
+
+def write_fully(layer: FileLayer, fd: int, content: bytes) -> None:
+    """From the beginning of the file, however short the single writes are."""
+    view, done = memoryview(content), 0
+    while done < len(view):
+        wrote = layer.write(fd, view[done:], done)
+        if wrote == 0:
+            raise OSError(28, "No space left on device")
+        done += wrote
+
+
+def read_fully(layer: FileLayer, fd: int, limit: int) -> bytes:
+    """The whole file; at most ``limit`` bytes are read."""
+    content = memoryview(bytearray(min(layer.size(fd), limit)))
+    done = 0
+    while done < len(content) and (got := layer.read(fd, content[done:], done)):
+        done += got
+    return bytes(content[:done])

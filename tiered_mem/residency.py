@@ -1,0 +1,282 @@
+"""Which blocks are in memory: loading, flushing and making room, never beyond a tier's budget.
+
+The store's lock (``Catalog.changed``) is held whenever a method here is called, and never while bytes move.
+"""
+
+import threading
+from functools import partial
+from time import perf_counter
+
+from commpress.errors import Damaged, OverBudget
+from commpress.tiered_mem.batch import Batch
+from commpress.tiered_mem.blocks import Block
+from commpress.tiered_mem.claims import Claims
+from commpress.tiered_mem.manifest import Chunk, Extent
+from commpress.tiered_mem.memory import Arena, Slot, padded
+from commpress.tiered_mem.pending import Pending
+from commpress.tiered_mem.schedule import Schedule
+from commpress.tiered_mem.sizes import show_bytes
+from commpress.tiered_mem.wear import Wear
+from commpress.timeline import Timeline
+
+
+class Residency:
+    def __init__(
+        self,
+        changed: threading.Condition,
+        claims: Claims,
+        host: Arena,
+        device: Arena | None,
+        *,
+        chunk_bytes: int,
+        wear: Wear,
+        schedule: Schedule,
+    ) -> None:
+        self.changed, self.claims, self.disk = changed, claims, claims.disk
+        self.host, self.device, self.chunk_bytes, self.wear, self.schedule = host, device, chunk_bytes, wear, schedule
+        self.resident: dict[Arena, dict[Block, None]] = {host: {}}  # oldest use first
+        if device:
+            self.resident[device] = {}
+        self._waiting: set[object] = set()
+        self.read_seconds, self.read_bytes, self.written_bytes = 0.0, 0, 0
+        self.timeline: Timeline | None = None  # who watches
+
+    # ---------------------------------------------------------------- room in memory
+
+    def room(self, arena: Arena, nbytes: int, who: object, *, before: int | None = None) -> Slot | None:
+        """A slot; others leave for it, and ``who`` waits. May let go of the lock. OverBudget if nothing can leave.
+
+        With ``before`` it is for a hint: None instead of waiting for users, or if all others are used sooner.
+        """
+        if padded(nbytes) > arena.capacity:
+            raise OverBudget(
+                f"{show_bytes(nbytes)} do not fit into {self._tier(arena)} memory of {show_bytes(arena.capacity)}: "
+                "raise its budget, or cut the tensor"
+            )
+        leaving, tried = dict[Block, None](), set[Block]()
+        while (slot := arena.take(nbytes)) is None:
+            for block in list(leaving):
+                if not block.leaving or block.slot is None:
+                    del leaving[block]
+                if block.failure and block not in tried:
+                    tried.add(block)
+                    raise block.failure
+            if sum(block.slot.length for block in leaving if block.slot) < padded(nbytes) and (
+                victim := self._victim(arena, before)
+            ):
+                self.expel(victim, who)
+                if victim.slot is not None:
+                    leaving[victim] = None
+                continue
+            if not any(block.moving for block in self.resident[arena]) and not leaving:
+                if before is not None:
+                    return None
+                self._refuse_if_stuck(arena, nbytes, who)
+            self._waiting.add(who)
+            self.changed.wait(1.0)
+            self._waiting.discard(who)
+        return slot
+
+    def _victim(self, arena: Arena, before: int | None) -> Block | None:
+        able = (
+            b for b in self.resident[arena] if not (b.used or b.moving or b.pinned or b.leaving)
+        )  # oldest use first
+        if not self.schedule.planned:
+            return next((b for b in able if before is None or not b.prefetched), None)
+        victim = max(able, key=lambda b: self.schedule.next_use(b.number), default=None)
+        if victim and before is not None and self.schedule.next_use(victim.number) <= before:
+            return None
+        return victim
+
+    def _refuse_if_stuck(self, arena: Arena, nbytes: int, who: object) -> None:
+        """Nothing can leave. If those who hold it all wait for room themselves, nobody will let go."""
+        holders = {held for b in self.resident[arena] for use in b.uses.values() for held in use.holders()}
+        if not holders - self._waiting - {who}:
+            held = [name for block in self.resident[arena] for name, use in block.uses.items() if use]
+            pinned = sum(b.slot.length for b in self.resident[arena] if b.pinned and b.slot)
+            raise OverBudget(
+                f"no room for {show_bytes(nbytes)} in {self._tier(arena)} memory of {show_bytes(arena.capacity)}: "
+                f"borrowed are {', '.join(map(repr, held[:5])) or 'no tensors'}{' and more' * (len(held) > 5)}, pinned "
+                f"{show_bytes(pinned)}. Borrow fewer at once, or raise the budget"
+            )
+
+    def expel(self, block: Block, who: object) -> None:
+        """Have an unused block leave its tier: at once if it is clean, else after it is written or copied."""
+        if block.dirty and block.arena is self.device:
+            self._move(block, self.host, who)
+        elif block.dirty:
+            block.leaving = True
+            self.flush(block, who)
+        else:
+            self.forget(block)
+
+    def forget(self, block: Block) -> None:
+        """Give the memory back; the bytes on disk, if any, remain."""
+        if block.arena is not None and block.slot is not None:
+            block.settle()
+            del self.resident[block.arena][block]
+            block.arena.give(block.slot)
+        block.arena = block.slot = None
+        block.leaving = block.prefetched = False
+        block.capacity = 0
+        self.changed.notify_all()
+
+    def settle_in(self, block: Block, arena: Arena, slot: Slot) -> None:
+        block.arena, block.slot = arena, slot
+        self.resident[arena][block] = None
+
+    def touch(self, block: Block) -> None:
+        """Now the most recently used."""
+        assert block.arena is not None
+        resident = self.resident[block.arena]
+        del resident[block]
+        resident[block] = None
+
+    def _tier(self, arena: Arena) -> str:
+        return "host" if arena is self.host else "device"
+
+    # ---------------------------------------------------------------- moves
+
+    def bring(self, block: Block, arena: Arena, who: object, *, before: int | None = None) -> bool:
+        """Begin to bring a block, that nothing moves, into a tier. May let go of the lock: look again afterwards."""
+        if block.damage:
+            raise block.damage
+        if block.slot is not None:
+            self._move(block, arena, who)
+            return True
+        slot = self.room(self.host, block.size, who, before=before)
+        if slot is None:
+            return False
+        if block.slot is not None or block.moving or not block.entries:  # somebody was faster
+            self.host.give(slot)
+            self.changed.notify_all()
+            return True
+        self._load(block, slot)
+        return True
+
+    def seconds_to_read(self, size: int) -> float:
+        """As measured so far."""
+        return size * self.read_seconds / self.read_bytes if self.read_bytes else 0.0
+
+    def _load(self, block: Block, slot: Slot) -> None:
+        block.moving = Pending()
+        self.settle_in(block, self.host, slot)
+        view = self.host.view(slot, 0, slot.length)
+        self.disk.read(block.chunks, view, partial(self._loaded, block, perf_counter()))
+
+    def _loaded(self, block: Block, begin: float, batch: Batch) -> None:
+        error = batch.error
+        with self.changed:
+            moving, block.moving = block.moving, None
+            assert moving
+            if error is not None:
+                if isinstance(error, Damaged):
+                    error = block.damage = damaged(block, error)
+                self.forget(block)
+                moving.fail(error)
+            else:
+                self.read_seconds += perf_counter() - begin
+                self.read_bytes += block.size
+                if self.timeline is not None:
+                    self.timeline.flight("disk: read", begin, what={"bytes": block.size})
+                moving.finish(None)
+            self.changed.notify_all()
+
+    def flush(self, block: Block, who: object) -> None:
+        """Begin to write a dirty block, that nobody writes to and nothing moves, to new places on the disk.
+
+        From the device it goes through a slot in host memory; then the lock is let go of meanwhile.
+        """
+        assert block.slot is not None
+        assert not block.moving
+        assert not block.written
+        block.failure = None
+        sizes = [min(self.chunk_bytes, block.size - at) for at in range(0, block.size, self.chunk_bytes)]
+        extents: list[Extent] = []
+        block.moving, block.flushing = Pending(), True
+        try:
+            self.wear.allow(sum(map(padded, sizes)))
+            for nbytes in sizes:
+                extents.append(self.disk.allocate(nbytes))
+            staged = None if block.arena is self.host else self._copy(block, self.host, who)
+        except BaseException as error:
+            self.disk.free(extents)
+            moving, block.moving, block.flushing, block.leaving = block.moving, None, False, False
+            moving.fail(error)
+            self.changed.notify_all()
+            raise
+        slot = staged or block.slot
+        view = self.host.view(slot, 0, slot.length)
+        self.disk.write(extents, sizes, view, partial(self._flushed, block, perf_counter(), staged, sizes, extents))
+
+    def _copy(self, block: Block, arena: Arena, who: object) -> Slot:
+        """The bytes of a block, that nobody changes, in another tier too. Lets go of the lock."""
+        slot = self.room(arena, block.size, who)
+        assert slot is not None
+        assert block.arena is not None
+        assert block.slot is not None
+        self.changed.release()
+        try:
+            block.settle()
+            arena.flat(slot)[: block.size].copy_(block.arena.flat(block.slot)[: block.size])
+        finally:
+            self.changed.acquire()
+        return slot
+
+    def _flushed(
+        self, block: Block, begin: float, staged: Slot | None, sizes: list[int], extents: list[Extent], batch: Batch
+    ) -> None:
+        error = batch.error
+        with self.changed:
+            moving, block.moving, block.flushing = block.moving, None, False
+            assert moving
+            if staged is not None:
+                self.host.give(staged)
+            if error is not None:
+                self.claims.lost.update(extents)  # the disk refused some of them: none is used again in this run
+                block.failure, block.leaving = error, False
+                moving.fail(error)
+            else:
+                self.wear.count(sum(e.length for e in extents))
+                old = block.chunks
+                block.chunks = tuple(
+                    Chunk(extent, nbytes, checksum, self.claims.generation + 1)
+                    for extent, nbytes, checksum in zip(extents, sizes, batch.checksums, strict=True)
+                )
+                block.dirty = False
+                self.claims.release(chunk.extent for chunk in old)
+                if block.leaving and not block.used and not block.pinned:
+                    self.forget(block)
+                block.leaving = False
+                self.written_bytes += block.size
+                if self.timeline is not None:
+                    self.timeline.flight("disk: write", begin, what={"bytes": block.size})
+                moving.finish(None)
+            self.changed.notify_all()
+
+    def _move(self, block: Block, arena: Arena, who: object) -> None:
+        """Copy an unused block that nothing moves between host and device; the caller does it, without the lock."""
+        assert block.slot is not None
+        assert block.arena is not None
+        assert not block.moving
+        moving: Pending[None] = Pending()
+        block.moving = moving
+        try:
+            slot = self._copy(block, arena, who)
+            del self.resident[block.arena][block]
+            block.arena.give(block.slot)
+            self.settle_in(block, arena, slot)
+            block.capacity = 0
+            moving.finish(None)
+        except BaseException as error:
+            moving.fail(error)
+            raise
+        finally:
+            block.moving, block.leaving = None, False
+            self.changed.notify_all()
+
+
+def damaged(block: Block, error: Damaged) -> Damaged:
+    names = tuple(block.entries)
+    listed = ", ".join(map(repr, names[:5])) + " and more" * (len(names) > 5)
+    return Damaged(f"{listed} cannot be read: {error}", names=names, file=error.file, offset=error.offset)
