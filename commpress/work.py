@@ -8,8 +8,8 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from functools import partial
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,7 +24,6 @@ class Work(Protocol):
 
 
 Steps = Generator[Work, None, T]
-Jobs = queue.SimpleQueue[tuple[Steps[Any], torch.futures.Future[Any]] | None]
 
 
 class Done:
@@ -43,59 +42,55 @@ def run(steps: Steps[T]) -> T:
         return stop.value
 
 
-class _Running:
-    """Algorithms under way, oldest wait first: the order of starts and resumptions does not depend on timing."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[tuple[Any, Steps[Any], Work]] = deque()
-
-    def advance(self, key: Any, steps: Steps[Any]) -> tuple[Any, Any] | None:
-        """Go on to the next wait; returns (key, result) if there is none."""
-        try:
-            self.waiting.append((key, steps, next(steps)))
-        except StopIteration as stop:
-            return key, stop.value
-        return None
-
-
 def overlapped(jobs: Iterable[Steps[T]], *, limit: int) -> Steps[list[T]]:
     """Run ``jobs`` interleaved, at most ``limit`` at a time, and return their results in order.
 
     Every rank starts and resumes the jobs in the same order, whatever the timing: the oldest wait is always next.
     """
     assert limit > 0
-    running, results, pending = _Running(), {}, deque(enumerate(jobs))
-    while pending or running.waiting:
-        while pending and len(running.waiting) < limit:
-            if finished := running.advance(*pending.popleft()):
-                results[finished[0]] = finished[1]
-        if running.waiting:
-            key, steps, work = running.waiting.popleft()
+    results: dict[int, T] = {}
+    waiting: deque[tuple[int, Steps[T], Work]] = deque()
+    pending = deque(enumerate(jobs))
+
+    def advance(i: int, steps: Steps[T]) -> None:
+        try:
+            waiting.append((i, steps, next(steps)))
+        except StopIteration as stop:
+            results[i] = stop.value
+
+    while pending or waiting:
+        while pending and len(waiting) < limit:
+            advance(*pending.popleft())
+        if waiting:
+            i, steps, work = waiting.popleft()
             yield work
-            if finished := running.advance(key, steps):
-                results[finished[0]] = finished[1]
+            advance(i, steps)
     return [results[i] for i in range(len(results))]
 
 
 class Worker:
     """One thread that runs submitted algorithms, started in order of submission, at most ``limit`` under way at once.
 
-    ``limit > 1`` may resume jobs in an order that depends on timing: use it only where messages are matched by tag.
+    ``limit > 1`` resumes jobs in an order that depends on timing: use it only where messages are matched by tag.
     After an exception every job under way or submitted later gets the same exception: the ranks are out of step.
     The thread knows nothing of this object: when nobody holds it any more, the thread ends as after ``close``.
     """
 
     def __init__(self, name: str, *, limit: int, device: torch.device | None = None) -> None:
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
-        self._jobs: Jobs = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=_Loop(self._jobs, limit, self._stream).run, name=name, daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, self._jobs.put, None)
         self._end.atexit = False
 
-    def submit(self, steps: Steps[T]) -> torch.futures.Future[T]:
-        """On CUDA the steps run on the worker's side stream, after what the caller's stream has queued so far."""
+    def submit(self, steps: Steps[T], *, waits: int | None = None) -> torch.futures.Future[T]:
+        """On CUDA the steps run on the worker's side stream, after what the caller's stream has queued so far.
+
+        ``waits`` is how often the steps wait, if that is known, and the same on every rank: only of such a job can it be known
+        that it has sent everything, so that others may go ahead of it.
+        """
         if self._closed:
             raise RuntimeError("the worker is closed, nobody would run this job: make a new one")
         if self._stream is None:
@@ -103,7 +98,7 @@ class Worker:
         else:
             future = torch.futures.Future(devices=[self._stream.device])
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._jobs.put((steps, future))
+        self._jobs.put(_Job(steps, future, waits))
         return future
 
     def close(self) -> None:
@@ -113,51 +108,78 @@ class Worker:
         self._thread.join()
 
 
-class _Loop:
-    """What the thread of a ``Worker`` does. Between jobs it keeps nothing of those it ran."""
+@dataclass(eq=False)
+class _Job:
+    steps: Steps[Any]
+    future: torch.futures.Future[Any]
+    left: int | None  # waits to come, the present one among them
+    work: Work = field(default_factory=Done)
 
-    def __init__(self, jobs: Jobs, limit: int, stream: torch.cuda.Stream | None) -> None:
+    def advance(self) -> bool:
+        """Wait, go on to the next wait; whether there is none."""
+        self.work.wait()
+        try:
+            self.work = next(self.steps)
+        except StopIteration as stop:
+            self.future.set_result(stop.value)
+            return True
+        return False
+
+
+class _Loop:
+    """What the thread of a ``Worker`` does. Between jobs it keeps nothing of those it ran.
+
+    Invariant: no rank waits for a job while an older one of its own has still to send. Jobs arrive at different times on
+    different ranks, so without it one rank could wait for a message of job A that its peer sends only after a message of
+    job B, and B not even have been submitted here.
+    """
+
+    def __init__(self, jobs: "queue.SimpleQueue[_Job | None]", limit: int, stream: torch.cuda.Stream | None) -> None:
         self._jobs, self._limit, self._stream = jobs, limit, stream
-        self._running = _Running()
-        self._failure: BaseException | None = None
+        self._waiting: list[_Job] = []
+        self._failure: Exception | None = None
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
         with torch.cuda.stream(self._stream):  # no effect without a stream
             closing = False
-            while not closing or self._running.waiting:
+            while not closing or self._waiting:
                 closing = self._admit(closing)
-                if self._running.waiting:
-                    self._resume(*self._running.waiting.popleft())
+                if self._waiting:
+                    self._resume(self._next())
 
     def _admit(self, closing: bool) -> bool:
         """Start jobs while there is room; whether the last one has come."""
-        while not closing and len(self._running.waiting) < self._limit:
+        while not closing and len(self._waiting) < self._limit:
             try:
-                job = self._jobs.get(block=not self._running.waiting)
+                job = self._jobs.get(block=not self._waiting)
             except queue.Empty:
                 break
             if job is None:
                 return True
-            self._step(job[1], partial(self._running.advance, job[1], job[0]))
+            if job.left is not None:
+                job.left += 1  # starting it is the wait for nothing
+            self._waiting.append(job)
+            self._resume(job)
             del job
         return closing
 
-    def _resume(self, future: Any, steps: Steps[Any], work: Work) -> None:
-        def resume() -> tuple[Any, Any] | None:
-            work.wait()
-            return self._running.advance(future, steps)
+    def _next(self) -> _Job:
+        """The oldest job that has something to send after its wait; the oldest of all if none has."""
+        return next((job for job in self._waiting if job.left != 1), self._waiting[0])
 
-        self._step(future, resume)
-
-    def _step(self, future: Any, step: Callable[[], tuple[Any, Any] | None]) -> None:
+    def _resume(self, job: _Job) -> None:
         try:
             if self._failure is not None:
                 raise self._failure
-            if finished := step():
-                future.set_result(finished[1])
+            if job.left is not None:
+                job.left -= 1
+            if job.advance():
+                self._waiting.remove(job)
+            elif job.left == 0:
+                raise RuntimeError("a job waits more often than it said when it was submitted")
         except Exception as error:
             self._failure = error
-            future.set_exception(error)
-            while self._running.waiting:
-                self._running.waiting.popleft()[0].set_exception(error)
+            failed, self._waiting = self._waiting, []
+            for each in failed:
+                each.future.set_exception(error)

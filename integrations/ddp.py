@@ -228,7 +228,8 @@ class CompressedState:
         if self._worker is None:
             limit = 1 if self.transport.ordered or self.levels is not None else UNORDERED_LIMIT
             self._worker = Worker("commpress", limit=limit, device=buffer.device)
-        future = self._worker.submit(steps)
+        waits = 2 * len(layout.rows) if layout.plan is None and layout.levels is None else None
+        future = self._worker.submit(steps, waits=waits)
         step.futures.append(future)
         if step.closed:
             step.raise_errors()

@@ -119,7 +119,8 @@ class GroupReducer:
             if self._worker is None:
                 self._open()
             assert self._worker is not None
-            return FutureWork(self._worker.submit(self._reduce(tensor, site, sequence, key, total)), [tensor])
+            steps = self._reduce(tensor, site, sequence, key, total)
+            return FutureWork(self._worker.submit(steps, waits=2 * len(site.messages)), [tensor])
 
         return start
 

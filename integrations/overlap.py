@@ -90,7 +90,8 @@ class UnderWay:
             if self._worker is None:
                 limit = 1 if o.transport.ordered else UNORDERED_LIMIT
                 self._worker = Worker("commpress-optimizer", limit=limit, device=o.flat.device)
-            self._futures[indices] = self._worker.submit(o.reduce(kind, indices, workspace=self._workspace))
+            waits = 2 * o.channel(kind).count(indices, self._workspace)
+            self._futures[indices] = self._worker.submit(o.reduce(kind, indices, workspace=self._workspace), waits=waits)
 
     def _round(self) -> Round:
         o = self.optimizer

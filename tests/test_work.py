@@ -1,10 +1,13 @@
 """Waiting: the order of starts and resumptions, the limit, where exceptions go, closing."""
 
+import queue
+import random
 import threading
+import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpress.work import Done, Worker, overlapped, run
@@ -220,3 +223,94 @@ def test_a_job_for_a_closed_worker_is_refused(worker):
     worker.close()
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(counting([], "a", 0))
+
+
+# ---------------------------------------------------------------- ranks whose jobs come at different times
+
+
+class Meeting:
+    """A message of everybody to everybody: ``wait`` returns when all ranks have posted it."""
+
+    def __init__(self, posts: dict, name: object, size: int) -> None:
+        self.posted, self.all_posted = posts.setdefault(name, (queue.SimpleQueue(), threading.Event()))
+        self.posted.put(None)
+        if self.posted.qsize() == size:
+            self.all_posted.set()
+
+    def wait(self) -> None:
+        assert self.all_posted.wait(SECONDS), "the ranks wait for each other"
+
+
+def meetings(posts, size, job, waits, log):
+    for i in range(waits):
+        yield Meeting(posts, (job, i), size)
+    log.append(job)
+    return job
+
+
+@pytest.mark.parametrize("told", [True, False])
+@given(
+    waits=st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    limit=st.integers(1, 4),
+    size=st.integers(2, 3),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_ranks_never_wait_for_each_other_in_a_circle(told, waits, limit, size, seed):
+    """Whatever the number of waits and whenever the jobs arrive on each rank."""
+    posts, lock_step = {}, random.Random(seed)
+    workers = [Worker(f"rank {r}", limit=limit) for r in range(size)]
+    delays = [[lock_step.choice((0.0, 0.0, 0.002)) for _ in waits] for _ in workers]
+    logs = [[] for _ in workers]
+
+    def rank(r):
+        futures = []
+        for job, count in enumerate(waits):
+            time.sleep(delays[r][job])
+            futures.append(workers[r].submit(meetings(posts, size, job, count, logs[r]), waits=count if told else None))
+        logs[r].append([future.wait() for future in futures])
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for worker in workers:
+        worker.close()
+    assert all(log[-1] == list(range(len(waits))) for log in logs)
+
+
+def test_a_job_on_which_others_came_in_between_does_not_wait_for_them():
+    """Rank 0 has both jobs from the start, rank 1 gets the second only when the first is over."""
+    posts, log = {}, []
+    early, late = (Worker(f"rank {r}", limit=2) for r in range(2))
+    futures = [early.submit(meetings(posts, 2, job, 5, log)) for job in "ab"]
+    first = late.submit(meetings(posts, 2, "a", 5, log))
+    assert first.wait() == "a"
+    assert late.submit(meetings(posts, 2, "b", 5, log)).wait() == "b"
+    assert [f.wait() for f in futures] == ["a", "b"]
+    early.close()
+    late.close()
+
+
+@pytest.mark.parametrize("worker", [2], indirect=True)
+def test_a_job_at_its_last_wait_is_overtaken(worker):
+    """It has sent everything, so the next may encode while the wire works."""
+    log, gate = [], Gate()
+
+    def hold():
+        assert gate.event.wait(SECONDS)
+        return (yield from counting(log, "a", 2))
+
+    futures = [worker.submit(hold(), waits=2), worker.submit(counting(log, "b", 2), waits=2)]
+    gate.event.set()
+    for future in futures:
+        future.wait()
+    assert [entry for entry in log if entry[0] != "step"] == [
+        ("wait", ("a", 0)), ("wait", ("b", 0)), ("wait", ("a", 1)), ("end", "a"), ("wait", ("b", 1)), ("end", "b"),
+    ]  # fmt: skip
+
+
+def test_a_job_that_waits_more_often_than_it_said_fails(worker):
+    with pytest.raises(RuntimeError, match="more often"):
+        worker.submit(counting([], "a", 3), waits=2).wait()

@@ -122,7 +122,8 @@ class Gradients:
     def _launch(self, bucket: Layout) -> None:
         sequence = self._channel.take(len(bucket.reduce_plan))
         key = self._seed * 1_000_003 + self.step + (bucket.reduction.times << 20)
-        self._futures.append(self._channel.worker.submit(self._reduce(bucket, sequence, key, self._gain())))
+        steps = self._reduce(bucket, sequence, key, self._gain())
+        self._futures.append(self._channel.worker.submit(steps, waits=len(bucket.reduce_plan)))
 
     def _reduce(self, bucket: Layout, sequence: int, key: int, gain: float) -> Steps[None]:
         """``bucket.reduced`` := or += the mean over the ranks of the own row of its buffer."""

@@ -209,7 +209,7 @@ class Partitioned(Wrapper):
         futures = []
         for bucket in self.buckets:
             sequence = self.take(len(bucket.gather_plan))
-            futures.append(self._channel.worker.submit(self._gather(bucket, sequence)))
+            futures.append(self._channel.worker.submit(self._gather(bucket, sequence), waits=len(bucket.gather_plan)))
         for future in futures:
             future.wait()
 
