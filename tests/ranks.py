@@ -141,6 +141,7 @@ def _answer(pipe: connection.Connection, outcome: Any) -> None:
 def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, file: str) -> Any:
     try:
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=GROUP)
+        dist.barrier()  # a function that fails at once must not take its connections from a rank that is still making them
         return function(*args)
     except Exception as error:
         error.add_note(f"on rank {rank} of {size}:\n{''.join(traceback.format_exception(error))}")
