@@ -17,6 +17,7 @@ _HOMES = {
     "Partitioned": "commpress.integrations.zero.partitioned",
     "Offloaded": "commpress.integrations.zero.offloaded",
     "stream": "commpress.integrations.zero.streamed",
+    "tile": "commpress.integrations.zero.tiling",
     "compress_fsdp": "commpress.integrations.fsdp",
     "compress_hsdp": "commpress.integrations.hsdp",
     "Difference": "commpress.integrations.shard_weights",
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.offloaded import Offloaded
     from commpress.integrations.zero.partitioned import Partitioned
     from commpress.integrations.zero.streamed import stream
+    from commpress.integrations.zero.tiling import tile
     from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
     from commpress.tiered_mem.store import TieredStore
     from commpress.timeline import Timeline, merge_timelines
@@ -123,6 +125,7 @@ __all__ = [
     "Partitioned",
     "Offloaded",
     "stream",
+    "tile",
     "ZeroOneAdam",
     "OneBitLamb",
     "ShardedOneBitAdam",

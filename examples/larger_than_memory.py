@@ -5,11 +5,13 @@ A GPT on bytes of Python's standard library, built on the meta device: nothing o
     python examples/larger_than_memory.py --folder /nvme/run1                    # 16.5 GiB of state
     python examples/larger_than_memory.py --folder /nvme/run1 --width 512 --layers 24 --host 0.3
     python examples/larger_than_memory.py --plain                                # the same in memory: the same losses
+    python examples/larger_than_memory.py --plain --forget --steps 2             # the first two of these, in half of it
 """
 
 import argparse
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,13 +62,28 @@ def clip(model: GPT, limit: float) -> None:
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.stack(squares).sum().sqrt().float())
 
 
+class OneByOne:
+    """AdamW for one parameter after the other, whose moments and gradient are then forgotten: right for one step."""
+
+    def __init__(self, model: GPT, **adam: Any) -> None:
+        self.parameters, self.adam = list(model.parameters()), adam
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            torch.optim.AdamW([parameter], **self.adam).step()
+            parameter.grad = None
+
+    def zero_grad(self) -> None:
+        """They are gone."""
+
+
 def peak() -> float:
     """GiB of memory that this process has had at most, as the kernel counts it."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 2**20
 
 
-def train(options: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+def train(options: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer | OneByOne) -> None:
     text = standard_library()
     for step in range(options.steps):
         begin = perf_counter()
@@ -75,8 +92,9 @@ def train(options: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimi
         computed = perf_counter()
         if options.plain:
             clip(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        if step < options.steps - 1 or not options.forget:
+            optimizer.step()
+            optimizer.zero_grad()
         now = perf_counter()
         print(
             f"step {step}  loss {loss.item():.9f}  {computed - begin:.1f} s forward and backward, "
@@ -93,18 +111,23 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--chunk-mb", type=float, default=16.0)
     parser.add_argument("--plain", action="store_true", help="in memory, for comparison")
+    parser.add_argument("--forget", action="store_true", help="with --plain: two steps at most, moments are not kept")
     options = parser.parse_args()
+    if options.forget and (not options.plain or options.steps > 2):
+        parser.error("--forget is for --plain and at most two steps")
     torch.manual_seed(1)
     with torch.device("cpu" if options.plain else "meta"):
         model = GPT(options.width, options.layers, options.length)
     count = sum(p.numel() for p in model.parameters())
     size = 16 * count / 2**30
     print(f"{count / 1e6:.0f} million parameters: {size:.2f} GiB of parameters, gradients and moments", flush=True)
-    adam = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
+    adam = {"lr": options.lr, "weight_decay": 0.1, "fused": True}
     if options.plain:
-        train(options, model, torch.optim.AdamW(model.parameters(), **adam))
+        memory = OneByOne(model, **adam) if options.forget else torch.optim.AdamW(model.parameters(), **adam)
+        train(options, model, memory)
         return
     with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30)) as store:
         commpress.stream(model, store=store, chunk_mb=options.chunk_mb)

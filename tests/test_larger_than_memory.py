@@ -7,7 +7,7 @@ import sys
 import sources
 
 SCRIPT = sources.ROOT / "examples" / "larger_than_memory.py"
-SIZE = ["--width", "512", "--layers", "24", "--length", "16", "--batch", "2", "--steps", "3"]
+SIZE = ["--width", "512", "--layers", "24", "--length", "16", "--batch", "2", "--steps", "3", "--lr", "1e-4"]
 
 
 def run(*arguments):
@@ -26,4 +26,4 @@ def test_in_less_than_a_gibibyte(tmp_path):
     assert losses == wanted
     assert float(losses[2]) < float(losses[0])
     assert state > 1.1
-    assert peak < 0.9 < state < more
+    assert peak < 0.87 < state < more

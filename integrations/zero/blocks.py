@@ -8,10 +8,10 @@ from torch import nn
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.options import Place
+from commpress.integrations.zero.tiling import WHOLE, Tile, TiledLinear
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 CONTAINERS = (*LISTS, nn.ParameterList, nn.ParameterDict)
-WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # read what their children own
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,20 @@ class Part:
 
 def blocks_of(model: nn.Module, chosen: Iterable[type[nn.Module]] = ()) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The elements of the outermost lists of modules, or modules of the ``chosen`` classes, with all their parameters;
-    whatever owns parameters outside of these, with its own."""
+    whatever owns parameters outside of these, with its own. A tile of a linear layer is one by itself wherever it lies."""
     chosen = tuple(chosen)
     found: list[tuple[nn.Module, list[nn.Parameter]]] = []
     whole = 0
 
     def walk(module: nn.Module, listed: bool) -> None:
         nonlocal whole
-        if isinstance(module, chosen or WHOLE) or (listed and not chosen and not isinstance(module, CONTAINERS)):
+        together = isinstance(module, (*(chosen or WHOLE), TiledLinear))
+        if together or (listed and not chosen and not isinstance(module, CONTAINERS)):
             whole += isinstance(module, chosen)
-            found.append((module, list(module.parameters())))
+            tiles = [tile for tile in module.modules() if isinstance(tile, Tile) and tile is not module]
+            apart = {id(tile.weight) for tile in tiles}
+            found.append((module, [p for p in module.parameters() if id(p) not in apart]))
+            found.extend((tile, [tile.weight]) for tile in tiles)
             return
         if own := _direct(module):
             found.append((module, own))

@@ -13,6 +13,7 @@ import torch
 
 from commpress.integrations.zero.bucket import ALIGN
 from commpress.integrations.zero.options import Place
+from commpress.integrations.zero.shards import local
 from commpress.integrations.zero.unit import Home, Unit
 from commpress.tiered_mem.store import TieredStore
 
@@ -21,7 +22,7 @@ WEIGHT, GRADIENT = "weight", "gradient"
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Elements of one parameter in a chunk."""
+    """Elements of one parameter, of what this rank has of it, in a chunk."""
 
     parameter: torch.Tensor
     name: str
@@ -35,8 +36,8 @@ class Run:
         return chunk[self.at : self.at + self.numel]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same elements of a tensor of the parameter's shape."""
-        return whole.detach().view(-1)[self.start : self.start + self.numel]
+        """The same elements of a tensor of the parameter's shape, which is cut as the parameter is."""
+        return local(whole).detach().view(-1)[self.start : self.start + self.numel]
 
 
 @dataclass(eq=False)
@@ -89,12 +90,12 @@ def chunks(groups: Sequence[Sequence[Place]], numel: int, prefix: str) -> list[C
     for number, group in enumerate(groups):
         chunk: Chunk | None = None
         for parameter, name, index in group:
-            start = 0
-            while start < parameter.numel() and not hasattr(parameter, "home"):
+            start, numel_here = 0, local(parameter).numel()
+            while start < numel_here and not hasattr(parameter, "home"):
                 if chunk is None or chunk.numel >= numel:
                     chunk = Chunk(len(result), prefix)
                     result.append(chunk)
-                count = min(parameter.numel() - start, numel - chunk.numel)
+                count = min(numel_here - start, numel - chunk.numel)
                 chunk.runs.append(Run(parameter, name, index, number, start, chunk.numel, count))
                 chunk.numel += -(-count // ALIGN) * ALIGN
                 start += count

@@ -21,6 +21,7 @@ from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.options import trainable
 from commpress.integrations.zero.placement import AHEAD, Meter, choose, report
 from commpress.integrations.zero.quantised import bits_of
+from commpress.integrations.zero.shards import Cut, local
 from commpress.integrations.zero.state import MASTER, agreed, check_groups, like, probe, take_options
 from commpress.integrations.zero.stored_gradients import StoredGradients
 from commpress.integrations.zero.stored_state import StoredState
@@ -83,6 +84,7 @@ class Offloaded(Wrapper):
         places, _ = trainable(self.param_groups)
         self.chunks = chunks(places, max(int(chunk_mb * 1e6 / 4), 1), prefix)
         self.streamed = owner_of(places, store)
+        self._cut = Cut([p for group in places for p, _, _ in group], clipped=max_grad_norm is not None)
         self._of_piece = {chunk.piece: chunk for chunk in self.chunks if chunk.piece}
         self._optimizer, self._chunk_step = optimizer, ChunkStep(optimizer, options)
         self._moments, self._scalars = probe(optimizer, options)
@@ -107,8 +109,7 @@ class Offloaded(Wrapper):
                 self._resume()
             else:
                 self._begin()
-        if self.streamed is not None:
-            agreed(self.streamed.every(self.steps_done))
+        agreed(self._every(self.steps_done))
         self._stored = StoredGradients(store, self.chunks, self._passes) if self._streams else None
         self._hooks = self._watch([p for group in places for p, _, _ in group]) if self._streams else []
         if delayed:
@@ -141,14 +142,18 @@ class Offloaded(Wrapper):
         flat = self._flat(chunk)
         if self._stored is not None:
             return self._stored.into(chunk, flat)
-        for run in chunk.runs:
-            gradient = self._taken.get(run.index) if self.delayed else run.parameter.grad
+        for run, gradient in zip(chunk.runs, self._plain(chunk), strict=True):
             run.inside(flat).zero_() if gradient is None else run.inside(flat).copy_(run.of(gradient.contiguous()))
         return flat
 
+    def _plain(self, chunk: Chunk) -> list[torch.Tensor | None]:
+        """The gradients of its runs' parameters, as backward left them."""
+        found = [self._taken.get(run.index) if self.delayed else run.parameter.grad for run in chunk.runs]
+        return [None if gradient is None else local(gradient) for gradient in found]
+
     def _ready(self, chunk: Chunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
         """The clipped gradients of a chunk's runs; those of the parameters themselves where they can be read as they are."""
-        plain = [self._taken.get(run.index) if self.delayed else run.parameter.grad for run in chunk.runs]
+        plain = self._plain(chunk)
         if factor is None and not self._streams and all(readable(gradient) for gradient in plain):
             return [run.of(gradient) for run, gradient in zip(chunk.runs, plain, strict=True) if gradient is not None]
         flat = self._collect(chunk)
@@ -160,17 +165,17 @@ class Offloaded(Wrapper):
         flat = self._gradient[: chunk.numel]
         return flat.zero_() if chunk.gaps else flat
 
+    def _every(self, value: float) -> list[float]:
+        """Of each rank that has other elements of the parameters."""
+        return self.streamed.every(value) if self.streamed is not None else self._cut.every(value)
+
     def _norm(self) -> torch.Tensor:
         """Summed in double, rounded once."""
         if self._stored is not None:
             total = self._stored.square_sum()
         else:
-            total = sum(
-                float(torch.linalg.vector_norm(self._collect(chunk), dtype=torch.float64)) ** 2 for chunk in self.chunks
-            )
-        if self.streamed is not None:
-            total = sum(self.streamed.every(total))
-        return torch.tensor(total**0.5, dtype=torch.float32)
+            total = sum(float(self._collect(chunk).norm(dtype=torch.float64)) ** 2 for chunk in self.chunks)
+        return torch.tensor(sum(self._every(total)) ** 0.5, dtype=torch.float32)
 
     # ------------------------------------------------------------ one step
 
@@ -296,7 +301,7 @@ class Offloaded(Wrapper):
         return 4 * chunk.numel * (1 + self._streams) + moments
 
     def _now(self) -> dict[int, int]:
-        return {r.index: r.parameter._version for c in self.chunks for r in c.runs if not c.piece}
+        return {r.index: local(r.parameter)._version for c in self.chunks for r in c.runs if not c.piece}
 
     # ------------------------------------------------------------ what outlives the process
 

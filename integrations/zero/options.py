@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from commpress.errors import InvalidArgument
+from commpress.integrations.zero.shards import local
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon")
@@ -58,7 +59,8 @@ def trainable(groups: Sequence[dict[str, Any]]) -> tuple[list[list[Place]], list
 def _check(name: str, parameter: torch.Tensor) -> None:
     if parameter.dtype not in DTYPES:
         raise InvalidArgument(f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16")
-    if parameter.numel() == 0 or not (parameter.is_contiguous() or hasattr(parameter, "home")):  # streamed ones are elsewhere
+    whole = hasattr(parameter, "home") or local(parameter).is_contiguous()  # streamed ones are elsewhere
+    if parameter.numel() == 0 or not whole:
         raise InvalidArgument(
             f"parameter {name!r} of shape {tuple(parameter.shape)} is empty or not contiguous, expected contiguous values"
         )

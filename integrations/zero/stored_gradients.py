@@ -7,6 +7,7 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.chunk import GRADIENT, Chunk, Run
+from commpress.integrations.zero.shards import local
 from commpress.tiered_mem.pending import Pending
 from commpress.tiered_mem.store import TieredStore
 
@@ -28,8 +29,8 @@ class StoredGradients:
         runs = [(chunk, run) for chunk in self._chunks for run in chunk.runs if run.parameter is parameter]
 
         def arrived(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
+            assert parameter.grad is not None
+            gradient = local(parameter.grad)
             if gradient.layout != torch.strided:
                 raise InvalidArgument(
                     f"the gradient of {runs[0][1].name!r} is sparse: build its module with sparse=False"

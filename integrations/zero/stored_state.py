@@ -8,12 +8,13 @@ import torch
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.chunk import WEIGHT, Chunk, Run
 from commpress.integrations.zero.moments import Moments
+from commpress.integrations.zero.shards import alike, is_cut, local
 from commpress.integrations.zero.state import MASTER, like
 from commpress.tiered_mem.store import TieredStore
 
 
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """{parameter: its state, as the plain optimizer has it}. What is handed out are copies.
+    """{parameter: its state, as the plain optimizer has it}. What is handed out are copies, cut as the parameter is.
 
     Half-precision parameters have their float32 master as one entry more.
     """
@@ -42,24 +43,25 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         if parameter not in self:
             raise KeyError(parameter)
         runs = self._runs[parameter]
-        if sum(run.numel for _, run in runs) != parameter.numel():
+        if sum(run.numel for _, run in runs) != local(parameter).numel():
             raise InvalidArgument(
                 f"parameter {runs[0][1].name!r} is spread over the ranks: its state is not here as a whole"
             )
         result = {key: copied(value) for key, value in runs[0][0].scalars.items()}
         keys = {key: key for key in self._moments} | ({} if parameter.dtype == torch.float32 else {MASTER: WEIGHT})
-        result |= {key: torch.empty(parameter.shape) for key in keys}
+        values = {key: torch.empty(local(parameter).shape) for key in keys}
         for chunk, run in runs:
             with self._coded.opened(chunk, write=False) as held:
                 for key, source in keys.items():
-                    run.of(result[key]).copy_(run.inside(held[source]))
+                    run.of(values[key]).copy_(run.inside(held[source]))
+        result |= {key: alike(value, parameter) for key, value in values.items()}
         return dict(sorted(result.items()))
 
     @torch.no_grad()
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         runs = self._runs[parameter]
         for key in self._moments:
-            if key not in state or state[key].shape != parameter.shape:
+            if key not in state or state[key].shape != parameter.shape or is_cut(state[key]) != is_cut(parameter):
                 raise StateMismatch(
                     f"the state of {runs[0][1].name!r} has {key!r} of shape {tuple(getattr(state.get(key), 'shape', ()))}, "
                     f"expected {tuple(parameter.shape)}: load the state of the same model and optimizer"

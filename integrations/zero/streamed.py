@@ -10,7 +10,7 @@ averaged and scattered to the rows' owners.
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,13 +23,14 @@ from commpress.collectives.loopback import Loopback, Recorded
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transport import own_transport
 from commpress.errors import InvalidArgument, StateMismatch
+from commpress.integrations.zero import whole_values
+from commpress.integrations.zero.allocation import return_large_blocks
 from commpress.integrations.zero.blocks import parts_of, tensors_in
 from commpress.integrations.zero.first_values import FirstValues, on_memory
 from commpress.integrations.zero.gradients import Channel, Gradients
 from commpress.integrations.zero.options import DTYPES, Place
 from commpress.integrations.zero.scratch import Scratch
 from commpress.integrations.zero.unit import Home, Unit
-from commpress.integrations.zero.weights_file import Reader, Writer
 from commpress.tiered_mem.store import TieredStore
 from commpress.work import Worker, run
 
@@ -71,6 +72,7 @@ class Streamed:
         timeout: timedelta | None,
     ) -> None:
         _check(model, chunk_mb, keep)
+        return_large_blocks()
         self.model, self.store, self.prefix = model, store, prefix
         transport = own_transport(process_group, timeout=timeout) or Loopback(1).transport(0)
         self.transport = Recorded(transport)
@@ -259,45 +261,17 @@ class Streamed:
                 unit.vanish()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What the model's ``state_dict`` would be in memory, all of it; collective."""
-        values: dict[int, torch.Tensor] = {}
-        for unit in self.units:
-            with self.whole(unit):
-                values |= {id(m.parameter): m.parameter.detach().clone() for m in unit.members}
-        kept = self.model.state_dict(keep_vars=True)
-        return {name: values.get(id(value), value.detach()) for name, value in kept.items()}
+        """What the plain model's ``state_dict`` would be in memory, all of it; collective."""
+        return whole_values.state_dict(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """The model's ``state_dict`` as a safetensors file, which plain PyTorch loads; collective, rank 0 writes."""
-        kept = self.model.state_dict(keep_vars=True)
-        with Writer(path, kept) if self.transport.rank == 0 else nullcontext() as writer:
-            for name, value in kept.items():
-                if writer and not hasattr(value, "home"):
-                    writer.write(name, value)
-            for unit in self.units:
-                own = {id(m.parameter) for m in unit.members}
-                with self.whole(unit):
-                    for name, value in kept.items():
-                        if writer and id(value) in own:
-                            writer.write(name, value)
+        """That as a safetensors file, which plain PyTorch loads; never in memory as a whole. Collective, rank 0 writes."""
+        whole_values.save(self, path)
 
     @torch.no_grad()
     def load(self, path: str | os.PathLike[str]) -> None:
         """From such a file, on any number of ranks; before the optimizer is made, which copies what it needs."""
-        kept = self.model.state_dict(keep_vars=True)
-        names = {id(value): name for name, value in kept.items()}
-        with open(path, "rb") as file:
-            reader = Reader(file)
-            for unit in self.units:
-                unit.appear()
-                for member in unit.members:
-                    reader.into(names[id(member.parameter)], member.view(unit.flat))
-                unit.save(self.store)
-                if not unit.kept:
-                    unit.vanish()
-            for name, value in kept.items():
-                if not hasattr(value, "home"):
-                    reader.into(name, value)
+        whole_values.load(self, path)
 
     # ------------------------------------------------------------ first values
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,8 +42,10 @@ class Writer:
         self._file.write(len(self._text).to_bytes(8, "little") + self._text)
         return self
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        self._file.seek(8 + len(self._text) + self._header[name]["data_offsets"][0])
+    def write(self, name: str, values: torch.Tensor, start: int = 0) -> None:
+        """All of a tensor, or what of it begins at element ``start``."""
+        begin = self._header[name]["data_offsets"][0] + start * values.element_size()
+        self._file.seek(8 + len(self._text) + begin)
         self._file.write(values.detach().cpu().clone().view(-1).view(torch.uint8).numpy().data)
 
     def __exit__(self, kind: type | None, *_: object) -> None:
@@ -69,18 +72,19 @@ class Reader:
             raise StateMismatch(f"{file.name} is not a safetensors file: its header is no JSON ({error})") from error
         self._start = 8 + length
 
-    def into(self, name: str, out: torch.Tensor) -> None:
-        """Copy the values of a tensor that has the shape and dtype of ``out``."""
-        found = self._header.get(name)
-        wanted = {"dtype": NAMES[out.dtype], "shape": list(out.shape)}
+    def into(self, name: str, out: torch.Tensor, shape: tuple[int, ...] | None = None, start: int = 0) -> None:
+        """Copy the values of a tensor like ``out``; or, of one of ``shape``, those from element ``start`` on."""
+        shape, found = shape or tuple(out.shape), self._header.get(name)
+        wanted = {"dtype": NAMES[out.dtype], "shape": list(shape)}
         if not isinstance(found, dict) or any(found.get(key) != value for key, value in wanted.items()):
             raise StateMismatch(
                 f"{name!r} is {found} in the file, expected {wanted}: load the weights of the same model"
             )
-        size = out.numel() * out.element_size()
-        if found["data_offsets"][1] - found["data_offsets"][0] != size:
-            raise StateMismatch(f"{name!r} has data_offsets {found['data_offsets']} in the file, expected {size} bytes")
-        self._file.seek(self._start + found["data_offsets"][0])
+        size, width = out.numel() * out.element_size(), out.element_size()
+        first, last = found["data_offsets"]
+        if last - first != (nbytes := math.prod(shape) * width):
+            raise StateMismatch(f"{name!r} has data_offsets {[first, last]} in the file, expected {nbytes} bytes")
+        self._file.seek(self._start + first + start * width)
         data = bytearray(self._file.read(size))
         if len(data) != size:
             raise StateMismatch(f"the file ends inside {name!r}")

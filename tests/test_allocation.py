@@ -1,0 +1,41 @@
+"""Freed blocks leave the process, however many have come and gone."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import torch
+from pathlib import Path
+from commpress.integrations.zero.allocation import return_large_blocks
+
+def anonymous():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) >> 10
+
+assert return_large_blocks() is {fixed}
+torch.ones(30 << 18)  # mapped, and unmapped here: from now on glibc would take its like from the heap
+begin, kept = anonymous(), []
+for _ in range(20):
+    one = torch.ones(20 << 18)  # 20 MiB
+    kept.append(torch.ones(1 << 10))  # lives on behind it
+    del one
+    torch.ones(24 << 18)  # does not fit where that was
+print(anonymous() - begin)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("chosen", [False, True])
+def test_freed_blocks_go_back(chosen):
+    """Unless the user has tuned the allocator."""
+    own = {name: value for name, value in os.environ.items() if name not in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")}
+    if chosen:
+        own["MALLOC_MMAP_THRESHOLD_"] = str(1 << 30)
+    result = subprocess.run(
+        [sys.executable, "-c", CODE.format(fixed=not chosen)], env=own, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert int(result.stdout) > 100 if chosen else int(result.stdout) < 8

@@ -1,0 +1,142 @@
+"""FSDP2 models whose optimizer lies in stores, each rank's own: bit for bit what the optimizer in memory does."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+import commpress
+from commpress.errors import InvalidArgument, StateMismatch
+from fsdp_twin import Plan, shard
+from stream_twin import OPTIONS, open_store
+
+PLAN = Plan(compressed=False)
+LIMIT = 0.05
+
+
+def offloaded(model, store, **more: Any) -> commpress.Offloaded:
+    options = {"chunk_mb": 0.004, "max_grad_norm": LIMIT, **OPTIONS, **more}
+    return commpress.Offloaded(model.parameters(), torch.optim.AdamW, store=store, **options)
+
+
+def train(model, optimizer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        for part in range(2):
+            generator = torch.Generator().manual_seed((step * 10 + part) * 10 + dist.get_rank())
+            x, y = torch.randint(13, (6,), generator=generator), torch.randint(7, (6,), generator=generator)
+            loss = torch.nn.functional.cross_entropy(model(x).float(), y)
+            loss.backward()
+        losses.append(loss.item())
+        if not isinstance(optimizer, commpress.Offloaded):
+            clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def clip(model) -> None:
+    """By a norm that is summed in double."""
+    gradients = [p.grad.to_local() for p in model.parameters()]
+    total = torch.stack([g.double().square().sum() for g in gradients]).sum()
+    dist.all_reduce(total)
+    factor = torch.clamp(LIMIT / (total.sqrt().float() + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def whole(model) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+
+
+def in_memory(plan: Plan, steps: int):
+    model = shard(plan)
+    losses = train(model, torch.optim.AdamW(model.parameters(), **OPTIONS), 0, steps)
+    return losses, whole(model)
+
+
+def in_stores(plan: Plan, folder: str, steps: int, more: dict[str, Any]):
+    """Half of the steps, a commit, one step that is lost, and the rest in stores that were opened again."""
+    path, half = f"{folder}/{dist.get_rank()}", steps // 2
+    model = shard(plan)
+    with open_store(path) as store:
+        optimizer = offloaded(model, store, **more)
+        losses = train(model, optimizer, 0, half)
+        optimizer.commit()
+        train(model, optimizer, half, half + 1)
+        here = sum(c.numel for c in optimizer.chunks)
+    model = shard(plan)
+    with open_store(path) as store:
+        optimizer = offloaded(model, store, **more)
+        losses += train(model, optimizer, half, steps)
+        total = sum(p.numel() for p in model.parameters())
+        return losses, whole(model), here / total
+
+
+@pytest.mark.parametrize(
+    ("plan", "more", "size"),
+    [
+        (PLAN, {}, 2),
+        (PLAN, {"gradients": "store"}, 2),
+        (Plan(compressed=False, dtype=torch.bfloat16, reduce_dtype=torch.float32, recompute=True), {}, 3),
+    ],
+    ids=["parameters", "store", "mixed precision"],
+)
+def test_equals_the_optimizer_in_memory(pool, tmp_path, plan, more, size):
+    wanted = pool.run(in_memory, plan, 8, size=size)
+    found = pool.run(in_stores, plan, str(tmp_path), 8, more, size=size)
+    for (losses, values), (ours, others, part) in zip(wanted, found, strict=True):
+        assert ours == losses
+        assert all(torch.equal(values[name], other) for name, other in others.items())
+        assert part < 1 / size + 0.1
+
+
+def saved(folder: str) -> dict[str, torch.Tensor]:
+    model = shard(PLAN)
+    with open_store(f"{folder}/{dist.get_rank()}") as store:
+        optimizer = offloaded(model, store)
+        train(model, optimizer, 0, 3)
+        assert all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+        first = next(iter(optimizer.state))
+        whole_ones = {key: torch.zeros(first.shape) for key in ("exp_avg", "exp_avg_sq")}
+        with pytest.raises(StateMismatch, match="exp_avg"):
+            optimizer.state[first] = whole_ones | {"step": torch.tensor(1.0)}
+        dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=f"{folder}/saved")
+        return {name: optimizer.state[p]["exp_avg"].full_tensor() for name, p in model.named_parameters()}
+
+
+def loaded(folder: str, kind: str) -> dict[str, torch.Tensor]:
+    """At another world size, by an offloaded optimizer or torch's own."""
+    model = shard(PLAN)
+    with open_store(f"{folder}/{kind}{dist.get_rank()}") as store:
+        plain = torch.optim.AdamW(model.parameters(), **OPTIONS)
+        optimizer = offloaded(model, store) if kind == "offloaded" else plain
+        state = get_optimizer_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=f"{folder}/saved")
+        set_optimizer_state_dict(model, optimizer, state)
+        assert {float(one["step"]) for one in optimizer.state.values()} == {3.0}
+        return {name: optimizer.state[p]["exp_avg"].full_tensor() for name, p in model.named_parameters()}
+
+
+def test_a_distributed_checkpoint_at_another_world_size(pool, tmp_path):
+    wanted = pool.run(saved, str(tmp_path), size=2)[0]
+    for kind in ("offloaded", "plain"):
+        for found in pool.run(loaded, str(tmp_path), kind, size=3):
+            assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def mixed(folder: str) -> None:
+    model = shard(PLAN)
+    other = torch.nn.Linear(3, 3)
+    with open_store(f"{folder}/{dist.get_rank()}") as store, pytest.raises(InvalidArgument, match="max_grad_norm"):
+        commpress.Offloaded(
+            [*model.parameters(), *other.parameters()], torch.optim.AdamW, store=store, max_grad_norm=1.0, lr=1e-3
+        )
+
+
+def test_a_norm_of_differently_cut_parameters_is_refused(pool, tmp_path):
+    pool.run(mixed, str(tmp_path), size=2)
