@@ -61,7 +61,8 @@ class Workspace:
         return torch.zeros(rows, size, dtype=torch.uint8, device=device)
 
     def residual(self, message: Message, device: torch.device) -> ErrorFeedback:
-        free = self._free[message, device]
+        """Messages laid out alike, such as those of a model's equal blocks, share what lies ready."""
+        free = self._free[message.pieces.residual_layout, device]
         return free.pop() if free else ErrorFeedback.zeros(message.pieces, device)  # type: ignore[return-value]
 
     def give_wires(self, *wires: torch.Tensor) -> None:
@@ -69,12 +70,12 @@ class Workspace:
             self._free[wire.shape[0], wire.shape[1], wire.device].append(wire)
 
     def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
-        self._free[message, residual.sent.device].append(residual)
+        self._free[message.pieces.residual_layout, residual.sent.device].append(residual)
 
     def forget(self, message: Message) -> None:
         """Let go of what was kept for a message that will not come again."""
         for key in list(self._free):
-            if key[0] is message:
+            if key[0] == message.pieces.residual_layout:
                 del self._free[key]
 
 

@@ -162,7 +162,9 @@ def reduce_rows(
     key: int = 0,
     gain: float = 1.0,
 ) -> Steps[list[Outcome]]:
-    """out := ``gain`` · the mean over the ranks of what this rank owns of ``buffer``, pipelined; both float32.
+    """out := ``gain`` · the mean over the ranks of what this rank owns of ``buffer``, pipelined.
+
+    Out is float32, the buffer of a dtype that the kernels know.
 
     The sequence numbers from ``sequence`` on are used up, one per deal. Residuals are of gain · x.
     """
@@ -185,14 +187,32 @@ def gather_rows(
     sequence: int,
     key: int = 0,
     base: torch.Tensor | None = None,
+    add: bool = False,
+    kept: list[torch.Tensor] | None = None,
 ) -> Steps[list[bool]]:
     """out := the decoded rows of all ranks, the same bits everywhere; whether each message was finite.
 
-    With ``base``, what is encoded is row − base, and out holds the decoded differences. ``key`` seeds stochastic codecs.
+    With ``base``, what is encoded is row − base, and out holds the decoded differences; ``add``: they are added to it.
+    ``key`` seeds stochastic codecs. Tensors are of any dtype that the kernels know, with ``base`` all but out in float32.
+    ``kept``: is given the rows as they came, one tensor per message, for ``decode_rows``; they then belong to the caller.
     """
+    if kept is not None:
+        kept[:] = [workspace.rows(deal.size, deal.ranks, row.device) for deal in plan]
     return overlapped(
-        (_gather(row, out, deal, transport, workspace, sequence + i, key, base) for i, deal in enumerate(plan)), limit=ALONGSIDE
+        (
+            _gather(row, out, deal, transport, workspace, sequence + i, key, base, add, kept[i] if kept else None)
+            for i, deal in enumerate(plan)
+        ),
+        limit=ALONGSIDE,
     )
+
+
+def decode_rows(kept: Sequence[torch.Tensor], out: torch.Tensor, *, plan: Sequence[Deal], workspace: Workspace) -> None:
+    """out := what ``gather_rows`` left in it when it kept these rows."""
+    start = perf_counter()
+    for deal, rows in zip(plan, kept, strict=True):
+        arithmetic(out.device).decode(rows.view(1, -1), out, deal.every.pieces)
+    workspace.decoded(start)
 
 
 # ---------------------------------------------------------------- one message
@@ -243,10 +263,13 @@ def _gather(
     sequence: int,
     key: int,
     base: torch.Tensor | None,
+    add: bool,
+    kept: torch.Tensor | None,
 ) -> Steps[bool]:
     device, ranks, seed = row.device, deal.ranks, noise(key, transport.rank, 0)
     kernels = arithmetic(device)
-    wire, every = workspace.rows(deal.size, 1, device), workspace.rows(deal.size, ranks, device)
+    wire = workspace.rows(deal.size, 1, device)
+    every = workspace.rows(deal.size, ranks, device) if kept is None else kept
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
 
     start = perf_counter()
@@ -259,8 +282,9 @@ def _gather(
     yield from exchange(transport.all_gather, every, wire, frame, flag, transport, workspace)
 
     start = perf_counter()
-    kernels.decode(every.view(1, -1), out, deal.every.pieces)
+    options = {"add": True} if add else {}
+    kernels.decode(every.view(1, -1), out, deal.every.pieces, **options)
     finite = not bool(any_flag(every))
     workspace.decoded(start)
-    workspace.give_wires(wire, every)
+    workspace.give_wires(wire, *(() if kept is not None else (every,)))
     return finite

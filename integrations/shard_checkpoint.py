@@ -26,7 +26,7 @@ def exact_residuals(state: Any) -> dict[str, Any]:
         "kind": "exact",
         "layout": _layout(state),
         "step": state.step,
-        "calls": [reducer.calls for reducer in state.reducers],
+        "calls": [reducer.calls for reducer in state.reducers.values()],
         "residuals": _plain(state.residuals),
         "between": _plain(state.residuals_between),
         "weights": {g.unit.names[0]: g.own_row() for g in state.gatherers if g.difference and g.own_row() is not None},
@@ -44,7 +44,7 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
     state.residuals.load({_key(k): (v, _NONE) for k, v in saved["residuals"].items()})
     state.residuals_between.load({_key(k): (v, _NONE) for k, v in saved["between"].items()})
     state.step = saved["step"]
-    for reducer, calls in zip(state.reducers, saved["calls"], strict=True):
+    for reducer, calls in zip(state.reducers.values(), saved["calls"], strict=True):
         reducer.calls = calls
     for gatherer in state.gatherers:
         gatherer.forget()
@@ -58,7 +58,7 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
     if state.residuals_between.places():
         raise StateMismatch("residuals of two hops have no elastic form: save with state_dict()")
     result: dict[str, DTensor] = {}
-    for reducer in state.reducers:
+    for reducer in state.reducers.values():
         unit, parts = reducer.unit, reducer.parts
         transport = reducer.hops[0].transport
         rows = torch.zeros(unit.ranks, reducer.stride, device=unit.parameters[0].device)
@@ -89,7 +89,7 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
 def load_elastic(state: Any, saved: dict[str, Any]) -> None:
     _check(state, saved, "elastic")
     residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
-    for reducer in state.reducers:
+    for reducer in state.reducers.values():
         missing = [part.name for part in reducer.parts if part.name not in saved["residuals"]]
         if missing:
             raise StateMismatch(f"the state has no residual of {missing[0]!r}: it is of another model")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from commpress.codecs import Policy
-from commpress.collectives.allreduce import Outcome, Workspace, settle
+from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.reduce_scatter import Deal, deals, reduce_rows, second_hop
 from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.integrations.roles import Lossless, check_dtype
 from commpress.integrations.units import Unit
+from commpress.kernels import knows
 from commpress.kernels.rotation import rotate
 from commpress.work import Steps, run
 
@@ -52,10 +54,13 @@ class CompressedReduceScatter(ReduceScatter):
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         numel = int(size[0])
-        whole = self.unit.ranks > 1 and numel == self.stride * self.unit.ranks
-        if device.type == "cpu" and whole:  # it has been read when the next unit writes it
-            return self.owner.scratch("reduce-scatter input", numel, dtype)
+        if self._lends(numel, device):
+            return self.owner.borrow(numel, dtype, device)
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def _lends(self, numel: int, device: torch.device) -> bool:
+        """Whether this is a buffer of whole gradients, which nobody reads once they are reduced."""
+        return device.type == "cpu" and self.unit.ranks > 1 and numel == self.stride * self.unit.ranks
 
     def __call__(
         self,
@@ -68,50 +73,89 @@ class CompressedReduceScatter(ReduceScatter):
         self._check(input_tensor, group)
         key, self.calls = self.owner.begin(self), self.calls + 1
         legs = self._legs_for(input_tensor.dtype)
-        buffer = self.owner.floats("gradients", input_tensor)
-        out = output_tensor
-        if output_tensor.dtype != torch.float32:
-            out = self.owner.scratch("shard", output_tensor.numel(), torch.float32, output_tensor.device)
-        gain = self.owner.gain()
-        if any(part.width * self.unit.ranks != part.numel for part in self.parts):
-            out.zero_()  # what lies behind the last slice of a parameter
-        outcomes = run(self._steps(buffer, out, legs, key, gain))
-        finite = all(outcome.finite for outcome in outcomes)
-        if finite:
-            factor = _factor(op, self.unit.ranks) / gain
-            if factor != 1.0:
-                out.mul_(factor)
-            if output_tensor is not out:
-                output_tensor.copy_(out)
-                if output_tensor.dtype == torch.float16:  # a mean that does not fit
-                    fits = bool(torch.isfinite(output_tensor).all())
-                    transport = self.hops[0].transport
-                    finite = not run(self.owner.any_rank(not fits, transport, self.owner.sequence(1)))
-        settle(outcomes, taken=finite)
+        sequence = self.owner.sequence(sum(len(leg.plan) for leg in legs) + 1)
+        factor, late = _factor(op, self.unit.ranks), self.owner.late
+        if op == dist.ReduceOp.SUM or self.unit.gradients_in_use:  # torch divides the output, or somebody reads it, at once
+            late = None
+        in_place = late is None and output_tensor.dtype == torch.float32
+        out = output_tensor if in_place else self.owner.borrow(output_tensor.numel(), torch.float32, output_tensor.device)
+        steps = self._reduced(input_tensor, out, output_tensor.dtype, legs, key, factor, sequence)
+        self.owner.reduced(self, input_tensor, [(leg.hop.transport, leg.plan) for leg in legs])
+        if late is not None:
+            output_tensor.zero_()
+            late.submit(steps, partial(self._land, out, output_tensor.dtype))
+            return
+        finite = run(steps)
         if not finite:
             self.owner.not_finite(self, output_tensor)
-        self.owner.reduced(self, input_tensor, [(leg.hop.transport, leg.plan) for leg in legs])
+        elif out is not output_tensor:
+            output_tensor.copy_(out)
+        if out is not output_tensor:
+            self.owner.give_back(out)
 
-    def _steps(
-        self, buffer: torch.Tensor, out: torch.Tensor, legs: list[_Leg], key: int, gain: float
-    ) -> Steps[list[Outcome]]:
+    def _land(self, out: torch.Tensor, dtype: torch.dtype, finite: bool) -> None:
+        """Add to the gradients what torch took for zeros, rounded as torch would have."""
+        if not finite:
+            self.owner.not_finite(self, out)
+        values = out.to(dtype).float()  # adding bfloat16 to float32 is slow
+        parameters = dict(zip(self.unit.names, self.unit.parameters, strict=True))
+        for part in self.parts:
+            gradient = parameters[part.name].grad
+            if gradient is None:
+                raise InvalidArgument(
+                    f"the gradient of {part.name} was taken away before backward had ended: pass overlap=False to compress_fsdp"
+                )
+            local = gradient.to_local()  # type: ignore[attr-defined]
+            local.add_(values[part.at : part.at + local.numel()].view(local.shape))
+        self.owner.give_back(out)
+
+    def _reduced(
+        self,
+        gradients: torch.Tensor,
+        out: torch.Tensor,
+        dtype: torch.dtype,
+        legs: list[_Leg],
+        key: int,
+        factor: float,
+        sequence: int,
+    ) -> Steps[bool]:
+        """out := the reduced gradients, to be given out in ``dtype``; whether all ranks were finite, else residuals stay."""
+        gain, borrow, lent = self.owner.gain(), self.owner.borrow, []
+        if any(part.width * self.unit.ranks != part.numel for part in self.parts):
+            out.zero_()  # what lies behind the last slice of a parameter
+        buffer = gradients
+        if not knows(gradients.device, gradients.dtype) or legs[0].hop.rotated:
+            buffer = borrow(gradients.numel(), torch.float32, gradients.device).copy_(gradients)
+            lent.append(buffer)
         outcomes: list[Outcome] = []
-        workspace: Workspace = self.owner.reducing
         for i, leg in enumerate(legs):
             last = i == len(legs) - 1
-            target = out if last else self.owner.scratch("between hops", leg.numel, torch.float32, buffer.device)
+            target = out
+            if not last:
+                target = borrow(leg.numel, torch.float32, buffer.device)
+                lent.append(target)
             if leg.hop.rotated:
                 rotate(buffer, [deal.every.pieces for deal in leg.plan])
             outcomes += yield from reduce_rows(
-                buffer, target, leg.feedbacks, plan=leg.plan, transport=leg.hop.transport, workspace=workspace,
-                sequence=self.owner.sequence(len(leg.plan)), key=key, gain=gain if i == 0 else 1.0,
+                buffer, target, leg.feedbacks, plan=leg.plan, transport=leg.hop.transport, workspace=self.owner.reducing,
+                sequence=sequence, key=key, gain=gain if i == 0 else 1.0,
             )  # fmt: skip
+            sequence += len(leg.plan)
             if leg.hop.rotated:
                 rotate(target, [deal.own for deal in leg.plan])
             if not last and not all(outcome.finite for outcome in outcomes):
                 target.fill_(float("nan"))  # so that all nodes hear of it
             buffer = target
-        return outcomes
+        finite = all(outcome.finite for outcome in outcomes)
+        if finite and factor != gain:
+            out.mul_(factor / gain)
+        if finite and dtype == torch.float16:  # a mean that does not fit
+            fits = bool(torch.isfinite(out.to(dtype)).all())
+            finite = not (yield from self.owner.any_rank(not fits, self.hops[0].transport, sequence))
+        settle(outcomes, taken=finite)
+        for buffer in (*lent, *((gradients,) if self._lends(gradients.numel(), gradients.device) else ())):
+            self.owner.give_back(buffer)
+        return finite
 
     def _check(self, input_tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         check_dtype(input_tensor, f"the gradients of {self.unit.name}")

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
-from commpress.collectives.reduce_scatter import Deal, deals, gather_rows
+from commpress.collectives.reduce_scatter import Deal, deals, decode_rows, gather_rows
 from commpress.collectives.transport import Transport
 from commpress.integrations.roles import Lossless, check_dtype
 from commpress.integrations.units import Unit
+from commpress.kernels import knows
 from commpress.work import Steps, run
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
@@ -34,10 +35,15 @@ class Difference:
 
 
 class CompressedAllGather(AllGather):
-    """Gathers the parameters of one unit; every rank, the owner too, gets the decoded ones."""
+    """Gathers the parameters of one unit; every rank, the owner too, gets the decoded ones.
+
+    Note: when nothing is sent. Weights do not change between forward and backward, so backward takes what forward has
+    received, and no rank needs to ask. In forward they have changed if gradients were reduced meanwhile. Else (evaluation,
+    accumulation, frozen parameters) each rank looks, and a header to everybody says whether any rank's have.
+    """
 
     def __init__(
-        self, unit: Unit, owner: Any, policy: Policy, transport: Transport, *, difference: bool
+        self, unit: Unit, owner: Any, policy: Policy, transport: Transport, *, difference: bool, keep: bool
     ) -> None:
         self.unit, self.owner, self.policy, self.transport = unit, owner, policy, transport
         self.difference = difference
@@ -45,8 +51,11 @@ class CompressedAllGather(AllGather):
         self.stride = sum(part.width for part in self.parts)
         self.held: torch.Tensor | None = None  # what all ranks hold, with ``difference``
         self.restored: torch.Tensor | None = None  # the own row of it, from a checkpoint
-        self._last: torch.Tensor | None = None
+        self._rows: list[torch.Tensor] = []  # what came last, still encoded, without ``difference``
+        self._last: torch.Tensor | None = None  # the own row when it was last sent
+        self._reduced = -1  # how often gradients had been reduced then
         exact = [part for part in self.parts if policy.choose(part.name, part.numel).lossless]
+        self.keep = keep and len(exact) < len(self.parts)  # what saves nothing is not worth memory
         self._values = [slice(part.at, part.at + part.width) for part in exact]  # what never travels as a difference
         self._plans: dict[tuple[torch.dtype, bool], list[Deal]] = {}
 
@@ -64,9 +73,14 @@ class CompressedAllGather(AllGather):
         if group.size() != self.unit.ranks:  # between forward and backward, among the ranks of a node: exact
             self.owner.gathered_exactly(output_tensor, group.size())
             return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        backward = torch._C._current_graph_task_id() >= 0
+        if not backward:
+            self.owner.ahead.met(self.unit)
+        reduced = self.owner.reductions(self.unit)
+        fresh, self._reduced = reduced != self._reduced, reduced
         steps = self._difference if self.difference else self._whole
         sequence = self.owner.sequence(2 + 2 * len(self._plan(input_tensor.dtype)))
-        job = steps(input_tensor, output_tensor, sequence, self.owner.key())
+        job = steps(input_tensor, output_tensor, sequence, self.owner.key(), backward, fresh)
         worker = self.owner.worker
         if worker is None:
             run(job)
@@ -75,52 +89,89 @@ class CompressedAllGather(AllGather):
 
     # ------------------------------------------------------------ steps
 
-    def _whole(self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int) -> Steps[None]:
-        yield from self._gathered(row, out, self._plan(row.dtype), sequence, key)
+    def _whole(
+        self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int, backward: bool, fresh: bool
+    ) -> Steps[None]:
+        plan, workspace = self._plan(row.dtype), self.owner.gathering
+        keep, kept = self.keep and self.unit.gathered_twice, bool(self._rows)
+        changed = not kept or (yield from self._changed(row, sequence, backward, fresh))
+        whole = out if knows(out.device, out.dtype) else self.owner.borrow(out.numel(), torch.float32, out.device)
+        if changed:
+            workspace.give_wires(*self._rows)
+            self._rows = []
+            if keep:
+                self._note(row)
+            yield from self._gathered(row, whole, plan, sequence + 1, key, kept=self._rows if keep else None)
+        else:
+            decode_rows(self._rows, whole, plan=plan, workspace=workspace)
+        if whole is not out:
+            out.copy_(whole)
+            self.owner.give_back(whole)
+        headers = int(kept and not backward and not fresh)
+        self.owner.gathered(out, plan if changed else [], self.transport, headers=headers)
 
-    def _difference(self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int) -> Steps[None]:
+    def _difference(
+        self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int, backward: bool, fresh: bool
+    ) -> Steps[None]:
         plan, exact = self._plan(row.dtype), self._plan(row.dtype, exact=True)
+        direct = knows(out.device, out.dtype)
+        step = out if direct else self.owner.borrow(out.numel(), torch.float32, out.device)
+        sent: list[Deal] = []
         if self.held is None:
             whole = row if self.restored is None else self.restored.to(row)
-            self.held = torch.empty_like(out)
-            yield from self._gathered(whole, self.held, exact, sequence, key)
-            self.restored, self._last = None, whole.clone()
-            sequence += len(exact)
-        same = self._last is not None and torch.equal(row, self._last)
-        changed = yield from self.owner.any_rank(not same, self.transport, sequence)
+            row = row.clone()  # a view of ``out``
+            yield from self._gathered(whole, step, exact, sequence, key)
+            self.held, self.restored = torch.empty_like(out).copy_(step), None
+            self._note(whole)
+            sent, sequence, backward, fresh = exact, sequence + len(exact), False, False
+        changed = yield from self._changed(row, sequence, backward, fresh)
+        finite = True
         if changed:
-            step = self.owner.borrow(out.numel(), out.device)
             rows = self.held.view(self.unit.ranks, -1)
             for columns in self._values:
                 rows[:, columns] = 0
             base = rows[self.transport.rank].float()
-            finite = yield from gather_rows(
-                row.float(), step, plan=plan, transport=self.transport, workspace=self.owner.gathering, sequence=sequence + 1,
-                key=key, base=base,
-            )  # fmt: skip
-            self.held.add_(step)
-            self.owner.give_back(step)
-            self.owner.gathered(out, plan, self.transport, headers=1)
-            self._last = row.clone()
-            out.copy_(self.held)
-            if not all(finite):
-                self.forget()
-            return
-        self.owner.gathered(out, [], self.transport, headers=1)
+            self._note(row)
+            if direct:
+                finite = yield from self._gathered(row.float(), self.held, plan, sequence + 1, key, base=base, add=True)
+            else:
+                finite = yield from self._gathered(row.float(), step, plan, sequence + 1, key, base=base)
+                self.held.add_(step)
         out.copy_(self.held)
+        if not direct:
+            self.owner.give_back(step)
+        headers = int(not backward and not fresh)
+        self.owner.gathered(out, [*sent, *(plan if changed else [])], self.transport, headers=headers)
+        if not finite:
+            self.forget()
+
+    def _changed(self, row: torch.Tensor, sequence: int, backward: bool, fresh: bool) -> Steps[bool]:
+        """Whether any rank's weights differ from what was sent last. See the class's note."""
+        if backward or fresh:
+            return fresh and not backward
+        same = self._last is not None and torch.equal(row, self._last)
+        return (yield from self.owner.any_rank(not same, self.transport, sequence))
 
     def _gathered(
-        self, row: torch.Tensor, out: torch.Tensor, plan: list[Deal], sequence: int, key: int
-    ) -> Steps[None]:
-        whole = out if out.dtype == torch.float32 else self.owner.borrow(out.numel(), out.device)
-        yield from gather_rows(
-            row.float(), whole, plan=plan, transport=self.transport, workspace=self.owner.gathering, sequence=sequence,
-            key=key,
+        self, row: torch.Tensor, out: torch.Tensor, plan: list[Deal], sequence: int, key: int, **options: Any
+    ) -> Steps[bool]:
+        """``gather_rows`` of any dtype; whether all was finite."""
+        wide = row
+        if not knows(row.device, row.dtype):
+            wide = self.owner.borrow(row.numel(), torch.float32, row.device).copy_(row)
+        finite = yield from gather_rows(
+            wide, out, plan=plan, transport=self.transport, workspace=self.owner.gathering, sequence=sequence, key=key,
+            **options,
         )  # fmt: skip
-        if whole is not out:
-            out.copy_(whole)
-            self.owner.give_back(whole)
-        self.owner.gathered(out, plan, self.transport)
+        if wide is not row:
+            self.owner.give_back(wide)
+        return all(finite)
+
+    def _note(self, row: torch.Tensor) -> None:
+        """Remember the own row, which is a view of what will be overwritten."""
+        if self._last is None or self._last.dtype != row.dtype:
+            self._last = torch.empty_like(row)
+        self._last.copy_(row)
 
     def own_row(self) -> torch.Tensor | None:
         """This rank's part of what all hold: with all ranks' parts, and nothing else, it comes back bit for bit."""
@@ -129,8 +180,9 @@ class CompressedAllGather(AllGather):
         return self.held.view(self.unit.ranks, -1)[self.transport.rank].clone()
 
     def forget(self) -> None:
-        """The next gather sends all weights exactly."""
+        """The next gather sends all weights, with ``difference`` exactly."""
         self.held = self.restored = self._last = None
+        self._rows, self._reduced = [], -1
 
     def _plan(self, dtype: torch.dtype, *, exact: bool = False) -> list[Deal]:
         if (dtype, exact) not in self._plans:

@@ -25,12 +25,32 @@ class Unit:
 
     module: FSDPModule
     names: tuple[str, ...]
-    parameters: tuple[DTensor, ...]
     mesh: DeviceMesh
+    held: Any  # torch's FSDPParamGroup
 
     @property
     def name(self) -> str:
         return f"the unit of {self.names[0]!r}"
+
+    @property
+    def parameters(self) -> tuple[DTensor, ...]:
+        return tuple(p.sharded_param for p in self.held.fsdp_params)
+
+    @property
+    def gathered_twice(self) -> bool:
+        """Whether its parameters are let go after forward, and gathered again for backward."""
+        return self.held._reshard_after_forward
+
+    @property
+    def gradients_in_use(self) -> bool:
+        """Whether somebody takes its gradients as soon as they are reduced, before backward ends."""
+        hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters)
+        return self.held._all_reduce_hook is not None or any(hooks)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether the user has said which units it gathers ahead in forward."""
+        return bool(self.module._get_fsdp_state()._states_to_forward_prefetch)
 
     @property
     def ranks(self) -> int:
@@ -75,7 +95,7 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
                     f"a parameter of shape {tuple(unknown[0].shape)} in a sharded {type(module).__name__} is not among "
                     "model.named_parameters(): pass the whole model, in sharded state (between steps)"
                 )
-            unit = Unit(module, tuple(names[id(p)] for p in parameters), parameters, parameters[0].device_mesh)
+            unit = Unit(module, tuple(names[id(p)] for p in parameters), parameters[0].device_mesh, group)
             _check(unit)
             units.append(unit)
     if not units:

@@ -41,6 +41,11 @@ def arithmetic(device: Any) -> Any:
     raise InvalidArgument(f"tensors are on {device}, expected a CPU or CUDA device: move them there")
 
 
+def knows(device: Any, dtype: Any) -> bool:
+    """Whether the kernels of ``device`` encode from, decode to and add to tensors of ``dtype``; all know float32."""
+    return str(dtype) == "torch.float32" or (device.type == "cpu" and str(dtype) == "torch.bfloat16")
+
+
 def low_rank_arithmetic(device: Any) -> Any:
     """As ``arithmetic``, for matrices: Numba on the CPU, torch's batched products elsewhere."""
     if (given := _INSTEAD.get()) is not None:

@@ -19,11 +19,13 @@ from commpress.kernels.cpu_blocks import (
     dequantize,
     is_cast,
     jit,
+    narrowed,
     pack_signs,
     quantize_clipped,
     quantize_peak,
     tree_sum,
     uncast,
+    widened,
 )
 from commpress.kernels.cpu_heads import HEADS, block_head, decode_headed, encode_headed
 from commpress.kernels.pieces import BITS, BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH
@@ -169,7 +171,7 @@ def _encode(
                         for i in range(n):
                             c[i] = c[i] + (old[i] - (lazy if old[i] >= 0 else -lazy))
                 else:
-                    _load(x[line[SOURCE] + at : line[SOURCE] + at + n], gain, old, lazy, c)
+                    _load(widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work), gain, old, lazy, c)
                 keep = new_residual[kept : kept + n] if new_residual.size and feedback else left
                 noise = key ^ np.uint32(line[HASH])
                 if headed:
@@ -230,9 +232,10 @@ def _finish_rows(partial, table, rows, senders, rank, wire, stride, new_scale):
 
 
 @jit
-def _decode(wire, stride, out, gain, senders, rank, table, rows, start, stop):
-    """senders = 0: every row into the buffer; senders > 0: the mean of row ``rank`` into the shard."""
+def _decode(wire, stride, out, gain, add, senders, rank, table, rows, start, stop):
+    """senders = 0: every row into the buffer, or added to it; senders > 0: the mean of row ``rank`` into the shard."""
     flags, work = np.empty(CHUNK + 8, np.uint8), np.empty(CHUNK + 4, np.float32)
+    wide = np.empty(CHUNK, np.float32)
     word = np.empty(1, np.float32)
     word_bytes = word.view(np.uint8)
     done = 0
@@ -251,10 +254,13 @@ def _decode(wire, stride, out, gain, senders, rank, table, rows, start, stop):
             size = block_head(kind, min(step, width - k * step), step) if headed else 4
             if senders == 0:
                 row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + head + width * bits // 8]
-                _decode_block(row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work,
-                              out[line[SOURCE] + at : line[SOURCE] + at + n], False)  # fmt: skip
+                place = out[line[SOURCE] + at : line[SOURCE] + at + n]
+                values = widened(place, wide)
+                _decode_block(row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, values, add)
+                narrowed(values, place)
                 continue
-            part = out[line[SHARD] + k * step : line[SHARD] + k * step + n]
+            place = out[line[SHARD] + k * step : line[SHARD] + k * step + n]
+            part = widened(place, wide)
             for s in range(senders):
                 row = wire[s * stride + line[COLUMN] : (s + 1) * stride]
                 _decode_block(row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, part,
@@ -262,6 +268,7 @@ def _decode(wire, stride, out, gain, senders, rank, table, rows, start, stop):
             count = np.float32(senders)
             for i in range(n):
                 part[i] = part[i] / count
+            narrowed(part, place)
         done += rows * steps
 
 
@@ -301,7 +308,10 @@ def split(function: Callable[..., Any], blocks: int, numel: int, *args: Any) -> 
 
 
 def _floats(tensor: torch.Tensor | None) -> np.ndarray:
-    return _NONE if tensor is None else tensor.numpy()
+    """float32 as such, bfloat16 as uint16."""
+    if tensor is None:
+        return _NONE
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _bytes(wire: torch.Tensor) -> np.ndarray:
@@ -337,9 +347,9 @@ def encode(
 ):
     """wire := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
 
-    x float32[n]; wire uint8[rows, row_bytes], gaps between rows allowed; residual, new_residual float32[pieces.kept],
-    which may be one tensor. With ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is
-    lazy: new_residual := c there, and c − scale · sgn(c) is formed when it comes back with ``residual_scale``.
+    x float32[n] or bfloat16[n]; wire uint8[rows, row_bytes], gaps between rows allowed; residual, new_residual
+    float32[pieces.kept], which may be one tensor. With ``new_scale`` float32[pieces · rows] the residual of pieces with one
+    scale per row is lazy: new_residual := c there, and c − scale · sgn(c) is formed when it comes back with ``residual_scale``.
     """
     _encode_any(x, gain, None, wire, flag, pieces, 0, key, residual, new_residual, residual_scale, new_scale)
 
@@ -357,17 +367,17 @@ def serve(
                 residual_scale, new_scale)  # fmt: skip
 
 
-def decode(wire, out, pieces, *, gain=1.0):
-    """out[n] := all rows; each scale is multiplied by ``gain`` before it meets a code."""
+def decode(wire, out, pieces, *, gain=1.0, add=False):
+    """out[n] := or += all rows; each scale is multiplied by ``gain`` before it meets a code. float32 or bfloat16."""
     rows = wire.shape[0]
-    split(_decode, rows * pieces.blocks, pieces.numel, _bytes(wire), wire.stride(0), out.numpy(), np.float32(gain), 0,
-           0, pieces.table, rows)  # fmt: skip
+    split(_decode, rows * pieces.blocks, pieces.numel, _bytes(wire), wire.stride(0), _floats(out), np.float32(gain), add,
+          0, 0, pieces.table, rows)  # fmt: skip
 
 
 def decode_mean(wires, out, pieces, rank):
     """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
-    split(_decode, pieces.blocks, pieces.numel, _bytes(wires), wires.stride(0), out.numpy(), np.float32(1),
-           wires.shape[0], rank, pieces.table, 1)  # fmt: skip
+    split(_decode, pieces.blocks, pieces.numel, _bytes(wires), wires.stride(0), _floats(out), np.float32(1), False,
+          wires.shape[0], rank, pieces.table, 1)  # fmt: skip
 
 
 def settle(value, scale, pieces, *, shard=False):

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from commpress.kernels.reference import BF16, FP8, FP32, INT4, INT8, SIGN_RMS, TERNARY, TINY, from_fp8
 
@@ -67,6 +67,46 @@ def _unpack_64(typing, codes, byte, scale, out, at, add):
         return None
     literal = add.literal_value
     return types.none(codes, types.intp, types.float32, out, types.intp, add), generate
+
+
+# ---------------------------------------------------------------- arrays of bfloat16, seen as uint16: chosen while compiling
+
+
+def widened(x, work):
+    """``x`` as float32: itself, or in ``work``."""
+
+
+@overload(widened)
+def _widened(x, work):
+    if x.dtype == types.float32:
+        return lambda x, work: x
+
+    def from_bf16(x, work):
+        patterns = work.view(np.uint32)
+        for i in range(x.size):
+            patterns[i] = np.uint32(x[i]) << np.uint32(16)
+        return work[: x.size]
+
+    return from_bf16
+
+
+def narrowed(values, out):
+    """``out`` := ``values``, which ``widened`` gave for it, rounded to even; nothing to do in float32."""
+
+
+@overload(narrowed)
+def _narrowed(values, out):
+    if out.dtype == types.float32:
+        return lambda values, out: None
+
+    def to_bf16(values, out):
+        patterns = values.view(np.uint32)
+        for i in range(out.size):
+            bits = patterns[i]
+            code = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            out[i] = np.uint16(0x7FC0) if (bits & _MAGNITUDE) > _INFINITY else np.uint16(code)
+
+    return to_bf16
 
 
 @jit

@@ -43,6 +43,11 @@ class Pieces:
         return [(int(t[SOURCE]), int(t[NUMEL]), int(t[KEPT])) for t in self.table if t[KEPT] >= 0]
 
     @cached_property
+    def residual_layout(self) -> bytes:
+        """Equal where one tensor can hold the residual of either."""
+        return self.table[:, [NUMEL, WIDTH, BLOCK, KEPT, SHARD]].tobytes() + f"{self.rows} {self.row_scales}".encode()
+
+    @cached_property
     def blocks(self) -> int:
         """Blocks of one row of all pieces, the unit in which kernels share work between threads."""
         step = np.where(self.table[:, BLOCK] > 0, self.table[:, BLOCK], CHUNK)

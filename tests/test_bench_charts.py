@@ -61,7 +61,7 @@ def train(path):
 
 def fsdp(path):
     bench_fsdp.draw(path, [bench_fsdp.Measured("plain", 0.1, None, 1.0, 1.0, 1.0, 2.0, 10**7)])
-    return ["under FSDP2", "bytes sent, % of bf16 collectives", "gradients", "weights"]
+    return ["under FSDP2", "bytes sent, % of plain collectives", "gradients", "weights"]
 
 
 def codec(path):

@@ -42,6 +42,33 @@ def sample(numel: int, seed: int, spread: float = 1.0) -> np.ndarray:
     return x
 
 
+@pytest.mark.parametrize("numel", [1, 65, 5003])
+def test_bfloat16_in_and_out_is_float32_and_a_cast(numel):
+    x = torch.from_numpy(sample(numel, 3, 4.0)).bfloat16()
+    for kind in (reference.FP32, reference.BF16, reference.INT8, reference.SIGN_L1):
+        pieces = single(numel, 1, kind, 64)
+        wires, flags = [framed(1, pieces.row_bytes, 3) for _ in range(2)], torch.zeros(2, dtype=torch.uint8)
+        for i, given_ in enumerate((x, x.float())):
+            cpu.encode(given_, wires[i], flags[i : i + 1], pieces)
+        assert torch.equal(*wires)
+        assert flags.tolist() == [0, 0]
+        wide, narrow, added, mean = torch.zeros(numel), x.clone(), x.clone(), x.clone()
+        cpu.decode(wires[0], wide, pieces)
+        cpu.decode(wires[0], narrow, pieces)
+        cpu.decode(wires[0], added, pieces, add=True)
+        cpu.decode_mean(wires[0], mean, pieces, 0)
+        assert torch.equal(narrow, wide.bfloat16())
+        assert torch.equal(added, (x.float() + wide).bfloat16())
+        assert torch.equal(mean, narrow)
+    pieces = single(numel, 1, reference.FP32, 64)
+    for value in (float("nan"), float("inf"), -float("inf"), 3.3895e38):
+        wire, narrow, wide = framed(1, pieces.row_bytes, 3), x.clone(), torch.full((numel,), value)
+        cpu.encode(wide, wire, flags[:1], pieces)
+        cpu.decode(wire, narrow, pieces)
+        assert torch.equal(narrow.isnan(), wide.isnan())
+        assert torch.equal(narrow.nan_to_num(7.0), wide.bfloat16().nan_to_num(7.0))
+
+
 def check_encode(numel, rows, kind, block, seed, *, offset=3, gain=1.0, spread=1.0):
     width = width_of(numel, rows)
     x, residual = sample(numel, seed, spread), sample(numel, seed + 1, spread)

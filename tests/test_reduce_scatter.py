@@ -14,7 +14,7 @@ from commpress.collectives import reduce_scatter
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.frame import HEADER
 from commpress.collectives.loopback import Loopback, Recorded, simulate
-from commpress.collectives.reduce_scatter import Part, deals, gather_rows, reduce_rows
+from commpress.collectives.reduce_scatter import Part, deals, decode_rows, gather_rows, reduce_rows
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.reference import row_bytes
 
@@ -183,6 +183,32 @@ def test_gathered_weights_are_the_same_bits_on_every_rank(ranks, codec):
         assert float((a - b).abs().max()) <= bound * float(b.abs().max()) * 1.0001, name
         if codec == "none":
             assert torch.equal(a, b)
+
+
+def test_bfloat16_gives_what_float32_and_a_cast_give(monkeypatch):
+    """Rows and outputs of half the width, added to or not, and rows that are kept: in several messages."""
+    monkeypatch.setattr(reduce_scatter, "PIECE", 40)
+    monkeypatch.setattr(reduce_scatter, "MESSAGE", 600)
+    world = World(3, "int4", feedback=False)
+    assert len(world.plans[0]) > 1
+    narrow = flatten(world.inputs(0)[0], world.parts, 3).bfloat16().view(3, -1)
+    (out, *_) = world.gather(list(narrow.float()))
+    held = torch.randn(out.numel(), generator=torch.Generator().manual_seed(1)).bfloat16()
+    outs, sums, kept = [torch.zeros(out.numel()).bfloat16() for _ in range(3)], [held.clone() for _ in range(3)], [[], [], []]
+    for targets, options in ((outs, {}), (sums, {"add": True})):
+        simulate([
+            gather_rows(
+                narrow[r], targets[r], plan=world.plans[r], transport=world.transports[r], workspace=world.workspaces[r],
+                sequence=1000 + 100 * len(options), kept=kept[r], **options,
+            )
+            for r in range(3)
+        ])  # fmt: skip
+    for r in range(3):
+        again = torch.zeros(out.numel())
+        decode_rows(kept[r], again, plan=world.plans[r], workspace=world.workspaces[r])
+        assert torch.equal(again, out)
+        assert torch.equal(outs[r], out.bfloat16())
+        assert torch.equal(sums[r], (held.float() + out).bfloat16())
 
 
 def test_differences_converge_to_the_weights():

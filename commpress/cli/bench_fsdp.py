@@ -1,16 +1,17 @@
 """a training step under FSDP2: time and bytes of plain and compressed sharding
 
-Trains a GPT with each block and the rest under fully_shard, bf16 parameters and gradients on the wire, float32 arithmetic
-(many processors have no other that is fast), once per variant, in turns of a few steps, so that moods of machine and network
-hit all alike.
+Trains a GPT with each block and the rest under fully_shard, bf16 parameters and gradients on the wire (--dtype float32: as
+FSDP2 sends them unless told otherwise), float32 arithmetic (many processors have no other that is fast), once per variant, in
+turns of a few steps, so that moods of machine and network hit all alike.
+  compute FSDP2 without a network: every rank copies its own part (not among the default variants)
   plain   torch's own collectives
   bf16    commpress with bf16 both ways: the same bytes in theory, point to point, one rounding
   int8    int8 gradients with error feedback, int8 weights
   int4    int4 gradients, int8 weights
   diff    int4 gradients, weights as int4 differences
-"of bf16" compares the bytes that commpress counts with what bf16 collectives send in theory, (P−1)/P of each buffer; "MB sent"
-is what the kernel counted, of everything. --train N --seeds K trains N steps instead and compares held-out losses: a variant
-must lie within the spread of K seeds of plain.
+"of plain" compares the bytes that commpress counts with what collectives of that dtype send in theory, (P−1)/P of each
+buffer; "MB sent" is what the kernel counted, of everything. --train N --seeds K trains N steps instead and compares held-out
+losses: a variant must lie within the spread of K seeds of plain.
 
   commpress bench fsdp                                                  4 local processes
   torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench fsdp --check
@@ -18,6 +19,7 @@ must lie within the spread of K seeds of plain.
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn import functional as F
 
 import commpress
@@ -32,16 +35,19 @@ from commpress.cli import outputs, ranks, table, text, training
 from commpress.errors import InvalidArgument
 
 VARIANTS: dict[str, tuple[Any, Any]] = {
+    "compute": (None, None),
     "plain": (None, None),
     "bf16": ("bf16", "bf16"),
     "int8": ("int8", "int8"),
     "int4": ("int4", "int8"),
     "diff": ("int4", commpress.Difference("int4")),
 }
+UNASKED = ",".join(name for name in VARIANTS if name != "compute")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": None}  # None: no mixed precision
 BARS = {"int8": 0.52, "int4": 0.44, "diff": 0.30}  # of the bytes of bf16 collectives
 FASTER = 1.8  # than plain, with --check
 WARM = 2
-HEAD = ["variant", "step ms", "against plain", "MB sent/rank", "of bf16", "gradients", "weights", "loss"]
+HEAD = ["variant", "step ms", "against plain", "MB sent/rank", "of plain", "gradients", "weights", "loss"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Settings:
     load: training.Load
     train: int = 0
     seeds: int = 1
+    dtype: str = "bfloat16"
 
 
 @dataclass
@@ -57,7 +64,7 @@ class Measured:
     variant: str
     step_seconds: float  # median of the slowest rank's
     sent_bytes: float | None  # per step, mean over the ranks; None where the kernel does not tell
-    of_bf16: float  # counted bytes over those of bf16 collectives
+    of_plain: float  # counted bytes over those of collectives of the same dtype
     gradients: float
     weights: float
     loss: float
@@ -66,7 +73,8 @@ class Measured:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variants", default=",".join(VARIANTS), metavar="A,B", help=f"default {','.join(VARIANTS)}")
+    parser.add_argument("--variants", default=UNASKED, metavar="A,B", help=f"default {UNASKED}")
+    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="of what plain sends (default bfloat16)")
     training.options(parser, rounds=3, steps=3, batch=1)
     parser.add_argument("--train", type=int, default=0, metavar="N", help="compare losses after N steps instead of times")
     parser.add_argument("--seeds", type=int, default=5, metavar="K", help="of plain with --train (default 5)")
@@ -85,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
             raise InvalidArgument(f"variant is {name!r}, expected one of {', '.join(VARIANTS)}")
     if options.train < 0 or options.seeds < 1:
         raise InvalidArgument("--train must be at least 0 and --seeds at least 1")
-    settings = Settings(variants, training.load_of(options), options.train, options.seeds)
+    settings = Settings(variants, training.load_of(options), options.train, options.seeds, options.dtype)
     measured = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
     if measured is None:  # not rank 0 of a launcher
         return 0
@@ -113,21 +121,46 @@ class WideNorm(nn.LayerNorm):
 WIDE = {nn.Linear: WideLinear, nn.LayerNorm: WideNorm}
 
 
+class OwnRows(AllGather):
+    """Every row is this rank's."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> None:
+        output_tensor.view(group.size(), -1).copy_(input_tensor.clone())
+
+
+class OwnGradients(OwnRows, ReduceScatter):
+    """The mean is this rank's part."""
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+
 class Sharded(training.Trainee):
     """One sharded model, and what its state has counted."""
 
-    def __init__(self, name: str, load: training.Load) -> None:
+    def __init__(self, name: str, load: training.Load, dtype: str) -> None:
         model = load.model()
         for module in model.modules():
             module.__class__ = WIDE.get(type(module), type(module))
         self.parameters = sum(p.numel() for p in model.parameters())
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(DTYPES[dtype], DTYPES[dtype], cast_forward_inputs=False)
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
         gradients, weights = VARIANTS[name]
-        self.state = commpress.compress_fsdp(model, gradients, weights) if gradients is not None else None
-        super().__init__(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3), load)
+        self.state = None
+        if gradients is not None:
+            self.state = commpress.compress_fsdp(model, gradients, weights, regather=name == "bf16")
+        if name == "compute":
+            for module in (*model.blocks, model):
+                module.set_custom_all_gather(OwnRows())
+                module.set_custom_reduce_scatter(OwnGradients())
+        super().__init__(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), load)
         self.before = self.counted()
 
     def counted(self) -> list[int]:
@@ -158,9 +191,10 @@ def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None)
 
 
 def _time(size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
-    load, every = settings.load, {name: Sharded(name, settings.load) for name in settings.variants}
+    load, every = settings.load, {name: Sharded(name, settings.load, settings.dtype) for name in settings.variants}
     if report is not None:
-        report(f"{size} ranks, {every['plain'].parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps}")
+        parameters = every["plain"].parameters / 1e6
+        report(f"{size} ranks, {parameters:.1f} M parameters in {settings.dtype}, {load.rounds} turns of {load.steps}")
     for one in every.values():
         one.turn(WARM)  # differences begin with an exact gather
         one.before = one.counted()
@@ -173,7 +207,7 @@ def _train(size: int, settings: Settings, report: ranks.Report | None) -> list[M
     for name in settings.variants:
         losses, took = [], []
         for seed in range(settings.seeds if name == "plain" else 1):
-            one = Sharded(name, replace(settings.load, seed=seed))
+            one = Sharded(name, replace(settings.load, seed=seed), settings.dtype)
             took += [one.step() for _ in range(settings.train)]
             losses.append(one.held_out())
             if report is not None:
@@ -188,7 +222,9 @@ def _train(size: int, settings: Settings, report: ranks.Report | None) -> list[M
 
 
 def _cells(m: Measured, plain: Measured) -> list[str]:
-    shares = ["-"] * 3 if m is plain else [f"{100 * x:.1f} %" for x in (m.of_bf16, m.gradients, m.weights)]
+    shares = ["-"] * 3
+    if m.variant not in ("compute", "plain"):
+        shares = [f"{100 * x:.1f} %" for x in (m.of_plain, m.gradients, m.weights)]
     return [
         m.variant, f"{1e3 * m.step_seconds:.1f}", f"{plain.step_seconds / m.step_seconds:.2f}x",
         "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.3f}", *shares, f"{m.loss:.3f}",
@@ -196,11 +232,11 @@ def _cells(m: Measured, plain: Measured) -> list[str]:
 
 
 def judge(measured: list[Measured], *, trained: bool) -> list[tuple[str, bool]]:
-    plain, others = measured[0], measured[1:]
+    plain, others = measured[0], [m for m in measured[1:] if m.variant != "compute"]
     bars = [
         (
-            f"{m.variant} sends {100 * m.of_bf16:.1f} % of bf16, at most {100 * BARS[m.variant]:.0f} %",
-            m.of_bf16 <= BARS[m.variant],
+            f"{m.variant} sends {100 * m.of_plain:.1f} % of plain, at most {100 * BARS[m.variant]:.0f} %",
+            m.of_plain <= BARS[m.variant],
         )
         for m in others
         if m.variant in BARS
@@ -225,6 +261,6 @@ def draw(path: str, measured: list[Measured]) -> None:
         charts.bars(time, names, {"": [1e3 * m.step_seconds for m in measured]}, "one step, ms", show="{:.0f}")
         shares = {
             "gradients": [100 * m.gradients for m in measured], "weights": [100 * m.weights for m in measured],
-            "together": [100 * m.of_bf16 for m in measured],
+            "together": [100 * m.of_plain for m in measured],
         }  # fmt: skip
-        charts.bars(sent, names, shares, "bytes sent, % of bf16 collectives", show="{:.1f}")
+        charts.bars(sent, names, shares, "bytes sent, % of plain collectives", show="{:.1f}")
