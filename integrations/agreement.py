@@ -8,19 +8,22 @@ Bytes  0  magic "ca"             Bytes 12  root or tag, i32
        3  operation, u8                24  elements that the sender takes from the receiver, i64
        4  reduction, u8                32  hash of the shapes, u32
        5  dtype, u8                    36  codec, 24 ASCII bytes
-       6  zeros                        60  zeros
-       8  sequence number, u32             little endian throughout
+       6  zeros
+       8  sequence number, u32         60  promise, u32 (``forecast``)
+                                       little endian throughout
 """
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 RECORD = 64
+SAID = 60  # bytes of it that describe the call
 CALL, LEAVE, GAVE_UP, HELLO, PING, LISTENS = 1, 2, 3, 4, 5, 6  # kinds; LISTENS: waits to receive from anyone, or no longer
-_LAYOUT = struct.Struct("<2sBBBBxxIiqqI24s4x")
+_LAYOUT = struct.Struct("<2sBBBBxxIiqqI24s")
 _MAGIC = b"ca"
 
 OPERATIONS = (
@@ -57,7 +60,8 @@ class Record(NamedTuple):
     codec: bytes = b""
 
     def pack(self) -> bytes:
-        return _LAYOUT.pack(_MAGIC, *self)
+        """With no promise."""
+        return _LAYOUT.pack(_MAGIC, *self) + bytes(RECORD - SAID)
 
     def mirrored(self) -> "Record":
         """What the peer must say for the two to agree."""
@@ -84,28 +88,28 @@ class Record(NamedTuple):
 
 def unpack(data: bytes) -> Record | None:
     """None if these are not the bytes of a record."""
-    magic, *fields = _LAYOUT.unpack(data)
+    magic, *fields = _LAYOUT.unpack_from(data)
     return Record(*fields) if magic == _MAGIC else None
 
 
 def call(
-    name: str,
-    tensors: Sequence[torch.Tensor],
-    *,
-    sequence: int = 0,
-    reduction: int = NO_REDUCTION,
-    root: int = 0,
-    codec: bytes = b"",
-) -> Record:
+    name: str, tensors: Sequence[torch.Tensor], *, reduction: int = NO_REDUCTION, root: int = 0, codec: bytes = b""
+) -> bytes:
     """The record of a collective in which every rank gives and takes the same."""
-    if len(tensors) == 1:
-        numel, shape = tensors[0].numel(), hash(tensors[0].shape)
-    else:
-        numel, shape = sum(t.numel() for t in tensors), hash(tuple(t.shape for t in tensors))
+    dtype = tensors[0].dtype if tensors else None
+    return _packed(name, tuple(t.shape for t in tensors), dtype, reduction, root, codec)
+
+
+@lru_cache(maxsize=1024)
+def _packed(
+    name: str, shapes: tuple[torch.Size, ...], dtype: torch.dtype | None, reduction: int, root: int, codec: bytes
+) -> bytes:
+    numel = sum(shape.numel() for shape in shapes)
+    shape = hash(shapes[0] if len(shapes) == 1 else shapes) & 0xFFFFFFFF
     if name == "broadcast":  # a number of elements is all that torch asks ranks to agree on here
         shape = 0
-    dtype = _DTYPES.get(tensors[0].dtype, OTHER_DTYPE) if tensors else NO_DTYPE
-    return Record(CALL, _NUMBERS[name], reduction, dtype, sequence, root, numel, numel, shape & 0xFFFFFFFF, codec)
+    code = NO_DTYPE if dtype is None else _DTYPES.get(dtype, OTHER_DTYPE)
+    return Record(CALL, _NUMBERS[name], reduction, code, 0, root, numel, numel, shape, codec).pack()
 
 
 def exchange(name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], sequence: int) -> list[Record]:
@@ -115,6 +119,14 @@ def exchange(name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequenc
         Record(operation=number, dtype=code, sequence=sequence, give=give, take=take)
         for give, take in zip(gives, takes, strict=True)
     ]
+
+
+def counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Elements for or from each rank."""
+    if not len(splits):
+        return [tensor.numel() // size] * size
+    row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+    return [row * split for split in splits]
 
 
 def sending(tensor: torch.Tensor, tag: int) -> Record:

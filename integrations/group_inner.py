@@ -1,7 +1,8 @@
 """What lies inside a commpress group: torch's own Gloo and NCCL, or MPI."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,22 +10,25 @@ import torch.distributed as dist
 
 from commpress.collectives.mpi import MpiTransport
 from commpress.collectives.transport import TorchTransport, Transport
-from commpress.integrations.guard import grace_of
+from commpress.integrations.connections import Connections, connections_of
 from commpress.integrations.mpi_group import MpiGroup
+from commpress.integrations.verdicts import grace_of
 
 AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
 _UNSET = timedelta(milliseconds=-1)
+Abort = Callable[[], object]  # end what is under way
 
 
 def torch_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup
-) -> dist.ProcessGroup:
+) -> tuple[dist.ProcessGroup, Abort]:
     """torch's own group with Gloo and, where there is CUDA, NCCL; ``group`` hands out the same backends."""
     limit = timeout - timedelta(seconds=grace_of(timeout))
     kinds = dist.ProcessGroup.BackendType
     inner = dist.ProcessGroup(store, rank, size)
     inner._set_default_backend(kinds.GLOO)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout=limit)
+    make: Callable[..., Any] = partial(dist.ProcessGroupGloo, dist.PrefixStore("cpu", store), rank, size, timeout=limit)
+    gloo, connections = connections_of(make, size - 1)
     backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
@@ -35,10 +39,17 @@ def torch_group(
         inner._register_backend(torch.device(device), kind, backend)
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kinds.GLOO)
-    return inner
+    return inner, partial(_abort, inner, connections)
 
 
-def mpi_group(store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup) -> MpiGroup:
+def _abort(inner: dist.ProcessGroup, connections: Connections) -> None:
+    inner.abort()  # NCCL; Gloo does nothing
+    connections.cut()
+
+
+def mpi_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup
+) -> tuple[MpiGroup, Abort]:
     """MPI; ``group`` hands out a placeholder, because torch keeps a group's name and devices in its backends.
 
     Whatever would call the placeholder past the group gets an error.
@@ -51,7 +62,8 @@ def mpi_group(store: dist.Store, rank: int, size: int, timeout: timedelta, group
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         group._register_backend(torch.device(device), kinds.CUSTOM, placeholder)
     group._set_default_backend(kinds.CUSTOM)
-    return MpiGroup(store, rank, size, timeout - timedelta(seconds=grace_of(timeout)))
+    mpi = MpiGroup(store, rank, size, timeout - timedelta(seconds=grace_of(timeout)))
+    return mpi, mpi.abort
 
 
 def at_once(inner: Any, tensors: Sequence[torch.Tensor]) -> bool:

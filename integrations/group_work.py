@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from commpress.integrations.guard import Guard
 
 _ZERO = timedelta(0)
-SLICE = timedelta(seconds=0.5)
+FIRST_SLICE, LAST_SLICE = timedelta(seconds=0.01), timedelta(seconds=0.5)
 _TOO_SHORT = "Operation timed out!"  # what torch says of the wait; Gloo's own timeout reads otherwise
 
 
@@ -25,6 +25,7 @@ class GroupWork(dist.Work):
         super().__init__()
         self.guard, self.issue, self.tensors = guard, issue, tensors
         self.settled, self.deadline = False, 0.0
+        self.number, self.call, self.foreseeable = -1, 0, False  # of a collective: ``ledger``
         self.expected: dict[int, bytes] = {}  # what each peer must say
         self.record: Record | None = None
         self.sliced = False  # may be waited for again
@@ -70,16 +71,17 @@ class GroupWork(dist.Work):
     def _finish(self, timeout: timedelta) -> None:
         """Wait for the data.
 
-        Note: in slices. Gloo fails where a peer is waited for that died, but a rank that waits for one that waits for the dead
-        waits on, and nothing can stop it. A collective may be waited for again after a wait that was too short; a wait for a
-        send or a receive may not, but that one waits for its peer alone.
+        Note: in slices, each twice as long as the one before. When data is late, the guard looks at what peers have said.
+        A collective may be waited for again after a wait that was too short; a wait for a send or a receive may not, but that
+        one waits for its peer alone.
         """
-        slices = self.sliced and timeout == _ZERO
+        slices, limit = self.sliced and timeout == _ZERO, FIRST_SLICE
         while True:
             try:
-                self.inner.wait(SLICE) if slices else self.inner.wait(*([timeout] if timeout > _ZERO else []))
+                self.inner.wait(limit) if slices else self.inner.wait(*([timeout] if timeout > _ZERO else []))
             except Exception as error:
-                if slices and self.guard is not None and self.guard.failure is None and _TOO_SHORT in str(error):
+                if slices and self.guard is not None and _TOO_SHORT in str(error) and self.guard.look():
+                    limit = min(2 * limit, LAST_SLICE)
                     continue
                 told = self.guard.explain(error, self) if self.guard is not None else error
                 if told is error:

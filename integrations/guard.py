@@ -1,7 +1,8 @@
-"""Agreement before data: a call is issued when every peer has said that it makes the same one.
+"""Agreement before data: a call is issued when every peer has said, or promised, that it makes the same one.
 
-Each call sends one record per peer (``agreement``) over the lines and waits for theirs. Only then does Gloo see it: Gloo
-ends the process when a message is longer than the buffer that waits for it, so a disagreement must not reach it.
+Each call sends one record per peer (``agreement``) over the lines. A call that all have promised is issued at once and checked
+beside the data; for another the guard waits for the records of all. Only then does Gloo see it: Gloo ends the process when a
+message is longer than the buffer that waits for it, so a disagreement must not reach it.
 
 Note: who reads the lines. Whoever waits for a call reads for all (the leader); others wait for the leader. When calls are
 under way that nobody waits for, the guard's own thread leads. It also watches for lines that close, answers peers that ask
@@ -12,44 +13,41 @@ Note: after a failure the group is broken for good: the ranks are out of step. D
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from commpress.errors import CommunicationError, Mismatch
 from commpress.integrations.agreement import CALL, GAVE_UP, LEAVE, LISTENS, RECV, SEND, Record, unpack
 from commpress.integrations.group_work import GroupWork
+from commpress.integrations.ledger import BATCH, Ledger
 from commpress.integrations.lines import Lines
 from commpress.integrations.matching import Matching, opposite
 from commpress.integrations.polls import Events, Polls
-from commpress.integrations.verdicts import Verdicts, word_of
+from commpress.integrations.verdicts import Verdicts, again, grace_of, speaks_of_a_peer, word_of
 
 FIRST = 0.02  # seconds to wait for one peer only
-LINGER = 0.5  # seconds that data under way may still take after a peer was found dead
+LINGER = 0.5  # seconds that data under way may still take after a peer was found dead, or the ranks disagreed
+GLANCE = 0.05  # seconds between looks while calls that were issued on promises are unchecked and nobody waits for them
 
 
 class Guard:
     """Decides when the calls of one rank may be issued, and what it means when one fails."""
 
     def __init__(
-        self, lines: Lines, *, timeout: timedelta, abort: Callable[[], object], name: Callable[[int], str]
+        self, lines: Lines, *, timeout: timedelta, abort: Callable[[], object], name: Callable[[int], str], forecasts: bool
     ) -> None:
         self.rank, self.seconds, self.grace = lines.rank, timeout.total_seconds(), grace_of(timeout)
         self.failure: CommunicationError | None = None
         self._lines, self._abort, self._verdicts = lines, abort, Verdicts(lines.rank, name)
         self._peers = lines.lines
         self._changed = threading.Condition()  # re-entrant: a future may call back into the group
-        self._leading = False
-        self._sequence = 0
-        self._queue: deque[GroupWork] = deque()  # collectives said and not yet agreed, in order
-        self._heard: dict[int, deque[bytes]] = {peer: deque() for peer in self._peers}
-        self._pairs = Matching()
+        self._leading, self._glancing, self._closed = False, False, False
+        self._ledger, self._pairs = Ledger(self._peers, forecasts=forecasts), Matching()
         self._listening: set[int] = set()  # peers that wait to receive from anyone: they are not to blame
         self._unsettled: set[GroupWork] = set()
         self._dead: set[int] = set()
         self._notices: list[tuple[int, Record]] = []
         self._abort_at: float | None = None
-        self._closed = False
         self._polls = Polls(lines)
         self._thread = threading.Thread(target=self._watch, name="commpress-guard", daemon=True)
         self._thread.start()
@@ -60,21 +58,20 @@ class Guard:
         """Say ``said`` (the same to all, or to each peer its own) and queue the call behind those before it."""
         with self._changed:
             self._check()
-            number = (self._sequence & 0xFFFFFFFF).to_bytes(4, "little")
-            self._sequence += 1
-            if isinstance(said, bytes):
-                record = said[:8] + number + said[12:]
-                work.expected = dict.fromkeys(self._peers, record)
-                for line in self._peers.values():
-                    line.say(record)
-            else:
-                assert expected is not None
-                work.expected = {peer: e[:8] + number + e[12:] for peer, e in expected.items()}
-                for peer, line in self._peers.items():
-                    line.say(said[peer][:8] + number + said[peer][12:])
-            self._queue.append(work)
+            ledger = self._ledger
             self._add(work)
-            self._hear(peer for peer, heard in self._heard.items() if not heard)
+            if isinstance(said, bytes):
+                ledger.enter(work, said)
+                if ledger.begin_foreseen(self._issue):
+                    self._say(least=BATCH)
+                    return
+                self._say()
+            else:
+                own = ledger.enter_each(work, said, expected or {})
+                self._say()
+                for peer, line in self._peers.items():
+                    line.say(own[peer])
+            self._hear(ledger.awaited())
             self._advance()
 
     def single(self, record: Record, peer: int, work: GroupWork) -> None:
@@ -105,6 +102,7 @@ class Guard:
     def settle(self, work: GroupWork, deadline: float | None = None) -> None:
         """Return when ``work`` is issued or has failed."""
         with self._changed:
+            self._say()
             while not work.settled:
                 limit = work.deadline if deadline is None else min(deadline, work.deadline)
                 left = limit - time.monotonic()
@@ -121,9 +119,27 @@ class Guard:
         """Have the guard's thread look after what is under way."""
         self._polls.nudge()
 
+    def leave(self, work: GroupWork) -> None:
+        """Nobody waits for ``work`` now: the thread looks after it, at once or, if it is issued, on occasion."""
+        if not work.settled or (self._ledger.begun and not self._glancing):
+            self.nudge()
+
+    def look(self) -> bool:
+        """Data is late: do the peers make the same call, or any? Whether the group is sound."""
+        with self._changed:
+            self._say()
+            self._hear(list(self._polls.peers.values()))
+            self._advance()
+            return self.failure is None
+
+    def _say(self, *, least: int = 1) -> None:
+        if words := self._ledger.take_unsaid(least):
+            for line in self._peers.values():
+                line.say(words)
+
     def _lead(self, seconds: float) -> None:
         """Wait for news and act on them: at first only for one peer that is missing, so as not to wake for every other."""
-        missing = [peer for peer, heard in self._heard.items() if not heard] if self._queue else []
+        missing = self._ledger.awaited()
         everybody = self._polls.everybody
         first = self._polls.one.get(missing[0]) if missing else None
         self._leading = True
@@ -140,9 +156,7 @@ class Guard:
 
     def _check(self) -> None:
         if self.failure is not None:
-            raise type(self.failure)(
-                f"this group failed before: {self.failure} Destroy it and build a new one.", ranks=self.failure.ranks
-            )
+            raise again(self.failure)
         if self._closed:
             raise CommunicationError("this group was destroyed: build a new one")
 
@@ -164,7 +178,7 @@ class Guard:
                     self._match(peer, operation, record.root)
                     self._match_anyone(record.root)
                 elif kind == CALL:
-                    self._heard[peer].append(data)
+                    self._ledger.note(peer, data)
                 elif kind == LEAVE:
                     line.left = True
                 elif kind == LISTENS and (record := unpack(data)):
@@ -204,31 +218,28 @@ class Guard:
 
     def _advance(self) -> None:
         """Issue every collective on which all agree, in order; fail if somebody differs, is gone or has given up."""
-        while self._queue and self.failure is None:
-            work = self._queue[0]
-            wrong, gone, missing = [], [], False
-            for peer, heard in self._heard.items():
-                if not heard:
-                    missing = True
-                    if not self._peers[peer].open:
-                        gone.append(peer)
-                elif heard[0] != work.expected[peer]:
-                    wrong.append((peer, heard[0]))
-            if wrong:
+        ledger = self._ledger
+        while ledger and self.failure is None:
+            (work, begun), missing = ledger.oldest(), ledger.missing()
+            gone = [peer for peer in missing if not self._peers[peer].open]
+            if begun:  # what has begun may have all it needs of a peer that died: its data will tell
+                gone = [peer for peer in gone if self._peers[peer].left]
+            if wrong := ledger.wrong():
                 self._fail(self._verdicts.disagreement(work, wrong))
             elif gone:
                 self._lose(work, gone)
             if missing or self.failure is not None:
                 break
-            for heard in self._heard.values():
-                heard.popleft()
-            self._queue.popleft()
-            self._issue(work)
+            ledger.agreed()
+            if not begun:
+                self._issue(work)
+        if self.failure is None:
+            ledger.begin_foreseen(self._issue)
         if len(self._polls.peers) < len(self._peers):
             for peer, line in self._peers.items():
                 if self.failure is None and not line.open and (waiting := self._pairs.waiting_for(peer)):
                     self._lose(waiting, [peer])
-        if self._notices and self.failure is None and self._unsettled:  # what this rank saw itself weighs more
+        if self._notices and self.failure is None and (self._unsettled or ledger):  # what this rank saw itself weighs more
             self._heed_notice()
 
     def _issue(self, work: GroupWork) -> None:
@@ -243,31 +254,30 @@ class Guard:
     def _expire(self, work: GroupWork) -> None:
         """``work`` has waited too long: for whom, and what do they do instead?"""
         if work.expected:
-            late = [peer for peer in work.expected if work not in self._queue or not self._heard[peer]]
+            late = self._ledger.late(work)
         else:
             late = [peer for peer in self._peers if peer not in self._listening] or list(self._peers)
-        said = {peer: record for peer in late if (record := self._does_instead(peer))}
+        doing = {peer: self._pairs.offered(peer) or self._ledger.does_instead(peer) for peer in late}
+        said = {peer: record for peer, record in doing.items() if record}
         silent = [peer for peer in late if peer not in said]
         self._fail(self._verdicts.expired(work, self.seconds, silent, said))
 
-    def _does_instead(self, peer: int) -> Record | None:
-        """A call that this peer has announced and that nobody here has matched."""
-        heard = self._heard[peer]
-        return self._pairs.offered(peer) or (unpack(heard[0]) if heard else None)
-
     def _heed_notice(self) -> None:
-        self._fail(self._verdicts.notice(*self._notices[0], list(self._unsettled)), tell=False)
+        self._fail(self._verdicts.notice(*self._notices[0], [*self._unsettled] or [*self._ledger]), tell=False)
 
     def _fail(self, error: CommunicationError, *, tell: bool = True) -> None:
         self.failure = error
         if tell:
+            self._say()
             self._tell_all(word_of(error))
         for work in self._unsettled:
             work.fail(error)
         self._unsettled.clear()
-        self._queue.clear()
-        if not isinstance(error, Mismatch):  # calls agreed on before a disagreement may still finish
+        if not isinstance(error, Mismatch):
             self._abort_at = time.monotonic()
+        elif self._ledger.begun:  # calls agreed on before a disagreement may still finish
+            self._abort_at = time.monotonic() + LINGER
+        self._ledger.clear()
         self.nudge()
         self._changed.notify_all()
 
@@ -281,7 +291,7 @@ class Guard:
     def explain(self, error: Exception, work: GroupWork) -> Exception:
         """The typed error for one that the transport raised: who died, stopped or gave up; ``error`` itself if nobody."""
         text = str(error)
-        if self.failure is None and not self._dead and not _looks_like_a_peer(text):
+        if self.failure is None and not self._dead and not speaks_of_a_peer(text):
             return error
         deadline = time.monotonic() + self.grace
         asked = False
@@ -296,14 +306,16 @@ class Guard:
             if self.failure is not None:
                 return type(self.failure)(str(self.failure), ranks=self.failure.ranks)
             if not asked:
-                asked = True
-                silent = self._lines.silent(self.grace / 2)
+                asked, silent = True, self._lines.silent(self.grace / 2)
                 with self._changed:
                     if silent and self.failure is None and not self._dead:
                         self._fail(self._verdicts.unanswered(work, silent, text))
             elif time.monotonic() >= deadline:
                 with self._changed:
-                    self._fail(self._verdicts.failed(work, text))
+                    if work in self._ledger:
+                        self._expire(work)
+                    elif self.failure is None:
+                        self._fail(self._verdicts.failed(work, text))
             else:
                 time.sleep(0.01)
 
@@ -317,6 +329,7 @@ class Guard:
                     return
                 leading = bool(self._unsettled) and not self._leading
                 self._leading |= leading
+                self._glancing = bool(self._ledger.begun)
                 limit = self._next_look()
             events = dict((polls.busy if leading else polls.idle).poll(limit))
             with self._changed:
@@ -336,7 +349,9 @@ class Guard:
         for line in self._peers.values():
             if line.unsent:
                 line.flush()
-        self._hear(self._peers_of(events))
+        if self._glancing:
+            self._say()
+        self._hear(list(self._polls.peers.values()) if self._glancing else self._peers_of(events))
         self._advance()
         now = time.monotonic()
         for work in [w for w in self._unsettled if w.deadline <= now]:
@@ -359,6 +374,8 @@ class Guard:
         dues = [work.deadline for work in self._unsettled]
         if self._abort_at is not None:
             dues.append(self._abort_at)
+        if self._glancing:
+            dues.append(time.monotonic() + GLANCE)
         if any(line.unsent for line in self._peers.values()):
             dues.append(time.monotonic() + 0.02)
         return max(0.0, 1000 * (min(dues) - time.monotonic())) + 1 if dues else None
@@ -379,16 +396,5 @@ class Guard:
         self.nudge()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
-        self._lines.close(Record(kind=LEAVE).pack())
+        self._lines.close(self._ledger.take_unsaid() + Record(kind=LEAVE).pack())
         self._polls.close()
-
-
-def grace_of(timeout: timedelta) -> float:
-    """Seconds, of a timeout, kept for finding out who is at fault."""
-    return min(2.0, timeout.total_seconds() / 5)
-
-
-def _looks_like_a_peer(text: str) -> bool:
-    lower = text.lower()
-    words = ("timed out", "timeout", "closed", "reset by peer", "broken pipe", "abort", "socket", "connect", "nccl")
-    return any(word in lower for word in words)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.constants import default_pg_timeout
 
-from commpress.integrations.agreement import Record, call, exchange, receiving, sending
+from commpress.integrations.agreement import Record, call, counts, exchange, receiving, sending
 from commpress.integrations.group_inner import (
     AllgatherOptions,
     at_once,
@@ -61,12 +61,15 @@ class ProcessGroup(dist.ProcessGroup):
         self.policy, self._called = policy_from(policy), name
         self._store, self._timeout, self._global_ranks = store, timeout, list(global_ranks or range(size))
         make = mpi_group if inner == "mpi" else torch_group
-        self._inner: Any = make(dist.PrefixStore("data", store), rank, size, timeout, self)
+        self._inner: Any
+        self._inner, self._abort = make(dist.PrefixStore("data", store), rank, size, timeout, self)
         self.options = self._get_backend(torch.device("cpu")).options
         self._guard: Guard | None = None
         if size > 1:
             lines = Lines(dist.PrefixStore("guard", store), rank, size, timeout)
-            self._guard = Guard(lines, timeout=timeout, abort=self._inner.abort, name=self._peer_names())
+            self._guard = Guard(
+                lines, timeout=timeout, abort=self._abort, name=self._peer_names(), forecasts=inner == "torch"
+            )
             weakref.finalize(self, self._guard.close)
         private = partial(private_transport, self._inner, dist.PrefixStore("compressed", store), rank, size, timeout)
         self.reducer = GroupReducer(self.policy, rank, size, private)
@@ -93,7 +96,7 @@ class ProcessGroup(dist.ProcessGroup):
             return self._reduction("all_reduce", self._inner.allreduce, (tensors, opts), tensors, opts)
         issue = self.reducer.steps(tensors[0], opts.reduceOp)
         record = call("all_reduce", tensors, reduction=int(opts.reduceOp.op), codec=codec)
-        return self._begin(record.pack(), None, lambda work: issue(), tensors, opts)
+        return self._begin(record, None, lambda work: issue(), tensors, opts, foreseeable=False)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllreduceCoalescedOptions()
@@ -188,7 +191,7 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
     ) -> GroupWork:
         opts = options_of(dist.AllToAllOptions, opts, timeout, {}, "")
-        gives, takes = self._counts(input, input_splits), self._counts(output, output_splits)
+        gives, takes = counts(input, input_splits, self.size()), counts(output, output_splits, self.size())
         arguments = (output, input, list(output_splits), list(input_splits), opts)
         start = self._inner.alltoall_base
         return self._exchange("all_to_all_single", input.dtype, gives, takes, start, arguments, [output])
@@ -252,15 +255,17 @@ class ProcessGroup(dist.ProcessGroup):
         arguments: tuple[Any, ...], tensors: Tensors,
     ) -> GroupWork:  # fmt: skip
         records = exchange(name, dtype, gives, takes, 0)
+        if len({*gives, *takes}) == 1:
+            return self._call(records[0].pack(), start, arguments, tensors, arguments[-1])
         peers = [r for r in range(self.size()) if r != self.rank()]
         said = {r: records[r].pack() for r in peers}
         expected = {r: records[r].mirrored().pack() for r in peers}
         return self._begin(said, expected, lambda work: start(*arguments), tensors, arguments[-1])
 
     def _call(
-        self, record: Record, start: Callable[..., Any], arguments: tuple[Any, ...], tensors: Tensors, opts: Any
+        self, record: bytes, start: Callable[..., Any], arguments: tuple[Any, ...], tensors: Tensors, opts: Any
     ) -> GroupWork:
-        return self._begin(record.pack(), None, lambda work: start(*arguments), tensors, opts)
+        return self._begin(record, None, lambda work: start(*arguments), tensors, opts)
 
     def _begin(
         self,
@@ -269,12 +274,14 @@ class ProcessGroup(dist.ProcessGroup):
         issue: Callable[[GroupWork], Any],
         tensors: Tensors,
         opts: Any,
+        foreseeable: bool = True,
     ) -> GroupWork:
         """Say the call to the peers; wait for their agreement here, unless the caller wants to go on meanwhile."""
         work = GroupWork(self._guard, issue, tensors)
         if self._guard is None:
             return self._started(work)
         work.sliced = not at_once(self._inner, tensors)
+        work.foreseeable = work.sliced and foreseeable
         if work.sliced:
             ready(tensors)
         else:
@@ -282,7 +289,8 @@ class ProcessGroup(dist.ProcessGroup):
             work.issue = lambda work: inner
         self._guard.collective(said, expected, work)
         if not getattr(opts, "asyncOp", True) or torch.autograd._profiler_enabled():
-            self._guard.settle(work)
+            if not work.settled:
+                self._guard.settle(work)
             if work.error is not None:
                 raise work.error
             return work
@@ -294,8 +302,8 @@ class ProcessGroup(dist.ProcessGroup):
 
         A profiler sees only what the profiled thread issues: while one runs, it is issued by whoever waits for it.
         """
-        if not work.settled and self._guard is not None and not torch.autograd._profiler_enabled():
-            self._guard.nudge()
+        if self._guard is not None and not torch.autograd._profiler_enabled():
+            self._guard.leave(work)
         return work
 
     @staticmethod
@@ -319,13 +327,6 @@ class ProcessGroup(dist.ProcessGroup):
             if torch._C._current_autograd_node() is not None:
                 Variable._execution_engine.queue_callback(partial(_wait_all, works))
         self._backward[1].append(work)
-
-    def _counts(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
-        """Elements for or from each rank."""
-        if not len(splits):
-            return [tensor.numel() // self.size()] * self.size()
-        row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-        return [row * split for split in splits]
 
     # ------------------------------------------------------------ life of the group
 
@@ -378,7 +379,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         self._close()
-        self._inner.abort()
+        self._abort()
 
     def _close(self) -> None:
         if self._guard is not None:

@@ -1,6 +1,7 @@
 """Who is at fault: the typed errors of the guard, in words that say what the ranks did and what should be done."""
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from commpress.integrations.agreement import GAVE_UP, Record, unpack
@@ -80,3 +81,20 @@ def word_of(error: CommunicationError) -> Record:
     """What a rank that gives up tells its peers."""
     kind = 1 if isinstance(error, Mismatch) else 2 if isinstance(error, PeerFailure) else 0
     return Record(kind=GAVE_UP, reduction=kind, give=sum(1 << r for r in error.ranks if r < _BLAME))
+
+
+def again(error: CommunicationError) -> CommunicationError:
+    """For every call after the failure."""
+    return type(error)(f"this group failed before: {error} Destroy it and build a new one.", ranks=error.ranks)
+
+
+def grace_of(timeout: timedelta) -> float:
+    """Seconds, of a timeout, kept for finding out who is at fault."""
+    return min(2.0, timeout.total_seconds() / 5)
+
+
+def speaks_of_a_peer(text: str) -> bool:
+    """Whether an error of the transport may come from a peer's failure."""
+    lower = text.lower()
+    words = ("timed out", "timeout", "closed", "reset by peer", "broken pipe", "abort", "socket", "connect", "nccl")
+    return any(word in lower for word in words)

@@ -1,12 +1,14 @@
 """Every call of a process group as it is made right, and made wrong by one rank."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 NUMEL = 4096
+TIMES = 40  # a call that has been made so often is foreseen by all: it begins on promises
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -119,11 +121,19 @@ def _recv_any(n: int, dtype: torch.dtype) -> None:
         _recv(n, dtype)
 
 
+def _repeatedly(call: Callable[[int, torch.dtype], None], n: int, dtype: torch.dtype) -> None:
+    for _ in range(TIMES):
+        call(n, dtype)
+
+
 CALLS: dict[str, Callable[[int, torch.dtype], None]] = {
     "all_reduce": _all_reduce,
     "all_reduce, async": _all_reduce_async,
+    "all_reduce, repeated": partial(_repeatedly, _all_reduce),
+    "all_reduce, async, repeated": partial(_repeatedly, _all_reduce_async),
     "all_reduce, coalesced": _all_reduce_coalesced,
     "broadcast": _broadcast,
+    "broadcast, repeated": partial(_repeatedly, _broadcast),
     "reduce": _reduce,
     "all_gather": _gather_list,
     "all_gather_single": _gather_single,

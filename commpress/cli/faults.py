@@ -38,6 +38,8 @@ Written by `{command}`. Three ranks over the backend "commpress", a timeout of {
 before the call, or makes it wrong; each cell holds the exception that ranks 0 and 1 raise, the rank they name, and the
 seconds until the slower of them has raised. After every case both destroyed the group and all-reduced over a new one of two.
 
+A call that is repeated has been made 40 times before: it begins on promises, and is found wrong beside its data.
+
 A send that meets a peer in another call is wrong only at the timeout: the receive might still come. A barrier has no shape
 and no dtype; only a compressed call has a codec. Ranks lost while data is under way are in `tests/test_group_faults.py`.
 
