@@ -26,8 +26,9 @@ from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, any_flag, average_rows, check_buffer, exchange
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
+from commpress.collectives.part import part_of
 from commpress.collectives.topology import Topology
-from commpress.collectives.transport import Transport, part_of
+from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic

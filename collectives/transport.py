@@ -6,6 +6,7 @@ operation: two operations under way at once must not share one.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -18,8 +19,10 @@ from commpress.collectives.frame import HEADER, same, unpack
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from commpress.work import Work
 
-SMALL = 4096  # payloads of at most so many bytes travel in one message with their header
+SMALL = 64 << 10  # payloads of at most so many bytes travel in one message with their header: a copy costs less than a message
+_PARCELS = 8  # kept for later operations
 
+_NONE = torch.empty(0, dtype=torch.uint8)
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
@@ -61,52 +64,6 @@ class Divisible(Transport, Protocol):
         """
 
 
-def part_of(transport: Transport, ranks: Sequence[int]) -> Transport | None:
-    """A transport among some ranks: one of its own kind if it can, else over its connections. As ``Divisible.subset``."""
-    if hasattr(transport, "subset"):
-        return transport.subset(ranks)
-    return Part(transport, tuple(sorted(ranks))) if transport.rank in ranks else None
-
-
-class Part:
-    """Some ranks of another transport, which need not know of it: rows go to them alone."""
-
-    def __init__(self, inner: Transport, members: Sequence[int]) -> None:
-        self.inner, self.members = inner, members
-        self.rank, self.size, self.ordered = members.index(inner.rank), len(members), inner.ordered
-
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self.exchange(rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return self.all_to_all(out, inp.expand(self.size, -1), tag)
-
-    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        came = self._spread(out.headers)
-        work = self.inner.exchange(
-            Rows(came, self._among(out.payloads)), Rows(self._spread(inp.headers), self._among(inp.payloads)),
-            self._spread(wanted), tag,
-        )  # fmt: skip
-        return _PartWork(work, lambda: out.headers.copy_(came[list(self.members)]))
-
-    def _among(self, payloads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        return {self.members[r]: payload for r, payload in payloads.items()}
-
-    def _spread(self, headers: torch.Tensor) -> torch.Tensor:
-        every = headers.new_zeros(self.inner.size, HEADER)
-        every[list(self.members)] = headers
-        return every
-
-
-class _PartWork:
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self.work, self.finish = work, finish
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.finish()
-
-
 class TorchTransport:
     """Over a process group: point to point on Gloo, torch's collectives elsewhere (NCCL).
 
@@ -135,6 +92,7 @@ class TorchTransport:
         self.ordered = not self.point_to_point
         self.failure: str | None = None
         self._kept: list[Any] = []  # buffers of operations that a disagreement left unfinished
+        self._parcels: deque[torch.Tensor] = deque(maxlen=_PARCELS)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._usable()
@@ -169,6 +127,16 @@ class TorchTransport:
         backend = dist.get_backend(self.group)
         group = dist.new_group(world, timeout=self.timeout, backend=backend, use_local_synchronization=True)
         return TorchTransport(group, timeout=self.timeout, point_to_point=False) if among else None
+
+    def parcels(self) -> torch.Tensor:
+        """uint8[size, HEADER + SMALL]: room for a header and a short payload of every rank; ``give`` them back."""
+        try:
+            return self._parcels.pop()
+        except IndexError:
+            return torch.empty(self.size, HEADER + SMALL, dtype=torch.uint8)
+
+    def give(self, *parcels: torch.Tensor) -> None:
+        self._parcels.extend(parcels)
 
     def peer(self, rank: int) -> str:
         """How messages name a rank: its number here, and globally where that differs."""
@@ -254,11 +222,10 @@ class _Exchange:
         tos = [r for r in ((rank + i) % size for i in range(1, size)) if r in inp.payloads]
         ahead = wanted is not None
         most = SMALL if ahead else 0
-        self.parcels = torch.empty(size if ahead else 0, HEADER + SMALL, dtype=torch.uint8)
+        self.parcels, self.letters = (transport.parcels(), transport.parcels()) if ahead else (_NONE, _NONE)
         self.headers = {r: self._post(group.recv, self.parcels[r], r, _header_tag(tag)) for r in froms if ahead}
         self.payloads = self._post_payloads(group.recv, out, froms, tag, most)
-        self.sending = {r: _with_header(inp, r) for r in tos if ahead}  # must live until they are gone
-        self.sent_headers = {r: self._post(group.send, m, r, _header_tag(tag)) for r, m in self.sending.items()}
+        self.sent_headers = {r: self._post(group.send, self._letter(r), r, _header_tag(tag)) for r in tos if ahead}
         self.sent_payloads = self._post_payloads(group.send, inp, tos, tag, most)
         if rank in inp.payloads:
             out.payloads[rank].copy_(inp.payloads[rank])
@@ -270,6 +237,16 @@ class _Exchange:
     ) -> dict[int, dist.Work]:
         parts = {r: rows.payloads[r] for r in peers}
         return {r: self._post(call, p, r, _payload_tag(tag, p.numel())) for r, p in parts.items() if p.numel() > most}
+
+    def _letter(self, rank: int) -> torch.Tensor:
+        """What goes ahead of the payload: the header, and the payload itself if it is short. It must live until it is gone."""
+        payload = self.inp.payloads[rank]
+        length = payload.numel() if payload.numel() <= SMALL else 0
+        letter = self.letters[rank, : HEADER + length]
+        letter[:HEADER] = self.inp.headers[rank]
+        if length:
+            letter[HEADER:] = payload
+        return letter
 
     def _post(self, call: Callable[..., dist.Work], row: torch.Tensor, peer: int, tag: int) -> dist.Work:
         try:
@@ -294,6 +271,8 @@ class _Exchange:
                 payload.copy_(self.parcels[r, HEADER : HEADER + payload.numel()])
         self._wait_all(self.payloads, deadline)
         self._wait_all(self.sent_payloads, deadline)
+        if self.wanted is not None:
+            self.transport.give(self.parcels, self.letters)
 
     def _wait_all(self, works: dict[int, dist.Work], deadline: float) -> None:
         failed: dict[int, RuntimeError] = {}
@@ -321,12 +300,6 @@ class _Exchange:
         says = [f"{self.transport.peer(r)} was silent for {seconds:.1f} s ({failed[r]})" for r in silent]
         says += [f"{self.transport.peer(r)} closed its connection: it died, left or gave up waiting" for r in closed]
         return self.transport.fail(f"rank {self.transport.rank}: " + "; ".join(says) + ".", tuple(silent or closed))
-
-
-def _with_header(rows: Rows, rank: int) -> torch.Tensor:
-    """What goes ahead of the payload: the header, and the payload itself if it is short."""
-    header, payload = rows.headers[rank], rows.payloads[rank]
-    return torch.cat((header, payload)) if 0 < payload.numel() <= SMALL else header
 
 
 class _Batches:

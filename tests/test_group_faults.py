@@ -3,10 +3,12 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import sources
 from commpress.backend import Policy
 from commpress.cli.fault_calls import CALLS, COMPRESSED, FAULTS, applies, make
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
+from commpress.integrations.connections import connections_of
 from group_calls import as_world
 from ranks import meet
 
@@ -216,6 +219,50 @@ def test_a_rank_that_is_stopped_is_named_inside_backward(mortal, tmp_path):
         assert type(error) is PeerFailure, error
         assert error.ranks == (LAST,)
         assert seconds < 30
+
+
+def cut_while_waiting(folder):
+    """Ranks 0 and 1 wait for the last, which is alive and never comes; then rank 0 cuts its connections."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(f"{folder}/store", size)
+    make_group = partial(dist.ProcessGroupGloo, store, rank, size, timeout=timedelta(minutes=5))
+    group, connections = connections_of(make_group, size - 1)
+    group.barrier().wait()
+    if rank < LAST:
+        work = group.allreduce([torch.ones(1 << 18)])
+        meet("calling", 2)
+        if rank == 0:
+            connections.cut()
+            error, seconds = caught(work.wait)
+            start = time.monotonic()
+            del work, group
+            meet("ended", 2)
+            return len(connections), str(error), seconds, time.monotonic() - start
+    meet("ended", 2)
+    return len(connections), "", 0.0, 0.0
+
+
+def test_a_call_under_way_in_gloo_can_be_cut(pool, tmp_path):
+    seen = pool.run(cut_while_waiting, str(tmp_path), size=3)
+    assert [count for count, *_ in seen] == [2, 2, 2]
+    _, error, seconds, destroyed = seen[0]
+    assert "Connection closed" in error
+    assert seconds < 20
+    assert destroyed < 20
+
+
+def test_connections_that_others_may_have_opened_are_not_taken():
+    """Two more than there should be."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        (one, other), connections = connections_of(
+            lambda: (socket.create_connection(listener.getsockname()), listener.accept()[0]), 1
+        )
+        assert len(connections) == 0
+        connections.cut()
+        one.sendall(b"!")
+        assert other.recv(1) == b"!"
+        one.close()
+        other.close()
 
 
 # ---------------------------------------------------------------- the table in docs/faults.md

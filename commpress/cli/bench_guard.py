@@ -1,7 +1,7 @@
 """what agreement costs: an exact all-reduce over "commpress" against the same over Gloo
 
 Both run alternately, a few calls back to back each, so that a network's moods hit both; times are medians over turns of the
-slowest rank's. The difference is one record of 64 bytes to and from every peer, before the data.
+slowest rank's. Calls that repeat themselves begin on promises: the difference is a record of 64 bytes beside the data.
 
   commpress bench guard                                          4 local processes
   torchrun ... --no-python commpress bench guard                 the ranks of a launcher
