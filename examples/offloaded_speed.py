@@ -1,15 +1,19 @@
-"""The step of an optimizer on disk, beside its reads and writes alone and the optimizer in memory.
+"""The step of an optimizer on disk, beside its reads and writes alone, the optimizer in memory, and a forward and backward.
 
 python examples/offloaded_speed.py --folder /nvme/speed --million 200
+python examples/offloaded_speed.py --folder /nvme/speed --million 200 --batch 256        # updates beside forward and backward
 """
 
 import argparse
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 import torch
 
 import commpress
+
+WIDTH = 4096
 
 
 class Idle(commpress.Offloaded):
@@ -20,13 +24,59 @@ class Idle(commpress.Offloaded):
             pass
 
 
-def seconds(optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    result = []
+def seconds(call: Callable[[], Any]) -> float:
+    begin = perf_counter()
+    call()
+    return perf_counter() - begin
+
+
+def show(name: str, times: list[float], nbytes: int = 0) -> float:
+    """The median."""
+    times = sorted(times)
+    each = times[len(times) // 2]
+    rate = f", {nbytes / each / 1e9:.1f} GB/s" if nbytes else ""
+    print(f"{name:26} {each:.2f} s ({times[0]:.2f} to {times[-1]:.2f}){rate}", flush=True)
+    return each
+
+
+def step_and_transfers(optimizer: commpress.Offloaded, steps: int) -> None:
+    """In turn: a disk's speed changes from minute to minute."""
+    whole, alone = list[float](), list[float]()
     for _ in range(steps):
-        begin = perf_counter()
+        whole.append(seconds(optimizer.step))
+        optimizer.__class__ = Idle
+        alone.append(seconds(optimizer.step))
+        optimizer.__class__ = commpress.Offloaded
+    passing = sum(c.numel for c in optimizer.chunks if optimizer._passes(c))
+    print(f"{passing / 1e6:.0f} million parameters pass through, engine {optimizer.store.engine}")
+    ratio = show("step", whole, 24 * passing) / show("reads and writes alone", alone, 24 * passing)
+    print(f"a step is {ratio:.2f} times its reads and writes alone")
+
+
+def overlap(optimizer: commpress.Offloaded, model: torch.nn.Module, batch: int, steps: int) -> None:
+    """Forward and backward alone, an update alone, and both at once."""
+    x = torch.randn(batch, WIDTH)
+
+    def compute() -> None:
+        model(x).square().mean().backward()
+
+    def drop() -> None:
+        for p in model.parameters():
+            p.grad = None
+
+    drop()
+    compute()
+    computing, updating, both = list[float](), list[float](), list[float]()
+    for _ in range(steps):
+        drop()
+        computing.append(seconds(compute))
         optimizer.step()
-        result.append(perf_counter() - begin)
-    return sorted(result)
+        updating.append(seconds(optimizer.finish))
+        compute()
+        optimizer.step()  # begins an update
+        both.append(seconds(lambda: (compute(), optimizer.finish())))
+    one, other, together = show("forward and backward", computing), show("update", updating), show("both at once", both)
+    print(f"{(one + other - together) / min(one, other):.0%} of the shorter one is hidden")
 
 
 def main() -> None:
@@ -36,31 +86,27 @@ def main() -> None:
     parser.add_argument("--million", type=int, default=200, help="parameters")
     parser.add_argument("--chunk-mb", type=float, default=32.0)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=0, help="rows of a batch: measure delayed updates beside its gradients")
     options = parser.parse_args()
-    size = max(options.million // 16, 1) * 1_000_000
-    parameters = [torch.nn.Parameter(torch.randn(size)) for _ in range(options.million * 1_000_000 // size)]
-    for p in parameters:
-        p.grad = torch.randn(size)
-    adam = {"lr": 1e-3, "fused": True}
-    memory = torch.optim.AdamW(parameters, **adam)
+    layers = -(-options.million * 1_000_000 // WIDTH**2)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape)
+    adam = {"lr": 1e-6, "fused": True}
+    memory = torch.optim.AdamW(model.parameters(), **adam)
     memory.step()
-    print(f"in memory              {seconds(memory, options.steps)[options.steps // 2]:.2f} s", flush=True)
+    show("in memory", [seconds(memory.step) for _ in range(options.steps)])
     del memory
-    found = {"step": list[float](), "reads and writes alone": list[float]()}
     with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30)) as store:
-        optimizer = commpress.Offloaded(parameters, torch.optim.AdamW, store=store, chunk_mb=options.chunk_mb, **adam)
+        optimizer = commpress.Offloaded(
+            model.parameters(), torch.optim.AdamW, store=store, chunk_mb=options.chunk_mb, delayed=options.batch > 0, **adam
+        )
         optimizer.step()
-        for _ in range(options.steps):  # in turn: a disk's speed changes from minute to minute
-            found["step"] += seconds(optimizer, 1)
-            optimizer.__class__ = Idle
-            found["reads and writes alone"] += seconds(optimizer, 1)
-            optimizer.__class__ = commpress.Offloaded
-        passing = sum(c.numel for c in optimizer.chunks if optimizer._passes(c))
-        print(f"{passing / 1e6:.0f} of {options.million} million parameters pass through, engine {store.engine}")
-    for name, times in found.items():
-        times.sort()
-        each = times[len(times) // 2]
-        print(f"{name:22} {each:.2f} s ({times[0]:.2f} to {times[-1]:.2f}), {24 * passing / each / 1e9:.1f} GB/s")
+        if options.batch:
+            overlap(optimizer, model, options.batch, options.steps)
+        else:
+            step_and_transfers(optimizer, options.steps)
+        optimizer.close()
 
 
 if __name__ == "__main__":

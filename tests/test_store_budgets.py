@@ -1,16 +1,21 @@
 """Memory, disks and writes stay within what the store was given; who wants more is told."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 import store_footprint
 from commpress.errors import DiskFull, OverBudget
+from commpress.tiered_mem.memory import Arena
 from small_store import open_store, read
+
+SMAPS = Path("/proc/self/smaps")
 
 
 def test_host_memory_is_never_exceeded_and_everything_is_there(store):
@@ -165,3 +170,16 @@ def test_churn_does_not_grow_the_files(store):
             store.commit()
     live = store.usage().tensors
     assert store.usage().disk_reserved <= max(32 << 20, 4 * live)
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="not Linux")
+def test_memory_is_private_of_huge_pages_and_no_childs():
+    arena = Arena(8 << 20)
+    address, flags = arena.bytes.data_ptr(), []
+    for line in SMAPS.read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
+            inside, rights = int(match[1], 16) <= address < int(match[2], 16), match[3]
+        elif line.startswith("VmFlags") and inside:
+            flags = line.split()[1:]
+            assert rights == "rw-p"
+    assert {"hg", "dc"} <= set(flags)  # advised: huge pages, not copied on fork
