@@ -38,8 +38,8 @@ class Unit:
 
     @property
     def gathered_twice(self) -> bool:
-        """Whether its parameters are let go after forward, and gathered again for backward."""
-        return self.held._reshard_after_forward
+        """Whether its parameters are let go after forward, and gathered again among the same ranks for backward."""
+        return self.held._reshard_after_forward and not self.held._use_post_forward_mesh
 
     @property
     def gradients_in_use(self) -> bool:

@@ -57,7 +57,8 @@ def test_contractions(numel, seed, spread):
     """‖c − Q(c)‖² against ‖c‖² for every codec that feedback relies on, with the bound that each claims."""
     c = heavy(numel, seed, spread)
     size = float(c.double().square().sum())
-    bounds = {"sign-l1": 1.0, "fp8": 2.0**-6, "bf16": 2.0**-15, "none": 0.0, "randk-32": 1.0}
+    bounds = {"sign-l1": 1.0, "fp8": 2.0**-6, "bf16": 2.0**-15, "fp16": 2.0**-20 if spread < 4 else 1.0, "none": 0.0}
+    bounds |= {"randk-32": 1.0}
     bounds |= {f"bits{b}": 1.0 for b in range(2, 9)}
     bounds |= {"topk-64": 1 - 1 / 64, "topk-8/256": 1 - 1 / 8, "topk-1": 0.0}
     for name, bound in bounds.items():
@@ -94,6 +95,17 @@ def test_an_outlier_costs_its_neighbours_nothing():
     c[100], c[200] = 1e6, -1e6
     assert float((through(BitsCodec(4), c)[0] - c).norm()) <= 1.1 * calm
     assert float((through(NAMES["int4"], c)[0] - c).norm()) > 5 * calm
+
+
+@settings(max_examples=40, deadline=None)
+@given(numel=st.integers(1, 6000), seed=st.integers(0, 2**20))
+def test_sign_keeps_the_norm_of_every_block(numel, seed):
+    c = heavy(numel, seed)
+    out, _ = through(NAMES["sign"], c)
+    for start in range(0, numel, 2048):
+        one, got = c[start : start + 2048].double(), out[start : start + 2048].double()
+        assert torch.equal(got.sign(), torch.where(one >= 0, 1.0, -1.0).double())
+        assert float(got.norm()) == pytest.approx(float(one.norm()), rel=1e-5)
 
 
 # ---------------------------------------------------------------- the mean over draws
@@ -152,6 +164,20 @@ def test_terngrad_clips_at_the_root_mean_square():
         assert set(got.sign().tolist()) == {-1.0, 0.0, 1.0}
     noisy = float((through(TernaryCodec(), c)[0] - c).norm())
     assert float((out - c).norm()) < 0.7 * noisy
+
+
+def test_the_mean_of_terngrad_is_what_is_left_after_clipping():
+    c, draws = heavy(2048, 5), 3000
+    total = torch.zeros(2048, dtype=torch.float64)
+    for key in range(draws):
+        total += through(codec_named("terngrad"), c, key=key * 7919)[0]
+    limit = 2.5 * float(c.square().mean().sqrt())
+    clipped = c.double().clamp(-limit, limit)
+    claimed = (limit * clipped.abs() - clipped.square()).clamp(min=0)
+    often = draws * clipped.abs() > 50 * limit
+    off = (total / draws - clipped).abs() / ((claimed / draws).sqrt() + 1e-5 * limit)
+    assert often.sum() > 1000
+    assert float(off[often].max()) < 5.5
 
 
 def test_noise_is_not_kept():

@@ -37,10 +37,26 @@ def test_exact_codecs_give_the_bits_of_plain_fsdp2(pool, plan):
         equal(plain, ours)
 
 
+def exactly(*plans: Plan) -> list[tuple[Trained, Trained]]:
+    return [both(plan) for plan in plans]
+
+
 def test_exact_codecs_give_the_bits_of_plain_fsdp2_on_four_ranks(pool):
-    """All ranks see the same data: sums of four equal numbers are exact in any order."""
-    for plain, ours in pool.run(both, Plan(**EXACT, same_data=True), size=4):
-        equal(plain, ours)
+    """All ranks see the same data: sums of four equal numbers are exact in any order. Also resharded to pairs after forward."""
+    plans = [Plan(**EXACT, same_data=True, reshard=reshard) for reshard in (True, 2)]
+    for results in pool.run(exactly, *plans, size=4):
+        for plain, ours in results:
+            equal(plain, ours)
+
+
+def test_resharded_to_pairs_weights_travel_compressed_once_and_exactly_inside_a_pair(pool):
+    results = pool.run(exactly, Plan(reshard=2), Plan(weights="none", reshard=2), size=4)
+    for (plain, ours), (_, exact) in results:
+        for name in plain.parameters:
+            assert torch.equal(ours.parameters[name], results[0][0][1].parameters[name]), name
+            torch.testing.assert_close(ours.parameters[name], plain.parameters[name], atol=0.12, rtol=0.2)
+        assert ours.sent[3] == exact.sent[3]
+        assert 0.4 * exact.sent[2] < ours.sent[2] < 0.8 * exact.sent[2]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -30,8 +30,8 @@ def trained(model, steps=4, same=False):
     return losses
 
 
-def hybrid(codec):
-    """Native hybrid sharding against one dimension of the mesh with our average over the other."""
+def hybrid(codec, shards=None):
+    """Native hybrid sharding against one dimension of the mesh with our average over the other; ``shards``: ours as well."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     models, losses, state = [], [], None
@@ -40,6 +40,8 @@ def hybrid(codec):
         model = Net()
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh["shard"] if ours else mesh)
+        if ours and shards is not None:
+            commpress.compress_fsdp(model, shards, shards, min_numel=0)
         if ours:
             state = commpress.compress_hsdp(model, mesh["replicate"], codec, min_numel=0)
         losses.append(trained(model))
@@ -49,9 +51,11 @@ def hybrid(codec):
     return losses, models, state.counters.as_dict(), len(saved["residuals"])
 
 
-@pytest.mark.parametrize("codec", ["none", "int8", "sign"])
-def test_hybrid_sharding_compresses_the_replicate_dimension(pool, codec):
-    results = pool.run(hybrid, codec, size=4)
+@pytest.mark.parametrize(
+    ("codec", "shards"), [("none", None), ("int8", None), ("sign", None), ("none", "none"), ("int4", "int8")]
+)
+def test_hybrid_sharding_compresses_the_replicate_dimension(pool, codec, shards):
+    results = pool.run(hybrid, codec, shards, size=4)
     for losses, (native, ours), counters, residuals in results:
         for name in native:
             assert torch.equal(ours[name], results[0][1][1][name]), name  # replicas stay equal

@@ -163,6 +163,14 @@ class Run:
             outcome.commit() if outcome.finite and commit else outcome.discard()
         return buffers, [outcome.finite for outcome in outcomes]
 
+    def owed(self):
+        """The mean of the ranks' residuals, in the places of the inputs."""
+        owed = torch.zeros(self.numel, dtype=torch.float64)
+        mean = torch.stack([f.sent for f in self.feedbacks]).double().mean(0)
+        for start, numel, kept in self.plans[0].message.pieces.kept_runs():
+            owed[start : start + numel] = mean[kept : kept + numel]
+        return owed
+
 
 def gradients(ranks, numel, seed):
     return list(torch.randn(ranks, numel, generator=torch.Generator().manual_seed(seed)))
@@ -179,12 +187,34 @@ def test_nothing_is_lost(ranks):
         assert all(torch.equal(outputs[0], other) for other in outputs)
         sent += outputs[0]
         wanted += torch.stack(inputs).double().mean(0)
-    plan = run.plans[0]
-    owed = torch.zeros(run.numel, dtype=torch.float64)
-    mean = torch.stack([f.sent for f in run.feedbacks]).double().mean(0)
-    for start, numel, kept in plan.message.pieces.kept_runs():
-        owed[start : start + numel] = mean[kept : kept + numel]
-    assert (sent + owed - wanted).abs().max() < 1e-4
+    assert (sent + run.owed() - wanted).abs().max() < 1e-4
+
+
+HARD = {
+    "zeros": lambda n: torch.zeros(n),
+    "minus zeros": lambda n: -torch.zeros(n),
+    "denormals": lambda n: torch.linspace(-1e-40, 1e-40, n),
+    "one-hot": lambda n: torch.eye(n)[n // 3],
+    "constant": lambda n: torch.full((n,), -3.25),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", HARD)
+def test_hard_inputs(name, ranks):
+    """Finite out, nothing lost, zeros stay zeros: matrices with prime sides."""
+    run = Run([(31, 37), (101, 7), (3, 5)], 1, ranks)
+    x, total = HARD[name](run.numel), torch.zeros(run.numel, dtype=torch.float64)
+    for _ in range(3):
+        outputs, finite = run.reduce([x] * ranks)
+        assert all(finite)
+        assert all(torch.equal(outputs[0], other) for other in outputs)
+        assert torch.isfinite(outputs[0]).all()
+        total += outputs[0]
+    off = (total + run.owed() - 3 * x.double()).abs()
+    assert off.max() <= 1e-5 * float(x.abs().max())
+    if not x.any():
+        assert not total.any()
 
 
 def test_a_mean_of_low_rank_is_found_exactly():

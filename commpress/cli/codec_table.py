@@ -86,7 +86,7 @@ def _rows(name: str, codec: Codec, found: dict[str, torch.Tensor]) -> Line:
     return Line(
         name, 8 * wire.numel() / x.numel(), _error(x, out), _error(x[spans["head.weight"]], out[spans["head.weight"]]),
         gigabytes / encode, gigabytes / decode, codec.feedback and not codec.lossless,
-        codec.spec.startswith(("ternary", "randk")), codec.kind < 9,
+        codec.spec.startswith(("ternary", "randk", "shift")), codec.kind < 9,
     )  # fmt: skip
 
 
