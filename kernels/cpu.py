@@ -20,7 +20,6 @@ from commpress.kernels.cpu_blocks import (
     is_cast,
     jit,
     narrowed,
-    pack_signs,
     quantize_clipped,
     quantize_peak,
     tree_sum,
@@ -28,6 +27,7 @@ from commpress.kernels.cpu_blocks import (
     widened,
 )
 from commpress.kernels.cpu_heads import HEADS, block_head, decode_headed, encode_headed
+from commpress.kernels.cpu_signs import encode_signs, pack_signs
 from commpress.kernels.pieces import BITS, BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH
 from commpress.kernels.reference import BF16, CHUNK, SIGN_RMS
 
@@ -159,7 +159,15 @@ def _encode(
             old = residual[kept : kept + n] if residual.size and feedback else residual[:0]
             lazy = stale[p * rows + r] if stale.size else np.float32(0)
             scale = np.float32(0)
-            if n > 0:
+            if n == step and senders == 0 and kind <= SIGN_RMS and step >= 256:
+                keeps = new_residual.size > 0 and feedback
+                keep, keep_at = (new_residual, kept) if keeps else (left, 0)
+                source = widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work)
+                scale = encode_signs(
+                    source, 0, gain, residual if old.size else residual[:0], kept, lazy, keep, keep_at, wire,
+                    r * stride + line[COLUMN] + head + code_at, step, kind == SIGN_RMS, whole_row, keeps, c, tree,
+                )  # fmt: skip
+            elif n > 0:
                 if senders > 0:
                     for s in range(senders):
                         sent = wires[s * in_stride + line[COLUMN] : (s + 1) * in_stride]

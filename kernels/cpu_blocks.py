@@ -1,73 +1,19 @@
 """One block in the first-level cache: its scale, its codes, and back. Written for the vectoriser.
 
-Whole-block passes over contiguous scratch, no branch inside a loop. Signs are packed and unpacked 64 at a time, as one
-vector comparison or selection whose mask is a word; the last few through bytes and one multiplication per eight bits.
+Whole-block passes over contiguous scratch, no branch inside a loop. Signs have a file of their own, ``cpu_signs``.
 """
 
-import numba
 import numpy as np
-from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
+from commpress.kernels.cpu_signs import jit, unpack_signs
 from commpress.kernels.reference import BF16, FP8, FP32, INT4, INT8, SIGN_RMS, TERNARY, TINY, from_fp8
 
-_PACK = np.uint64(0x8040201008040201)  # eight 0/1 bytes × this: the top byte holds them as bits, first one highest
-_SPREAD = np.uint64(0x0101010101010101)
-_PICK = np.uint64(0x0102040810204080)  # byte j keeps bit 7 − j
-_TOP_BYTE = np.uint64(56)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
 _FP16_BIAS = np.float32(2.0**112)
 _FP8_VALUES = from_fp8(np.arange(256, dtype=np.uint8))
-
-jit = numba.njit(nogil=True, boundscheck=False, error_model="numpy", cache=True)
-
-
-_FLOATS = ir.VectorType(ir.FloatType(), 64)
-_MASK, _WORD = ir.VectorType(ir.IntType(1), 64), ir.IntType(64)
-
-
-def _pointer(context, builder, signature, args, array, index, to):
-    data = context.make_array(signature.args[array])(context, builder, args[array]).data
-    return builder.bitcast(builder.gep(data, [args[index]]), to.as_pointer())
-
-
-@intrinsic
-def _pack_64(typing, c, at, codes, byte):
-    """codes[byte : byte + 8] := the bits of c[at : at + 64] >= 0, the first in the highest bit of its byte."""
-
-    def generate(context, builder, signature, args):
-        c = builder.load(_pointer(context, builder, signature, args, 0, 1, _FLOATS), align=4)
-        bits = builder.bitcast(builder.fcmp_ordered(">=", c, ir.Constant(_FLOATS, [0.0] * 64)), _WORD)
-        place = _pointer(context, builder, signature, args, 2, 3, _WORD)
-        builder.store(builder.bswap(builder.bitreverse(bits)), place, align=1)
-        return context.get_dummy_value()
-
-    return types.none(c, types.intp, codes, types.intp), generate
-
-
-@intrinsic(prefer_literal=True)
-def _unpack_64(typing, codes, byte, scale, out, at, add):
-    """out[at : at + 64] := or += the scale where the bit is 1, minus the scale where it is 0."""
-
-    def generate(context, builder, signature, args):
-        word = builder.load(_pointer(context, builder, signature, args, 0, 1, _WORD), align=1)
-        mask = builder.bitcast(builder.bswap(builder.bitreverse(word)), _MASK)
-        one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), args[2], ir.IntType(32)(0))
-        plus = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64))
-        value = builder.select(mask, plus, builder.fneg(plus))
-        place = _pointer(context, builder, signature, args, 3, 4, _FLOATS)
-        if literal:
-            value = builder.fadd(builder.load(place, align=4), value)
-        builder.store(value, place, align=4)
-        return context.get_dummy_value()
-
-    if not isinstance(add, types.BooleanLiteral):
-        return None
-    literal = add.literal_value
-    return types.none(codes, types.intp, types.float32, out, types.intp, add), generate
-
 
 # ---------------------------------------------------------------- arrays of bfloat16, seen as uint16: chosen while compiling
 
@@ -144,42 +90,6 @@ def _peak_bits(c, n):
         magnitude = patterns[i] & _MAGNITUDE
         peak = max(peak, magnitude)
     return peak
-
-
-@jit
-def pack_signs(c, n, flags, codes):
-    wide = n // 64 * 64
-    for i in range(0, wide, 64):
-        _pack_64(c, i, codes, i // 8)
-    if wide == n:
-        return
-    rest = (n - wide + 7) // 8
-    for i in range(n - wide):
-        flags[i] = c[wide + i] >= 0
-    for i in range(n - wide, 8 * rest):
-        flags[i] = 0
-    words = flags.view(np.uint64)
-    for i in range(rest):
-        codes[wide // 8 + i] = np.uint8((words[i] * _PACK) >> _TOP_BYTE)
-
-
-@jit
-def unpack_signs(codes, n, scale, flags, out, add):
-    wide = n // 64 * 64
-    if add:
-        for i in range(0, wide, 64):
-            _unpack_64(codes, i // 8, scale, out, i, True)
-    else:
-        for i in range(0, wide, 64):
-            _unpack_64(codes, i // 8, scale, out, i, False)
-    if wide == n:
-        return
-    words = flags.view(np.uint64)
-    for i in range((n - wide + 7) // 8):
-        words[i] = (np.uint64(codes[wide // 8 + i]) * _SPREAD) & _PICK
-    for i in range(n - wide):
-        value = scale if flags[i] else -scale
-        out[wide + i] = out[wide + i] + value if add else value
 
 
 @jit
