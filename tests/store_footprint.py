@@ -31,18 +31,18 @@ def peak() -> int:
     raise OSError("this system does not tell its peak memory")
 
 
-def memory(folder: str, host: int, total: int) -> dict[str, float]:
+def memory(folder: str, host: int, total: int, engine: str) -> dict[str, float]:
     """Put, change, commit and read ``total`` bytes of tensors of 16 MiB through ``host`` bytes."""
     size = 4 << 20
     source, names = torch.zeros(size), [f"t{i}" for i in range(total // (4 * size))]
     source += 1
-    with TieredStore.open(folder + "/warm", host="8MiB", engine="threads") as store:  # code, stacks
+    with TieredStore.open(folder + "/warm", host="8MiB", engine=engine) as store:  # code, stacks
         store.put("x", source[: 1 << 20])
         store.commit()
         with store.borrow("x") as tensor:
             tensor += 1
     before = peak()
-    with TieredStore.open(folder + "/store", host=host, engine="threads") as store:
+    with TieredStore.open(folder + "/store", host=host, engine=engine) as store:
         for name in names:
             store.put(name, source)
         for name in names:
@@ -62,14 +62,14 @@ def memory(folder: str, host: int, total: int) -> dict[str, float]:
     }
 
 
-def overlap(folder: str, seconds: float) -> dict[str, float]:
-    """A matrix product again and again on the last core, alone and while the store writes and reads on the others, in turns."""
-    cores = sorted(os.sched_getaffinity(0))
+def overlap(folder: str, seconds: float, engine: str, core: int) -> dict[str, float]:
+    """A matrix product again and again on one core, alone and while the store writes and reads on the others, in turns."""
+    cores = sorted(os.sched_getaffinity(0), key=lambda c: c == core)  # that one last
     torch.set_num_threads(1)
     a, b = torch.randn(512, 512), torch.randn(512, 512)
     size, names = 4 << 20, [f"t{i}" for i in range(64)]
     os.sched_setaffinity(0, cores[:-1])  # for all threads that begin now
-    with TieredStore.open(folder, host="256MiB", engine="threads", depth=4) as store:
+    with TieredStore.open(folder, host="256MiB", engine=engine, depth=4) as store:
         for name in names:
             store.put(name, torch.ones(size))
         store.commit()
@@ -128,12 +128,14 @@ def main() -> int:
     parser.add_argument("--host", default="256MiB")
     parser.add_argument("--tensors", default="4GiB")
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--engine", default="auto", help="of the store (default auto)")
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="that computes (default the last)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="footprint-", dir=options.directory) as folder:
         if options.what == "memory":
-            print(json.dumps(memory(folder, parse_bytes(options.host), parse_bytes(options.tensors))))
+            print(json.dumps(memory(folder, parse_bytes(options.host), parse_bytes(options.tensors), options.engine)))
         else:
-            print(json.dumps(overlap(folder, options.seconds)))
+            print(json.dumps(overlap(folder, options.seconds, options.engine, options.core)))
     return 0
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import sources
 
-OPTIONAL = {"accelerate", "aiofiles", "cupy", "libaio", "matplotlib", "mpi4py", "numba", "tqdm", "transformers", "xxhash"}
+OPTIONAL = {
+    "accelerate", "aiofiles", "cupy", "deepspeed", "libaio", "matplotlib", "mpi4py", "numba", "tqdm", "transformers", "xxhash",
+}  # fmt: skip
 
 # torch comes first, so that what it loads and starts by itself is not held against us.
 OBSERVE = """

@@ -51,6 +51,7 @@ HOMES = {
     "mpi4py": ("commpress.collectives.mpi",),
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.tiered_mem.checksum",),
+    "deepspeed": ("commpress.cli.io_peers",),
     "aiofiles": ("commpress.tiered_mem.engines*",),
     "transformers": ("commpress.integrations.hf", "commpress.integrations.hf_model"),
     "accelerate": ("commpress.integrations.hf",),

@@ -138,6 +138,23 @@ def test_links_inside_are_not_followed(tmp_path):
     assert victim.read_text() == "precious"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("name", ["manifest", "identity", "segment-000001", "lock"])
+def test_files_of_others_inside_are_refused(tmp_path, name):
+    with open_store(tmp_path) as store:
+        store.put("x", torch.ones(100_000))
+        store.commit()
+    file = tmp_path / name
+    before = file.read_bytes()
+    os.chown(file, 12345, 12345)
+    with pytest.raises(DirectoryRefused, match=f"{name}.* not a file of ours"):
+        open_store(tmp_path)
+    assert file.read_bytes() == before
+    os.chown(file, 0, 0)
+    with open_store(tmp_path) as store:
+        assert read(store, "x").sum() == 100_000
+
+
 def test_nothing_is_left_behind_and_nothing_grows(tmp_path):
     with open_store(tmp_path) as store:
         store.put("x", torch.ones(100_000))

@@ -3,20 +3,26 @@
 import os
 import queue
 import random
+import re
+import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.errors import Damaged, InvalidArgument
+from commpress.cli.doctor import engine_findings
+from commpress.errors import Damaged, InvalidArgument, MissingPackage
 from commpress.tiered_mem import engines
-from commpress.tiered_mem.checksum import checksum_of
+from commpress.tiered_mem.checksum import PIECE, checksum_of
 from commpress.tiered_mem.engines import Transfer
-from commpress.tiered_mem.engines.threads import PIECE
 from commpress.tiered_mem.extents import Extents
 from commpress.tiered_mem.layer import FileLayer
 from commpress.tiered_mem.manifest import Manifest
+from commpress.tiered_mem.options import Options
 from commpress.tiered_mem.sizes import parse_bytes, show_bytes
+from commpress.tiered_mem.store import TieredStore
+from small_store import open_store, read
 
 
 @settings(max_examples=100, deadline=None)
@@ -70,8 +76,8 @@ class Short(FileLayer):
 
 
 @pytest.mark.parametrize("engine", ["threads", "aiofiles"])
-@pytest.mark.parametrize("nbytes", [4096, PIECE, 3 * PIECE + 8192])
-def test_checksums_of_transfers_in_pieces_and_of_short_ones(tmp_path, engine, nbytes):
+@pytest.mark.parametrize("nbytes", [4096, PIECE])
+def test_checksums_of_transfers_that_come_short(tmp_path, engine, nbytes):
     if missing := engines.available(FileLayer())[engine]:
         pytest.skip(missing)
     sent, got, hashed = os.urandom(nbytes), memoryview(bytearray(nbytes)), nbytes - 100
@@ -85,3 +91,54 @@ def test_checksums_of_transfers_in_pieces_and_of_short_ones(tmp_path, engine, nb
             assert transfer.checksum == checksum_of(sent[:hashed])
     running.close()
     assert bytes(got) == sent
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("raise OSError('libaio.so.1: cannot open shared object file')", "apt-get install libaio1"),
+        ("raise ImportError('no such package')", r"pip install 'commpress\[nvme\]'"),
+    ],
+    ids=["library", "package"],
+)
+def test_without_libaio_the_cure_is_told_and_the_next_engine_taken(tmp_path, monkeypatch, content, says):
+    (tmp_path / "libaio.py").write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "libaio", raising=False)
+    with pytest.raises(MissingPackage, match=says):
+        open_store(tmp_path / "store", engine="libaio")
+    with open_store(tmp_path / "store", engine="auto") as store:
+        assert store.engine in ("threads", "io_uring", "aiofiles")
+        store.put("x", torch.ones(50_000))
+        store.evict("x").wait()
+        assert read(store, "x").sum() == 50_000
+    (finding,) = (found for found in engine_findings(FileLayer()) if "libaio" in found.what)
+    assert finding.state == "note"
+    assert re.search(says, finding.cure)
+
+
+@pytest.mark.parametrize("numel", [PIECE // 4, PIECE // 4 + 1, PIECE - 1024, PIECE + 1025])
+def test_the_checksum_of_a_chunk_covers_every_piece(tmp_path, numel):
+    options = Options(chunk_bytes=4 * PIECE)
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(5))
+    with TieredStore.open(tmp_path, host="16MiB", engine="threads", options=options, direct=False, layer=Short()) as store:
+        store.put("x", tensor)
+        store.commit()
+        places = store.places("x")
+    for at in range(0, tensor.nbytes, PIECE):  # one bit of each piece, and the last byte
+        for byte in (at, tensor.nbytes - 1):
+            place = next(p for i, p in enumerate(places) if i == byte // options.chunk_bytes)
+            flip(place.file, place.offset + byte % options.chunk_bytes)
+            with TieredStore.open(tmp_path, host="16MiB", engine="threads", options=options) as store:
+                assert [damage.names for damage in store.verify()] == [("x",)]
+            flip(place.file, place.offset + byte % options.chunk_bytes)
+    with TieredStore.open(tmp_path, host="16MiB", engine="threads", options=options) as store:
+        assert torch.equal(read(store, "x"), tensor)
+
+
+def flip(file: str, at: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))

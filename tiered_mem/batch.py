@@ -1,4 +1,4 @@
-"""Transfers that belong together, such as the chunks of one block."""
+"""Transfers that belong together, such as the pieces of the chunks of one block."""
 
 import threading
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from commpress.errors import DiskFull
 
 
 class Batch:
-    """Checksums in the order of the transfers, and an error if one failed; ``over`` is called once, after the last."""
+    """What became of them: the checksum of each chunk in order, and an error if one failed."""
 
-    def __init__(self, count: int, over: Callable[["Batch"], None]) -> None:
-        self.checksums = [0] * count
+    def __init__(self, left: int, over: Callable[["Batch"], None]) -> None:
+        """``over`` is called once, when ``left`` transfers have ended."""
+        self.checksums: list[int] = []
         self.error: BaseException | None = None
-        self._left, self._over, self._lock = count, over, threading.Lock()
-        if not count:
+        self._left, self._over, self._lock = left, over, threading.Lock()
+        if not left:
             over(self)
 
-    def add(self, index: int, checksum: int, error: BaseException | None) -> None:
+    def ended(self, error: BaseException | None) -> None:
         """Transfers end in any thread, in any order. A full disk is the error to tell, whatever else failed."""
         with self._lock:
-            self.checksums[index] = checksum
             if error is not None and (self.error is None or isinstance(error, DiskFull)):
                 self.error = error
             self._left -= 1

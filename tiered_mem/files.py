@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from commpress.errors import Damaged, DiskFailure, DiskFull, StorageError
 from commpress.tiered_mem.batch import Batch
+from commpress.tiered_mem.checksum import PIECE, joined
 from commpress.tiered_mem.engines import Engine, Transfer
 from commpress.tiered_mem.extents import Extents
 from commpress.tiered_mem.folders import Folders
@@ -208,18 +210,33 @@ class Disk:
         *,
         write: bool,
     ) -> None:
-        def ended(extent: Extent, index: int, transfer: Transfer, error: BaseException | None) -> None:
-            checksum = transfer.checksum if error is None else 0
-            batch.add(index, checksum, self._typed(error, extent, "write" if write else "read"))
+        """Chunks move in pieces, each by itself: the last chunk too has all of the engine's places in the kernel."""
+        pieces: list[list[Transfer]] = []
 
-        batch = Batch(len(extents), lambda batch: self._over.put(partial(over, batch)))
-        transfers, start = [], 0
-        for i, (extent, nbytes) in enumerate(zip(extents, sizes, strict=True)):
-            fd, part = self._segments[extent.folder, extent.segment].fd, view[start : start + extent.length]
-            done = partial(ended, extent, i)
-            transfers.append(Transfer(fd, extent.offset, part, write=write, done=done, hashed=nbytes))
+        def ended(extent: Extent, transfer: Transfer, error: BaseException | None) -> None:
+            batch.ended(self._typed(error, extent, "write" if write else "read"))
+
+        def finish(batch: Batch) -> None:
+            batch.checksums = [joined([transfer.checksum or 0 for transfer in chunk]) for chunk in pieces]
+            over(batch)
+
+        start = 0
+        for extent, nbytes in zip(extents, sizes, strict=True):
+            fd, done = self._segments[extent.folder, extent.segment].fd, partial(ended, extent)
+            pieces.append([
+                Transfer(
+                    fd,
+                    extent.offset + at,
+                    view[start + at : start + min(at + PIECE, extent.length)],
+                    write=write,
+                    done=done,
+                    hashed=min(PIECE, nbytes - at),
+                )
+                for at in range(0, extent.length, PIECE)
+            ])
             start += extent.length
-        self.engine.submit(transfers)
+        batch = Batch(sum(map(len, pieces)), lambda batch: self._over.put(partial(finish, batch)))
+        self.engine.submit(chain.from_iterable(pieces))
 
     def _conclude(self) -> None:
         """What follows a batch wants the store's lock: it has a thread of its own, for the engine's to go on."""

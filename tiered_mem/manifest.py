@@ -8,7 +8,7 @@ from typing import Any
 
 from commpress.errors import Damaged
 
-MAGIC = b"cmprsTS1"
+MAGIC = b"cmprsTS2"
 NAME = "manifest"
 LONGEST_NAME = 1024  # bytes of a tensor's name
 

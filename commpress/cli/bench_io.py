@@ -3,40 +3,33 @@
 Through the store's own calls, checksums on, with a depth of 4 unless said otherwise, for chunks of several sizes:
   write   flush: tensors that are newer in memory go to disk
   read    prefetch: tensors on disk come back and are verified
-"engine" is the same transfers without the store. "fio" is the best of its engines io_uring, libaio and psync, at the same
-depth and size in the same file system, if fio is installed. Everything is measured in turns; medians.
+"engine" is the same transfers without the store, from as few buffers as fio has: one for each transfer at once, which stay in
+the processor's cache while they are small. "fio" is the best of its engines io_uring, libaio and psync, at the same depth, if
+fio is installed; "cold" is its io_uring with a buffer for every chunk, as tensors have, and so at a greater depth. All use the
+same stretch of a file, in turns; medians.
 
   commpress bench io                                     in the current directory, about a minute
   commpress bench io --directory /nvme/tmp --size 2GiB   elsewhere, more bytes
   commpress bench io --engine io_uring --check           exit status 1 if the store is below 95 % of fio
+  commpress bench io --deepspeed                         DeepSpeed's aio handle in turns with all this, as it comes
 """
 
 import argparse
-import json
-import mmap
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
-import torch
-
 from commpress.cli import outputs, rounds, table
+from commpress.cli.io_passes import passes
+from commpress.cli.io_peers import COLD, FIO
 from commpress.errors import InvalidArgument
 from commpress.tiered_mem import engines
-from commpress.tiered_mem.engines.probe import transfer_all
 from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.options import Options
 from commpress.tiered_mem.sizes import parse_bytes, show_bytes
-from commpress.tiered_mem.store import TieredStore
 
-FIO = ("io_uring", "libaio", "psync")
 ENOUGH = 0.95  # of fio
 
 
@@ -52,6 +45,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, default=4, metavar="N", help="transfers at once (default 4)")
     parser.add_argument("--engine", default="auto", help="auto (default), threads, io_uring, libaio or aiofiles")
     parser.add_argument("--no-fio", action="store_true", help="do not run fio")
+    parser.add_argument("--deepspeed", action="store_true", help="run DeepSpeed's aio handle too, which must be installed")
     outputs.options(parser, check="the store reaches 95 %% of fio")
 
 
@@ -67,19 +61,20 @@ def run(options: argparse.Namespace) -> int:
     try:
         engine, speeds = chosen(folder, options.engine, options.depth)
         print(f"engine {engine}, depth {options.depth}, {show_bytes(size)} a figure, {options.rounds} rounds, GB/s\n")
-        head = ["chunk", "", "store", "engine", "fio", "of fio", "store min-max"]
-        widths = [7, 5, 6, 6, 6, 6, 13]
+        head = ["chunk", "", "store", "min-max", "engine", "fio", "its engine", "of fio", "cold"]
+        widths = [7, 5, 6, 11, 6, 6, 10, 6, 6]
+        if options.deepspeed:
+            head, widths = [*head, "DeepSpeed"], [*widths, 9]
         print(table.line(head, widths))
         for chunk in chunks:
-            transfers = measured(folder, chunk, size, engine, options.depth, fio)
+            transfers = passes(folder / f"{chunk}", chunk, size, engine, options.depth, fio, options.deepspeed)
             with transfers as calls, Progress(show_bytes(chunk)) as progress:
                 figures = rounds.in_turns(calls, options.rounds, warm=1, progress=progress)
+            shutil.rmtree(folder / f"{chunk}")
             for verb in ("write", "read"):
                 row = summary(chunk, verb, figures)
                 rows.append(row)
-                cells = [show_bytes(chunk), verb, *(gb(row.get(k)) for k in ("store", "engine", "fio"))]
-                of = f"{100 * row['of_fio']:.0f}%" if row.get("of_fio") else ""
-                print(table.line([*cells, of, f"{gb(row['low'])}-{gb(row['high'])}"], widths), flush=True)
+                print(table.line(cells_of(row)[: len(head)], widths), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     suggest(rows, engine, speeds)
@@ -96,98 +91,6 @@ def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]
         return engines.choose(layer, fd, direct=layer.takes_direct(fd), depth=depth)
     finally:
         layer.close(fd)
-
-
-# ---------------------------------------------------------------- what is measured
-
-
-@contextmanager
-def measured(
-    folder: Path, chunk: int, size: int, engine: str, depth: int, fio: str | None
-) -> Iterator[dict[str, Callable[[], float]]]:
-    """Name → call that moves ``size`` bytes once and returns bytes per second."""
-    layer = FileLayer()
-    settings = Options(chunk_bytes=chunk, segment_bytes=max(1 << 30, 2 * size))
-    tensor_bytes = max(chunk, 16 << 20)
-    names = [f"t{i}" for i in range(size // tensor_bytes)]
-    raw = layer.open_folder(folder / "raw")
-    direct = layer.takes_direct(raw)
-    file = layer.open(raw, "data", create=True, direct=direct)
-    layer.reserve(file, size)
-    lane = engines.start(engine, layer, depth)
-    with TieredStore.open(
-        folder / "store", host=size + (4 << 20), engine=engine, depth=depth, options=settings
-    ) as store:
-        memory = memoryview(mmap.mmap(-1, size))
-        torch.frombuffer(memory, dtype=torch.uint8).random_(0, 256)
-        for i, name in enumerate(names):
-            store.put(name, torch.frombuffer(memory, dtype=torch.uint8)[i * tensor_bytes : (i + 1) * tensor_bytes])
-        pieces = [(at, memory[at : at + chunk]) for at in range(0, size, chunk)]
-
-        def dirty() -> None:
-            for name in names:
-                with store.borrow(name):
-                    pass
-
-        def write() -> float:
-            dirty()
-            return rate(size, lambda: store.flush().wait())
-
-        def read() -> float:
-            store.evict(names).wait()
-            return rate(size, lambda: store.prefetch(names).wait())
-
-        def with_engine(write: bool) -> float:
-            return rate(size, lambda: transfer_all(lane, file, pieces, write=write))
-
-        calls: dict[str, Callable[[], float]] = {
-            "store write": write,
-            "engine write": lambda: with_engine(True),
-            "store read": read,
-            "engine read": lambda: with_engine(False),
-        }
-        if fio:
-            for kind in FIO:
-                for verb in ("write", "read"):
-                    calls[f"fio {kind} {verb}"] = lambda kind=kind, verb=verb: run_fio(  # type: ignore[misc]
-                        fio, folder / "fio", kind, verb, chunk, size, depth, direct
-                    )
-        for _ in range(2):  # the two places that changes alternate between are written once before they are measured
-            write()
-        try:
-            yield calls
-        finally:
-            lane.close()
-            layer.close(file)
-            layer.close(raw)
-            (folder / "fio").unlink(missing_ok=True)
-    shutil.rmtree(folder / "store")
-    shutil.rmtree(folder / "raw")
-
-
-def rate(size: int, call: Callable[[], object]) -> float:
-    begin = perf_counter()
-    call()
-    return size / (perf_counter() - begin)
-
-
-def run_fio(fio: str, path: Path, kind: str, verb: str, chunk: int, size: int, depth: int, direct: bool) -> float:
-    """One pass over a file that is written beforehand; psync gets ``depth`` processes instead of a queue."""
-    jobs, queue = (depth, 1) if kind == "psync" else (1, depth)
-    command = [
-        fio, "--name=b", f"--filename={path}", f"--rw={verb}", f"--bs={chunk}", f"--size={size // jobs}",
-        f"--ioengine={kind}", f"--iodepth={queue}", f"--numjobs={jobs}", f"--direct={int(direct)}", "--thread",
-        f"--offset_increment={size // jobs}", "--group_reporting", "--output-format=json", "--fallocate=none",
-    ]  # fmt: skip
-    if not path.exists():
-        fill = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8).numpy().tobytes()
-        with path.open("wb") as file:
-            for _ in range(size >> 20):
-                file.write(fill)
-    ran = subprocess.run(command, capture_output=True, text=True)
-    if ran.returncode:
-        return 0.0
-    return float(json.loads(ran.stdout[ran.stdout.index("{") :])["jobs"][0][verb]["bw_bytes"])
 
 
 # ---------------------------------------------------------------- in turns, in words
@@ -221,8 +124,17 @@ def summary(chunk: int, verb: str, figures: dict[str, list[float]]) -> dict[str,
     best = {kind: median(figures[f"fio {kind} {verb}"]) for kind in FIO if figures.get(f"fio {kind} {verb}")}
     if best:
         kind = max(best, key=lambda k: best[k])
-        row |= {"fio": best[kind], "fio_engine": kind, "of_fio": median(ours) / best[kind]}
+        cold = median(figures[f"fio {COLD} {verb}"])
+        row |= {"fio": best[kind], "fio_engine": kind, "of_fio": median(ours) / best[kind], "fio_engines": best, "cold": cold}
+    if peer := figures.get(f"deepspeed {verb}"):
+        row |= {"deepspeed": median(peer), "of_deepspeed": median(ours) / median(peer)}
     return row
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    span, of = f"{gb(row['low'])}-{gb(row['high'])}", f"{100 * row['of_fio']:.0f}%" if row.get("of_fio") else ""
+    rates = [gb(row.get(key)) for key in ("store", "engine", "fio", "cold", "deepspeed")]
+    return [show_bytes(row["chunk"]), row["verb"], rates[0], span, *rates[1:3], row.get("fio_engine", ""), of, *rates[3:]]
 
 
 def gb(rate: object) -> str:

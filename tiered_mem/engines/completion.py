@@ -73,7 +73,7 @@ class QueueEngine(ABC):
         return threading.Thread(target=target, name=name, daemon=True)
 
     def _prepare(self, transfer: Transfer) -> None:
-        transfer.take(transfer.hashed)
+        transfer.hash()
         self._ready.put(transfer)
 
     def _finish(self) -> None:
@@ -115,6 +115,6 @@ class QueueEngine(ABC):
         self._jobs.put(partial(self._conclude, transfer, error))
 
     def _conclude(self, transfer: Transfer, error: Exception | None) -> None:
-        if error is None:
-            transfer.take(transfer.hashed)
+        if error is None and not transfer.write:
+            transfer.hash()
         transfer.done(transfer, error)

@@ -54,13 +54,14 @@ class AiofilesEngine:
         where = {"loop": self._loop, "executor": self._pool}
         try:
             if transfer.write:
-                await self._run(transfer.take, transfer.hashed, **where)
+                await self._run(transfer.hash, **where)
             call = self._write if transfer.write else self._read
             while not transfer.advance(
                 await call(transfer.fd, transfer.rest, transfer.offset + transfer.moved, **where)
             ):
                 pass
-            await self._run(transfer.take, transfer.hashed, **where)
+            if not transfer.write:
+                await self._run(transfer.hash, **where)
         except Exception as error:
             failure = error
         await self._run(transfer.done, transfer, failure, **where)

@@ -4,18 +4,18 @@ import errno
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from commpress.tiered_mem.checksum import Checksum, checksum
+from commpress.tiered_mem.checksum import checksum_of
 from commpress.tiered_mem.layer import PAGE
 
 
 class Transfer:
     """Bytes between memory and a file, and the checksum of the first ``hashed`` of them as they lie in memory.
 
-    An engine takes the checksum before bytes are written and after they were read, then calls ``done`` with None or the
-    error. ``done`` does not run in the thread that submitted.
+    An engine takes the checksum just before bytes are written and just after they were read, while the processor's cache
+    has them, then calls ``done`` with None or the error. ``done`` does not run in the thread that submitted.
     """
 
-    __slots__ = ("_checksum", "_taken", "done", "fd", "hashed", "moved", "offset", "view", "write")
+    __slots__ = ("checksum", "done", "fd", "hashed", "moved", "offset", "view", "write")
 
     def __init__(
         self,
@@ -30,12 +30,11 @@ class Transfer:
         self.fd, self.offset, self.view, self.write = fd, offset, view, write
         self.done, self.hashed = done, hashed
         self.moved = 0
-        self._taken = 0
-        self._checksum: Checksum | None = None
+        self.checksum: int | None = None
 
     @property
     def rest(self) -> memoryview:
-        return self.view[self.moved :]
+        return self.view[self.moved :] if self.moved else self.view
 
     def advance(self, count: int) -> bool:
         """After the system moved ``count`` bytes: whether all are there. What is short goes on from an aligned place."""
@@ -47,20 +46,10 @@ class Transfer:
         self.moved = moved if moved == len(self.view) else moved // PAGE * PAGE
         return self.moved == len(self.view)
 
-    def take(self, end: int) -> None:
-        """Have the checksum cover what lies before ``end``, if it does not yet."""
-        end = min(end, self.hashed)
-        if self._checksum is None:
-            self._checksum = checksum()
-        if end > self._taken:
-            self._checksum.update(self.view[self._taken : end])
-            self._taken = end
-
-    @property
-    def checksum(self) -> int:
-        self.take(self.hashed)
-        assert self._checksum
-        return self._checksum.intdigest()
+    def hash(self) -> None:
+        """Take the checksum, unless it is there already."""
+        if self.checksum is None:
+            self.checksum = checksum_of(self.view[: self.hashed]) if self.hashed else 0
 
 
 class Engine(Protocol):

@@ -1,8 +1,4 @@
-"""Threads that call preadv and pwritev, which let other threads run: the simplest engine, and as fast as any.
-
-A transfer moves in pieces, each hashed just before it is written or just after it is read, while the processor's cache
-has it: memory is passed over once, not twice.
-"""
+"""Threads that call preadv and pwritev, which let other threads run: the simplest engine, and as fast as any."""
 
 import queue
 import threading
@@ -10,8 +6,6 @@ from collections.abc import Iterable
 
 from commpress.tiered_mem.engines.engine import Transfer
 from commpress.tiered_mem.layer import FileLayer
-
-PIECE = 2 << 20
 
 
 class ThreadEngine:
@@ -40,22 +34,18 @@ class ThreadEngine:
     def _serve(self) -> None:
         while transfer := self._queue.get():
             try:
-                move = self._write if transfer.write else self._read
-                while not move(transfer, transfer.moved + PIECE):
-                    pass
+                self._move(transfer)
             except Exception as error:
                 transfer.done(transfer, error)
             else:
                 transfer.done(transfer, None)
             del transfer
 
-    def _write(self, transfer: Transfer, end: int) -> bool:
-        transfer.take(end)
-        piece = transfer.view[transfer.moved : end]
-        return transfer.advance(self._layer.write(transfer.fd, piece, transfer.offset + transfer.moved))
-
-    def _read(self, transfer: Transfer, end: int) -> bool:
-        piece = transfer.view[transfer.moved : end]
-        over = transfer.advance(self._layer.read(transfer.fd, piece, transfer.offset + transfer.moved))
-        transfer.take(transfer.moved)
-        return over
+    def _move(self, transfer: Transfer) -> None:
+        if transfer.write:
+            transfer.hash()
+        call = self._layer.write if transfer.write else self._layer.read
+        while not transfer.advance(call(transfer.fd, transfer.rest, transfer.offset + transfer.moved)):
+            pass
+        if not transfer.write:
+            transfer.hash()

@@ -1,5 +1,8 @@
 """io_uring by its three system calls through ctypes: nothing to install.
 
+One thread does everything: it keeps ``depth`` transfers in the kernel, and takes the checksum of one while the others are
+under way. Threads that hand the interpreter's lock to each other for every transfer would cost more than they gain.
+
 Note: why not the ``liburing`` wheel. Its current release ends the process with SIGILL on calls that its own help shows,
 and it was no faster. The ring is shared memory of a simple layout: two heads, two tails, an array each.
 
@@ -12,47 +15,38 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 from commpress.errors import MissingPackage
-from commpress.tiered_mem.engines.completion import QueueEngine
 from commpress.tiered_mem.engines.engine import Transfer
 
 SETUP, ENTER, REGISTER = 425, 426, 427  # the same on every architecture
-NOP, READ_FIXED, WRITE_FIXED, READ, WRITE = 0, 4, 5, 22, 23
+READ_FIXED, WRITE_FIXED, READ, WRITE = 4, 5, 22, 23
 GETEVENTS, SINGLE_MMAP, REGISTER_BUFFERS, SQES = 1, 1, 0, 0x10000000
 SQE = struct.Struct("<BBHiQQIIQHHI16x")  # opcode, flags, priority, fd, offset, address, length, rw, user, buffer, ...
 CQE = struct.Struct("<QiI")  # user, result, flags
 LARGEST = 1 << 30  # bytes of one registered buffer, the kernel's limit
+BELL = 0  # the user of the read that waits for new transfers
 
 
-class UringEngine(QueueEngine):
+class UringEngine:
     name = "io_uring"
 
     def __init__(self, depth: int = 4) -> None:
         if not sys.platform.startswith("linux"):
             raise MissingPackage("io_uring is part of Linux; use the engine 'threads' here")
-        super().__init__(depth)
+        self.depth = depth
         self._libc = ctypes.CDLL(None, use_errno=True)
-        entries = 1 << (2 * depth).bit_length()
-        parameters = ctypes.create_string_buffer(120)
-        self._ring = self._call(SETUP, entries, parameters)
-        found = struct.unpack("<30I", parameters.raw)
-        (sq_entries, cq_entries), features = found[:2], found[5]
-        sq, cq = found[10:20], found[20:30]
-        if not features & SINGLE_MMAP:
-            os.close(self._ring)
-            raise MissingPackage("this kernel's io_uring is too old (before 5.4); use the engine 'threads'")
-        size = max(sq[6] + 4 * sq_entries, cq[5] + CQE.size * cq_entries)
-        self._rings = mmap.mmap(self._ring, size)
-        self._sqes = mmap.mmap(self._ring, 64 * sq_entries, offset=SQES)
-        self._sq_tail, self._sq_mask, self._sq_array = sq[1], self._load(sq[2]), sq[6]
-        self._cq_head, self._cq_tail, self._cq_mask, self._cqes = cq[0], cq[1], self._load(cq[2]), cq[5]
-        self._submission = threading.Lock()
-        self._under_way: dict[int, Transfer] = {}
-        self._count = 0
+        self._open_ring(1 << depth.bit_length())
         self._memory: tuple[int, int] | None = None  # address and length of what is registered
-        self.start()
+        self._waiting: deque[Transfer] = deque()
+        self._under_way: dict[int, Transfer] = {}
+        self._count = self._unsent = 0
+        self._closing = self._listening = False
+        self._bell, self._rung = os.eventfd(0), mmap.mmap(-1, 8)
+        self._thread = threading.Thread(target=self._serve, name="io", daemon=True)
+        self._thread.start()
 
     def register(self, memory: memoryview) -> None:
         start, pieces = _address(memory), range(0, len(memory), LARGEST)
@@ -63,51 +57,110 @@ class UringEngine(QueueEngine):
         except OSError:  # a limit on locked memory: the kernel pins page by page for every transfer instead
             self._memory = None
 
+    def submit(self, transfers: Iterable[Transfer]) -> None:
+        self._waiting.extend(transfers)
+        if self._listening:
+            os.eventfd_write(self._bell, 1)
+
     def close(self) -> None:
-        super().close()
+        self._closing = True
+        os.eventfd_write(self._bell, 1)
+        self._thread.join()
         self._rings.close()
         self._sqes.close()
         os.close(self._ring)
+        os.close(self._bell)
 
-    def _enqueue(self, transfer: Transfer) -> None:
+    # ---------------------------------------------------------------- the thread
+
+    def _serve(self) -> None:
+        self._listen()
+        ended: list[tuple[Transfer, BaseException | None]] = []
+        while True:
+            ended += self._fill()
+            for transfer, error in ended:  # while the kernel moves the next ones
+                self._conclude(transfer, error)
+            self._listening = len(self._under_way) < self.depth
+            self._prepare()
+            if self._closing and not self._waiting and not self._under_way:
+                return
+            if not (self._listening and self._waiting):
+                self._call(ENTER, self._ring, 0, 1, GETEVENTS, None, 0)
+            self._listening = False
+            ended = self._completed()
+
+    def _prepare(self) -> None:
+        """Take the checksum of what is written next while the kernel has enough to do."""
+        if self._waiting and not self._listening and self._waiting[0].write:
+            self._waiting[0].hash()
+
+    def _fill(self) -> list[tuple[Transfer, BaseException | None]]:
+        """Have the kernel busy; what could not be begun."""
+        refused: list[tuple[Transfer, BaseException | None]] = []
+        while self._waiting and len(self._under_way) < self.depth:
+            transfer = self._waiting.popleft()
+            if transfer.write:
+                transfer.hash()
+            try:
+                self._begin(transfer)
+            except OSError as error:
+                refused.append((transfer, error))
+        return refused
+
+    def _completed(self) -> list[tuple[Transfer, BaseException | None]]:
+        """What has ended, well or not; short transfers go on."""
+        ended: list[tuple[Transfer, BaseException | None]] = []
+        for user, result in list(self._entries()):
+            if user == BELL:
+                self._listen()
+                continue
+            transfer = self._under_way.pop(user)
+            try:
+                if result < 0:
+                    raise OSError(-result, os.strerror(-result))
+                if transfer.advance(result):
+                    ended.append((transfer, None))
+                else:
+                    self._begin(transfer)
+            except OSError as error:
+                ended.append((transfer, error))
+        return ended
+
+    @staticmethod
+    def _conclude(transfer: Transfer, error: BaseException | None) -> None:
+        if error is None and not transfer.write:
+            transfer.hash()
+        transfer.done(transfer, error)
+
+    # ---------------------------------------------------------------- the ring
+
+    def _begin(self, transfer: Transfer) -> None:
         rest = transfer.rest
         address, opcode, index = _address(rest), WRITE if transfer.write else READ, 0
         if self._memory and (at := address - self._memory[0]) >= 0 and at + len(rest) <= self._memory[1]:
             index = at // LARGEST
             if (at + len(rest) - 1) // LARGEST == index:
                 opcode = WRITE_FIXED if transfer.write else READ_FIXED
-        offset = transfer.offset + transfer.moved
-        self._push(transfer, SQE.pack(opcode, 0, 0, transfer.fd, offset, address, len(rest), 0, 0, index, 0, 0))
+        offset, user = transfer.offset + transfer.moved, self._count + 1
+        self._push(SQE.pack(opcode, 0, 0, transfer.fd, offset, address, len(rest), 0, user, index, 0, 0))
+        self._count, self._under_way[user] = user, transfer
 
-    def _push(self, transfer: Transfer | None, entry: bytes) -> None:
-        with self._submission:
-            user = 0
-            if transfer is not None:
-                self._count += 1
-                user = self._count
-                self._under_way[user] = transfer
-            tail = self._load(self._sq_tail)
-            slot = tail & self._sq_mask
-            self._sqes[64 * slot : 64 * slot + 64] = entry[:32] + struct.pack("<Q", user) + entry[40:]
-            struct.pack_into("<I", self._rings, self._sq_array + 4 * slot, slot)
-            struct.pack_into("<I", self._rings, self._sq_tail, (tail + 1) & 0xFFFFFFFF)
-            try:
-                while self._call(ENTER, self._ring, 1, 0, 0, None, 0) != 1:
-                    pass
-            except OSError:
-                struct.pack_into("<I", self._rings, self._sq_tail, tail)
-                self._under_way.pop(user, None)
-                raise
+    def _listen(self) -> None:
+        """The kernel waits for ``submit`` too."""
+        self._push(SQE.pack(READ, 0, 0, self._bell, 0, _address(memoryview(self._rung)), 8, 0, BELL, 0, 0, 0))
 
-    def _completed(self) -> list[tuple[Transfer, int]] | None:
-        self._call(ENTER, self._ring, 0, 1, GETEVENTS, None, 0)
-        ended, stop = [], False
-        for user, result in self._entries():
-            if user:
-                ended.append((self._under_way.pop(user), result))
-            else:
-                stop = True
-        return None if stop else ended
+    def _push(self, entry: bytes) -> None:
+        tail = self._load(self._sq_tail)
+        slot = tail & self._sq_mask
+        self._sqes[64 * slot : 64 * slot + 64] = entry
+        struct.pack_into("<I", self._rings, self._sq_array + 4 * slot, slot)
+        struct.pack_into("<I", self._rings, self._sq_tail, (tail + 1) & 0xFFFFFFFF)
+        try:
+            while self._call(ENTER, self._ring, 1, 0, 0, None, 0) != 1:
+                pass
+        except OSError:
+            struct.pack_into("<I", self._rings, self._sq_tail, tail)
+            raise
 
     def _entries(self) -> Iterator[tuple[int, int]]:
         head, tail = self._load(self._cq_head), self._load(self._cq_tail)
@@ -117,11 +170,22 @@ class UringEngine(QueueEngine):
             struct.pack_into("<I", self._rings, self._cq_head, head)
             yield user, result
 
-    def _stop(self) -> None:
-        self._push(None, SQE.pack(NOP, 0, 0, -1, 0, 0, 0, 0, 0, 0, 0, 0))
-
     def _load(self, at: int) -> int:
         return int(struct.unpack_from("<I", self._rings, at)[0])
+
+    def _open_ring(self, entries: int) -> None:
+        parameters = ctypes.create_string_buffer(120)
+        self._ring = self._call(SETUP, entries, parameters)
+        found = struct.unpack("<30I", parameters.raw)
+        (sq_entries, cq_entries), features = found[:2], found[5]
+        sq, cq = found[10:20], found[20:30]
+        if not features & SINGLE_MMAP:
+            os.close(self._ring)
+            raise MissingPackage("this kernel's io_uring is too old (before 5.4); use the engine 'threads'")
+        self._rings = mmap.mmap(self._ring, max(sq[6] + 4 * sq_entries, cq[5] + CQE.size * cq_entries))
+        self._sqes = mmap.mmap(self._ring, 64 * sq_entries, offset=SQES)
+        self._sq_tail, self._sq_mask, self._sq_array = sq[1], self._load(sq[2]), sq[6]
+        self._cq_head, self._cq_tail, self._cq_mask, self._cqes = cq[0], cq[1], self._load(cq[2]), cq[5]
 
     def _call(self, number: int, *arguments: object) -> int:
         """A system call, repeated when a signal interrupts it."""
