@@ -98,7 +98,7 @@ def test_every_option_has_a_help_text():
         (["bench", "alltoall", "--nodes", "2y4"], "topology is '2y4'"),
         (["bench", "alltoall", "--mpi"], "mpirun -n 4 commpress bench alltoall --mpi"),
         (["bench", "io", "--chunks", "3MiB"], "divide --size"),
-        (["bench", "io", "--engine", "spdk", "--size", "1MiB", "--chunks", "1MiB"], "expected 'auto' or one of threads"),
+        (["bench", "io", "--engine", "spdk", "--size", "1MiB", "--chunks", "1MiB"], "expected 'auto' or one of io_uring"),
         (["bench", "train", "--variants", "powersgd"], "expected powersgdN"),
         (["bench", "hierarchical", "--codec", "none,sing"], "did you mean 'sign'?"),
         (["bench", "hierarchical", "--topology", "two"], "expected nodes x ranks"),

@@ -49,7 +49,7 @@ def test_borrowing_twice_in_one_place_is_told(store):
     [
         ({"host": "1KiB"}, "at least pack_bytes"),
         ({"host": "much"}, "size is 'much'"),
-        ({"engine": "spdk"}, "expected 'auto' or one of threads"),
+        ({"engine": "spdk"}, "expected 'auto' or one of io_uring"),
         ({"depth": 0}, "depth is 0"),
     ],
 )
