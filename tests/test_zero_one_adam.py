@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from commpress.collectives.loopback import simulate
+from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam, ZeroOneAdam
-from commpress.schedules import DoublingIntervals
+from commpress.optim.optimizer import Round
+from commpress.optim.windows import Windows
+from commpress.schedules import DoublingIntervals, Facts
 from optim_twin import SHAPES, Replicas, equal, flat, mean, noise, start, state_of
 
 BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
@@ -284,3 +287,31 @@ def test_bytes_and_rounds_of_the_published_schedule():
     assert mine.steps == 100 * theirs.steps == total
     assert rounds <= (1 - 0.54) * total
     assert mine.wire_bytes <= (1 - 0.87) * 100 * theirs.wire_bytes
+
+
+def test_warm_up_steps_are_exact_and_the_schedule_goes_on_behind_them():
+    """With and without: the same rounds once the warm-up is over, all exact before."""
+    plain, warmed = (Windows("every", 4, warmup) for warmup in (0, 9))
+    facts, groups, rounds = Facts(), [{"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.99)}], {}
+    for name, windows in (("plain", plain), ("warmed", warmed)):
+        rounds[name] = []
+        for step in range(30):
+            rounds[name].append(windows.round(step, groups, facts))
+            if rounds[name][-1] is Round.EXACT:
+                windows.updated(step)
+    assert rounds["plain"][:4] == [Round.EXACT] * 4
+    assert Round.COMPRESSED in rounds["plain"][4:9]
+    assert rounds["warmed"][:9] == [Round.EXACT] * 9
+    assert rounds["warmed"][12:] == rounds["plain"][12:]
+
+
+def test_the_optimizer_follows_its_warm_up():
+    group = replicas(sync="every", variance_updates=Early(1), warmup_steps=3)
+    for step in range(5):
+        group.step(noise(3, step))
+    assert [o.counters.exact_rounds for o in group.optimizers] == [3] * len(group.optimizers)
+
+
+def test_a_negative_warm_up_is_refused():
+    with pytest.raises(InvalidArgument, match="warmup_steps is -1"):
+        Windows("every", 4, -1)

@@ -6,7 +6,7 @@ Three tasks, four ranks simulated in one process, production code without a netw
   digits   a convolutional network on scikit-learn's handwritten digits
   adam, lamb              exact means at every step
   onebit, onebit-lamb     exact for 15 % of the steps, then momentum in one bit
-  zero-one                variance and synchronisations on schedules
+  zero-one                the same, then variance and synchronisations on schedules
 The bar: the mean final loss of a compressed optimizer lies at most as high as the worst seed of its reference. With
 --no-feedback it must not hold. The --json file is written after each run, and a run that it has is not done again: a long
 comparison can be stopped at any time and continued.

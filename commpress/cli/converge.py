@@ -131,7 +131,7 @@ def optimizer_of(run: Run, model: nn.Module, transport: object) -> CompressedOpt
     }  # fmt: skip
     named = list(model.named_parameters())
     if run.optimizer == "zero-one":
-        return ZeroOneAdam(named, **options)  # type: ignore[arg-type]
+        return ZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
     exact = run.optimizer in ("adam", "lamb")
     cls = OneBitLamb if run.reference == "lamb" else OneBitAdam
     return cls(named, warmup_steps=run.steps + 1 if exact else run.steps * 15 // 100, **options)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ WAITING = ("innovation", "pending")  # q and s
 
 
 class ShardedZeroOneAdam(ShardedOneBitAdam):
-    """``sync`` and ``variance_updates`` are those of ``ZeroOneAdam``, other options those of ``ShardedOneBitAdam``.
+    """``sync``, ``variance_updates``, ``warmup_steps`` as in ``ZeroOneAdam``, other options as in ``ShardedOneBitAdam``.
 
     Per parameter 16/P bytes of state on each rank, 4 of residual and 8 of what waits for the end of a window.
     """
@@ -46,9 +46,10 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
         *,
         sync: Spans = "qsr",
         variance_updates: int | Updates = 16,
+        warmup_steps: int = 0,
         **options: Any,
     ) -> None:
-        self.windows, self.facts = Windows(sync, variance_updates), Facts()
+        self.windows, self.facts = Windows(sync, variance_updates, warmup_steps), Facts()
         super().__init__(params, lr, betas, eps, weight_decay, warmup_steps=1, **options)
         self.innovation, self.pending = self.flat.new(), self.flat.new()
         self.carried = [0.0] * len(self.param_groups)  # A of each group

@@ -7,6 +7,7 @@ D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from commpress.errors import InvalidArgument
 from commpress.optim.optimizer import Round
 from commpress.schedules import DoublingUpdates, Facts, Sync, Updates, sync_named
 
@@ -15,7 +16,10 @@ Spans = Literal["qsr", "rate", "every"] | Sync
 
 
 class Windows:
-    def __init__(self, sync: Spans, variance_updates: int | Updates) -> None:
+    def __init__(self, sync: Spans, variance_updates: int | Updates, warmup_steps: int) -> None:
+        if warmup_steps < 0:
+            raise InvalidArgument(f"warmup_steps is {warmup_steps}, expected 0 or more steps that are exact")
+        self.warmup = warmup_steps
         self.sync = sync_named(sync)
         self.variance_schedule: Updates = (
             DoublingUpdates(variance_updates) if isinstance(variance_updates, int) else variance_updates
@@ -31,6 +35,8 @@ class Windows:
 
     def round(self, step: int, groups: Sequence[Group], facts: Facts) -> Round:
         """An exact step waits for the end of a window: inside it the variance must not move."""
+        if step < self.warmup:
+            return Round.EXACT
         count = self.variance_schedule.count
         if self.held == 0 and count(step + 1) > count(self.updated_at + 1):
             return Round.EXACT

@@ -39,6 +39,7 @@ class ZeroOneAdam(CompressedOptimizer):
       inverse square: 2 at 0.7 of the peak, 4 at half of it, at most 16; "rate" 2 after the peak and doubling each time the
       rate halves, at most 16; "every"; or a ``schedules.Sync``.
     - ``variance_updates``: exact steps at each interval 1, 2, 4, … (default 16), or a ``schedules.Updates``.
+    - ``warmup_steps``: so many first steps are exact in any case (default 0); short runs want a tenth or more of their steps.
 
     Between synchronisations ranks hold different parameters: call ``synchronize()`` before evaluating or exporting.
     """
@@ -54,6 +55,7 @@ class ZeroOneAdam(CompressedOptimizer):
         bias_correction: bool = True,
         sync: Spans = "qsr",
         variance_updates: int | Updates = 16,
+        warmup_steps: int = 0,
         spiky_codec: str | Codec | None = "int8",
         variance_floor: float = 1e-3,
         **options: Any,
@@ -62,7 +64,7 @@ class ZeroOneAdam(CompressedOptimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
         }  # fmt: skip
         check_defaults(defaults)
-        self.windows = Windows(sync, variance_updates)
+        self.windows = Windows(sync, variance_updates, warmup_steps)
         self.spiky_codec = None if spiky_codec is None else codec_named(spiky_codec)
         self.frozen_variance = FrozenVariance(variance_floor)
         self.spiky: list[str] | None = None  # decided at the first compressed round
