@@ -1,10 +1,12 @@
 """The small parts of the tiered store, alone."""
 
+import gc
 import os
 import queue
 import random
 import re
 import sys
+import time
 
 import pytest
 import torch
@@ -142,3 +144,22 @@ def flip(file: str, at: int) -> None:
         byte = opened.read(1)[0]
         opened.seek(at)
         opened.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+def test_transfers_that_have_ended_are_let_go(tmp_path, engine):
+    if missing := engines.available(FileLayer())[engine]:
+        pytest.skip(missing)
+    gc.collect()
+    gc.disable()
+    try:
+        with open_store(tmp_path, engine=engine) as store:
+            store.put("x", torch.ones(100_000))
+            store.evict("x").wait()
+            read(store, "x")
+            end = time.monotonic() + 10
+            while held := [known for known in gc.get_objects() if type(known) is Transfer]:
+                assert time.monotonic() < end, f"{len(held)} are held by each other"
+                time.sleep(0.01)
+    finally:
+        gc.enable()

@@ -218,6 +218,7 @@ class Disk:
 
         def finish(batch: Batch) -> None:
             batch.checksums = [joined([transfer.checksum or 0 for transfer in chunk]) for chunk in pieces]
+            pieces.clear()  # or they and what they call would hold each other
             over(batch)
 
         start = 0

@@ -78,8 +78,8 @@ class UringEngine:
         ended: list[tuple[Transfer, BaseException | None]] = []
         while True:
             ended += self._fill()
-            for transfer, error in ended:  # while the kernel moves the next ones
-                self._conclude(transfer, error)
+            while ended:  # while the kernel moves the next ones
+                self._conclude(*ended.pop(0))
             self._listening = len(self._under_way) < self.depth
             self._prepare()
             if self._closing and not self._waiting and not self._under_way:
