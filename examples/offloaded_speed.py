@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--host", type=float, default=0.9, help="GiB of the store's host memory")
     parser.add_argument("--million", type=int, default=200, help="parameters")
     parser.add_argument("--chunk-mb", type=float, default=32.0)
+    parser.add_argument("--depth", type=int, default=4, help="requests that the disk sees at once")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=0, help="rows of a batch: measure delayed updates beside its gradients")
     options = parser.parse_args()
@@ -97,7 +98,7 @@ def main() -> None:
     memory.step()
     show("in memory", [seconds(memory.step) for _ in range(options.steps)])
     del memory
-    with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30)) as store:
+    with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30), depth=options.depth) as store:
         optimizer = commpress.Offloaded(
             model.parameters(), torch.optim.AdamW, store=store, chunk_mb=options.chunk_mb, delayed=options.batch > 0, **adam
         )
