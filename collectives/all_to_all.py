@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from commpress.codecs.codec import Codec, codec_named
@@ -160,7 +160,7 @@ def _like(scratch: Scratch, tensor: torch.Tensor, dtype: torch.dtype, held: list
 
 
 def _width(tensor: torch.Tensor) -> int:
-    return int(np.prod(tensor.shape[1:], dtype=np.int64))
+    return prod(tensor.shape[1:])
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

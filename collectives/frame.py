@@ -124,11 +124,10 @@ def verify(wire: torch.Tensor, frame: Frame, packed: torch.Tensor, rank: int) ->
 
 
 def verify_rows(
-    headers: torch.Tensor, payloads: Mapping[int, torch.Tensor], wanted: Mapping[int, Frame], rank: int
+    headers: torch.Tensor, payloads: Mapping[int, torch.Tensor], wanted: Mapping[int, Frame], packed: torch.Tensor, rank: int
 ) -> None:
     """As ``verify`` where every peer has a frame of its own."""
-    got = headers.cpu().numpy()
-    expected = pack_rows(wanted, len(got)).numpy()
+    got, expected = headers.cpu().numpy(), packed.numpy()
     wrong = [r for r in wanted if not same(expected[r], got[r])]
     if wrong:
         found = {r: unpack(got[r]) for r in wrong}

@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import os
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from commpress.collectives.frame import HEADER, same
+from commpress.collectives.frame import AGREED, HEADER, same
 from commpress.collectives.transport import Rows, Transport, rows_of
 from commpress.errors import CommunicationError, InvalidArgument, MissingPackage, PeerFailure
 from commpress.work import Work
 
 EAGER = 1e-3  # seconds of asking again and again before naps begin: MPI moves data only while it is asked
 NAP = 50e-6
+_PLAIN = 0x8000  # tags below are those of headers, and of payloads without
 LONGEST = 2**31 - 1  # bytes of one message
 
 
@@ -57,8 +59,8 @@ def told_by_rank_0(text: str, comm: Any = None) -> str:
 class MpiTransport:
     """Over an MPI communicator (default: all ranks), of which it makes a copy: collective, on every rank of it.
 
-    Headers travel as messages of their own beside the rows, so that a rank that disagrees or is silent is known before its rows
-    could meet others of different length. Tensors are sent where they lie.
+    Headers travel as messages of their own beside the rows, so that a rank that disagrees or is silent is known, and its rows
+    never meet others of different length. Tensors are sent where they lie.
     Tensors on a GPU too if MPI is CUDA-aware (asked of the library, or told by ``cuda_aware``), else by way of the host.
 
     Note: after a failure. MPI cannot take back what a dead peer has not taken, and ``MPI_Finalize`` would wait for it for
@@ -75,6 +77,7 @@ class MpiTransport:
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.failure: str | None = None
         self._cuda_aware, self._staged = cuda_aware, Staged(self)
+        self._tags = self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB) - _PLAIN  # far more than _PLAIN in every MPI
         self._kept: list[Any] = []  # requests and buffers of operations that did not end
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
@@ -118,6 +121,11 @@ class MpiTransport:
                 f"contiguous bytes, at most {LONGEST}: split it"
             )
         return host_buffer(self.mpi, tensor) if tensor.device.type == "cpu" else [tensor, self.mpi.BYTE]
+
+    def tag_of(self, header: np.ndarray, numel: int) -> int:
+        """Of a payload of so many bytes behind this header, of which it takes what ranks must agree on."""
+        text = header.tobytes()
+        return _PLAIN + zlib.crc32(b"".join(text[part] for part in AGREED) + numel.to_bytes(8, "little")) % self._tags
 
     def post(self, call: Callable[[], Any]) -> Any:
         try:
@@ -184,60 +192,56 @@ class MpiTransport:
 
 
 class _Exchange:
-    """Rows to and from peers. Headers and payloads leave at once; a payload is taken when the header before it is as wanted.
+    """Rows to and from peers, all receives posted before the first send. Headers travel as messages of their own.
 
-    Note: why a payload waits for its header. A receive must be posted for what comes: Open MPI writes past the end of one
-    that is too short (5.0.11, through shared memory), whatever error it reports afterwards.
+    Note: how a payload finds its receive. A receive must fit what comes: Open MPI writes past the end of one that is too short
+    (5.0.11, through shared memory), whatever error it reports afterwards. So a payload bears a tag made of its header and
+    length. One that is not as wanted meets no receive, and nobody waits for a header before a receive can be posted.
     """
 
     def __init__(self, transport: MpiTransport, out: Rows, inp: Rows, wanted: torch.Tensor | None, tag: int) -> None:
-        self.transport, self.out, self.inp, self.tag = transport, out, inp, tag % 0x4000
+        self.transport, self.out, self.tag = transport, out, tag % 0x4000
         self.wanted = None if wanted is None else wanted.cpu().numpy()
         self.posted, self.differ = time.monotonic(), False
         rank, size = transport.rank, transport.size
         froms = [r for r in ((rank - i) % size for i in range(1, size)) if r in out.payloads]
         tos = [r for r in ((rank + i) % size for i in range(1, size)) if r in inp.payloads]
-        ahead = wanted is not None
-        comm = transport.comm
-        self.headers = {r: self._post(comm.Irecv, out.headers[r], r) for r in froms if ahead}
-        self.payloads = {} if ahead else {r: self._payload(comm.Irecv, out, r) for r in froms}
-        self.sent_headers = {r: self._post(comm.Isend, inp.headers[r], r) for r in tos if ahead}
-        self.sent_payloads = {r: self._payload(comm.Isend, inp, r) for r in tos if inp.payloads[r].numel()}
+        ahead, comm = wanted is not None, transport.comm
+        said = inp.headers.cpu().numpy() if ahead else None
+        self.headers = {r: self._post(comm.Irecv, out.headers[r], r, self.tag) for r in froms if ahead}
+        self.payloads = {r: self._payload(comm.Irecv, out, r, self.wanted) for r in froms if out.payloads[r].numel()}
+        self.sent_headers = {r: self._post(comm.Isend, inp.headers[r], r, self.tag) for r in tos if ahead}
+        self.sent_payloads = {r: self._payload(comm.Isend, inp, r, said) for r in tos if inp.payloads[r].numel()}
         if rank in inp.payloads:
             out.payloads[rank].copy_(inp.payloads[rank])
             if ahead:
                 out.headers[rank] = inp.headers[rank]
 
-    def _post(self, call: Callable[..., Any], row: torch.Tensor, peer: int, tag: int = 0) -> Any:
-        return self.transport.post(lambda: call(self.transport.buffer(row), peer, self.tag | tag))
+    def _post(self, call: Callable[..., Any], row: torch.Tensor, peer: int, tag: int) -> Any:
+        return self.transport.post(lambda: call(self.transport.buffer(row), peer, tag))
 
-    def _payload(self, call: Callable[..., Any], rows: Rows, peer: int) -> Any:
-        return self._post(call, rows.payloads[peer], peer, 0x4000)
+    def _payload(self, call: Callable[..., Any], rows: Rows, peer: int, headers: np.ndarray | None) -> Any:
+        row = rows.payloads[peer]
+        tag = self.tag | 0x4000 if headers is None else self.transport.tag_of(headers[peer], row.numel())
+        return self._post(call, row, peer, tag)
 
     def wait(self) -> None:
         """Until every row is here and every own row gone, or a header differs: then ``verify`` names its rank."""
-        transport, missing = self.transport, set(self.headers)
+        transport = self.transport
         deadline = time.monotonic() + transport.timeout.total_seconds()
-        if not transport.until(lambda: self._take(missing), deadline):
+        if not transport.finish(list(self.headers.values()), deadline):
             self._fail()
+        for r in self.headers:
+            if not same(self.wanted[r], self.out.headers[r].cpu().numpy()):  # type: ignore[index]
+                self.differ = True
+                if r in self.payloads:
+                    self.payloads[r].Cancel()  # it would be left behind
         if self.differ:
             transport.disagreed(self)
             return
         works = (self.payloads, self.sent_headers, self.sent_payloads)
         if not transport.finish([request for work in works for request in work.values()], deadline):
             self._fail()
-
-    def _take(self, missing: set[int]) -> bool:
-        """Take the payload behind every header that has come; whether all have."""
-        assert self.wanted is not None or not missing
-        for r in list(missing):
-            if self.headers[r].Test():
-                missing.discard(r)
-                if not same(self.wanted[r], self.out.headers[r].cpu().numpy()):  # type: ignore[index]
-                    self.differ = True
-                elif self.out.payloads[r].numel():
-                    self.payloads[r] = self._payload(self.transport.comm.Irecv, self.out, r)
-        return not missing
 
     def _fail(self) -> None:
         received = [*self.headers.items(), *self.payloads.items()]

@@ -125,11 +125,9 @@ class Passage:
         headers = pack_rows(frames(inp, incoming), size).to(self.device)
         if self.checksum:
             checksums(headers, outgoing)
-        answers = torch.zeros_like(headers)
-        yield self.transport.exchange(
-            Rows(answers, incoming), Rows(headers, outgoing), pack_rows(wanted, size).to(self.device), tag
-        )
-        verify_rows(answers, incoming, wanted, self.transport.rank)
+        answers, expected = torch.zeros_like(headers), pack_rows(wanted, size)
+        yield self.transport.exchange(Rows(answers, incoming), Rows(headers, outgoing), expected.to(self.device), tag)
+        verify_rows(answers, incoming, wanted, expected, self.transport.rank)
         for r, blocks in out.items():
             _spread(incoming[r], blocks)
         self.scratch.give(*held)

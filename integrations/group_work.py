@@ -53,9 +53,7 @@ class GroupWork(dist.Work):
             self._future.set_exception(error)
 
     def describe(self) -> str:
-        record = self.record or unpack(next(iter(self.expected.values())))
-        assert record is not None
-        return record.describe() if self.record else record.mirrored().describe()
+        return self.record.describe() if self.record else described(self.expected)
 
     # ------------------------------------------------------------ torch.distributed.Work
 
@@ -145,6 +143,18 @@ class FutureWork:
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self.future
+
+
+def described(expected: dict[int, bytes]) -> str:
+    """The call of which peers are expected to say this."""
+    record = unpack(next(iter(expected.values())))
+    assert record is not None
+    return record.mirrored().describe()
+
+
+def profiling() -> bool:
+    """Whether a profiler runs: it sees only what the thread issues that it was started on."""
+    return torch.autograd._profiler_enabled()
 
 
 def _issued(work: GroupWork) -> Any:

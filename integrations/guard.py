@@ -18,8 +18,8 @@ from datetime import timedelta
 
 from commpress.errors import CommunicationError, Mismatch
 from commpress.integrations.agreement import CALL, GAVE_UP, LEAVE, LISTENS, RECV, SEND, Record, unpack
-from commpress.integrations.group_work import GroupWork
-from commpress.integrations.ledger import BATCH, Ledger
+from commpress.integrations.group_work import GroupWork, profiling
+from commpress.integrations.ledger import BATCH, Ledger, Said
 from commpress.integrations.lines import Lines
 from commpress.integrations.matching import Matching, opposite
 from commpress.integrations.polls import Events, Polls
@@ -112,7 +112,7 @@ class Guard:
                     self._changed.wait(min(left, 1.0))
                 else:
                     self._lead(min(left, 1.0))
-            if self._unsettled and not self._leading:
+            if self._unsettled and not self._leading and not profiling():
                 self.nudge()
 
     def nudge(self) -> None:
@@ -220,9 +220,9 @@ class Guard:
         """Issue every collective on which all agree, in order; fail if somebody differs, is gone or has given up."""
         ledger = self._ledger
         while ledger and self.failure is None:
-            (work, begun), missing = ledger.oldest(), ledger.missing()
+            work, missing = ledger.oldest(), ledger.missing()
             gone = [peer for peer in missing if not self._peers[peer].open]
-            if begun:  # what has begun may have all it needs of a peer that died: its data will tell
+            if isinstance(work, Said):  # what has begun may have all it needs of a peer that died: its data will tell
                 gone = [peer for peer in gone if self._peers[peer].left]
             if wrong := ledger.wrong():
                 self._fail(self._verdicts.disagreement(work, wrong))
@@ -231,7 +231,7 @@ class Guard:
             if missing or self.failure is not None:
                 break
             ledger.agreed()
-            if not begun:
+            if isinstance(work, GroupWork):
                 self._issue(work)
         if self.failure is None:
             ledger.begin_foreseen(self._issue)

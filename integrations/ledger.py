@@ -10,16 +10,26 @@ from collections.abc import Callable, Iterable, Iterator
 
 from commpress.integrations.agreement import RECORD, SAID, Record, unpack
 from commpress.integrations.forecast import NOTHING, Forecast, checksum
-from commpress.integrations.group_work import GroupWork
+from commpress.integrations.group_work import GroupWork, described
 
 BATCH = 8  # calls begun on promises are said together, so many at a time: half of the promises' lead
+
+
+class Said:
+    """What is kept of a call that has begun: not the call, which would keep its tensors alive."""
+
+    def __init__(self, work: GroupWork) -> None:
+        self.number, self.expected = work.number, work.expected
+
+    def describe(self) -> str:
+        return described(self.expected)
 
 
 class Ledger:
     """``forecasts``: whether calls may begin on promises."""
 
     def __init__(self, peers: Iterable[int], *, forecasts: bool) -> None:
-        self.begun: deque[GroupWork] = deque()  # on promises; every peer has still to say them, or to be heard
+        self.begun: deque[Said] = deque()  # on promises; every peer has still to say them, or to be heard
         self.waiting: deque[GroupWork] = deque()
         self.unsaid, self.foreseen = bytearray(), 0  # records; calls that began on promises
         self._heard: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
@@ -74,18 +84,19 @@ class Ledger:
             work = self.waiting[0]
             if not work.call or not self._forecast.certain(work.number, work.call):
                 return False
-            self.begun.append(self.waiting.popleft())
+            self.waiting.popleft()
+            self.begun.append(Said(work))
             self.foreseen += 1
             begin(work)
         return not self.waiting
 
-    def oldest(self) -> tuple[GroupWork, bool]:
-        """The oldest call and whether it has begun."""
-        return (self.begun[0], True) if self.begun else (self.waiting[0], False)
+    def oldest(self) -> Said | GroupWork:
+        """The oldest call, which has begun if it is ``Said``."""
+        return self.begun[0] if self.begun else self.waiting[0]
 
     def wrong(self) -> list[tuple[int, bytes]]:
         """The peers that have said something else than the oldest call, and what."""
-        expected = self.oldest()[0].expected
+        expected = self.oldest().expected
         return [(peer, heard[0]) for peer, heard in self._heard.items() if heard and heard[0] != expected[peer]]
 
     def missing(self) -> list[int]:
@@ -94,7 +105,7 @@ class Ledger:
 
     def agreed(self) -> None:
         """All have said the oldest call."""
-        work = (self.begun or self.waiting).popleft()
+        work = self.begun.popleft() if self.begun else self.waiting.popleft()
         for heard in self._heard.values():
             heard.popleft()
         if self._forecast is not None:
@@ -109,7 +120,7 @@ class Ledger:
 
     def late(self, work: GroupWork) -> list[int]:
         """The peers of ``work`` that have not said it."""
-        place = next((i for i, w in enumerate(self) if w is work), None)
+        place = next((i for i, each in enumerate(self) if each.number == work.number), None)
         return [peer for peer in work.expected if place is None or len(self._heard[peer]) <= place]
 
     def does_instead(self, peer: int) -> Record | None:
@@ -117,7 +128,10 @@ class Ledger:
         heard, place = self._heard[peer], len(self.begun) + len(self.waiting)
         return unpack(heard[place]) if len(heard) > place else None
 
-    def __iter__(self) -> Iterator[GroupWork]:
+    def __contains__(self, work: GroupWork) -> bool:
+        return any(each.number == work.number for each in self)
+
+    def __iter__(self) -> Iterator[Said | GroupWork]:
         yield from self.begun
         yield from self.waiting
 

@@ -30,7 +30,7 @@ from commpress.integrations.group_inner import (
 )  # fmt: skip
 from commpress.integrations.group_policy import Policy, policy_from
 from commpress.integrations.group_reducer import GroupReducer
-from commpress.integrations.group_work import GroupWork
+from commpress.integrations.group_work import GroupWork, profiling
 from commpress.integrations.guard import Guard
 from commpress.integrations.lines import Lines
 
@@ -218,7 +218,7 @@ class ProcessGroup(dist.ProcessGroup):
         if self._guard is None:
             return self._started(GroupWork(None, lambda work: self._inner.recv_anysource(tensors, tag), tensors))
         # a profiler knows this call by its own name; Gloo finds the source
-        profiled = torch.autograd._profiler_enabled() and self.communicator is None
+        profiled = profiling() and self.communicator is None
 
         def issue(work: GroupWork) -> Any:
             return self._inner.recv_anysource(tensors, tag) if profiled else self._inner.recv(tensors, work.source, tag)
@@ -288,7 +288,7 @@ class ProcessGroup(dist.ProcessGroup):
             inner = issue(work)
             work.issue = lambda work: inner
         self._guard.collective(said, expected, work)
-        if not getattr(opts, "asyncOp", True) or torch.autograd._profiler_enabled():
+        if not getattr(opts, "asyncOp", True) or profiling():
             if not work.settled:
                 self._guard.settle(work)
             if work.error is not None:
@@ -302,7 +302,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         A profiler sees only what the profiled thread issues: while one runs, it is issued by whoever waits for it.
         """
-        if self._guard is not None and not torch.autograd._profiler_enabled():
+        if self._guard is not None and not profiling():
             self._guard.leave(work)
         return work
 

@@ -2,13 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from commpress.integrations.agreement import GAVE_UP, Record, unpack
-from commpress.integrations.group_work import GroupWork
 
 _BLAME = 63  # ranks below it fit into the record of one who gives up
 _KINDS: dict[int, type[CommunicationError]] = {0: CommunicationError, 1: Mismatch, 2: PeerFailure}
+
+
+class Call(Protocol):
+    expected: dict[int, bytes]  # what each peer must say
+
+    def describe(self) -> str: ...
 
 
 class Verdicts:
@@ -17,7 +23,7 @@ class Verdicts:
     def __init__(self, rank: int, name: Callable[[int], str]) -> None:
         self.rank, self._name = rank, name
 
-    def disagreement(self, work: GroupWork, wrong: Sequence[tuple[int, bytes]]) -> Mismatch:
+    def disagreement(self, work: Call, wrong: Sequence[tuple[int, bytes]]) -> Mismatch:
         mine, theirs = work.describe(), []
         for peer, data in wrong:
             record = unpack(data)
@@ -29,7 +35,7 @@ class Verdicts:
             ranks=tuple(peer for peer, _ in wrong),
         )
 
-    def lost(self, work: GroupWork, gone: Sequence[int], *, left: bool) -> PeerFailure:
+    def lost(self, work: Call, gone: Sequence[int], *, left: bool) -> PeerFailure:
         how = "left the group" if left else "died: its connection closed without a word"
         return PeerFailure(
             f"rank {self.rank} waits in {work.describe()}, but {self._names(gone)} {how}.", ranks=tuple(gone)
@@ -39,7 +45,7 @@ class Verdicts:
         return PeerFailure(f"{self._names(gone)} died: its connection closed without a word.", ranks=tuple(gone))
 
     def expired(
-        self, work: GroupWork, seconds: float, silent: Sequence[int], said: Mapping[int, Record]
+        self, work: Call, seconds: float, silent: Sequence[int], said: Mapping[int, Record]
     ) -> CommunicationError:
         """``work`` has waited too long: for ranks that are silent and ranks that do something else instead."""
         busy = "; ".join(f"{self._name(peer)} calls {record.describe()}" for peer, record in said.items())
@@ -49,17 +55,17 @@ class Verdicts:
         what = f"{text}: {self._names(silent)} did not make a matching call: stopped, stuck or far behind."
         return PeerFailure(what + (f" Besides, {busy}." if busy else ""), ranks=tuple(silent))
 
-    def unanswered(self, work: GroupWork, silent: Sequence[int], text: str) -> PeerFailure:
+    def unanswered(self, work: Call, silent: Sequence[int], text: str) -> PeerFailure:
         return PeerFailure(
             f"rank {self.rank}: {work.describe()} did not finish, and the process of {self._names(silent)} does not "
             f"answer: stopped, or its machine is gone ({text}).",
             ranks=tuple(silent),
         )
 
-    def failed(self, work: GroupWork, text: str) -> CommunicationError:
+    def failed(self, work: Call, text: str) -> CommunicationError:
         return CommunicationError(f"rank {self.rank}: {work.describe()} failed: {text}")
 
-    def notice(self, peer: int, record: Record, works: Sequence[GroupWork]) -> CommunicationError:
+    def notice(self, peer: int, record: Record, works: Sequence[Call]) -> CommunicationError:
         """A peer has given up: the group is over. If it blames this rank, the two disagree, and it is the other one."""
         blamed = tuple(r for r in range(_BLAME) if record.give >> r & 1)
         direct = any(work.expected.keys() == {peer} for work in works)  # a send or receive that it will not meet

@@ -7,7 +7,7 @@ import pytest
 
 from commpress.integrations.agreement import RECORD, Record, call
 from commpress.integrations.forecast import AHEAD, NOTHING, Forecast, checksum
-from commpress.integrations.ledger import BATCH, Ledger
+from commpress.integrations.ledger import BATCH, Ledger, Said
 
 
 class Call:
@@ -116,14 +116,14 @@ def test_no_two_ranks_begin_different_calls_under_one_number(seed):
         heard_by(ledger, peer, bytes(on_the_way[peer, rank][:count]))
         del on_the_way[peer, rank][:count]
         while ledger and rank not in failed:
-            work, early = ledger.oldest()
+            work = ledger.oldest()
             if ledger.wrong():
                 failed.add(rank)
             elif ledger.missing():
                 break
             else:
                 ledger.agreed()
-                if not early:
+                if not isinstance(work, Said):
                     begin(rank, work)
         ledger.begin_foreseen(lambda work, rank=rank: begin(rank, work))
     assert failed

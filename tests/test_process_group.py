@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -123,6 +124,24 @@ def test_old_and_new_names_do_the_same(pool, tmp_path):
             [0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [4.0 * rank, 4.0 * rank + 2], [4.0 * rank, 4.0 * rank + 2],
             [rank, rank], [rank, rank], [0.0, 1.0], [0.0, 1.0], [2.0 * rank], [2.0 * rank], [2.0], [2.0], [2.0],
         ]  # fmt: skip
+
+
+def tensors_kept():
+    """Of calls that began on promises and that no peer has been heard on: none, once nobody else holds them."""
+    kept = []
+    for _ in range(40):
+        tensor = torch.ones(5)
+        dist.all_reduce(tensor)
+        kept.append(weakref.ref(tensor))
+    del tensor
+    gc.collect()
+    return dist.group.WORLD._guard._ledger.foreseen, sum(ref() is not None for ref in kept)
+
+
+def test_calls_that_are_not_yet_checked_keep_no_tensors(pool, tmp_path):
+    for foreseen, kept in pool.run(as_world, "commpress", f"{tmp_path}/file", tensors_kept, size=2):
+        assert foreseen > 10
+        assert kept == 0
 
 
 def made_and_destroyed():
