@@ -248,7 +248,7 @@ class Guard:
 
     # ------------------------------------------------------------ failures, under the lock
 
-    def _lose(self, work: GroupWork, gone: list[int]) -> None:
+    def _lose(self, work: Said | GroupWork, gone: list[int]) -> None:
         self._fail(self._verdicts.lost(work, gone, left=any(self._peers[peer].left for peer in gone)))
 
     def _expire(self, work: GroupWork) -> None:
