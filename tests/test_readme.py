@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,10 +87,14 @@ def execute(page: str, example: Example, folder: str) -> None:
     dist.init_process_group = partial(torchs, init_method=place, rank=rank, world_size=size)
     before = os.getcwd()
     os.chdir(folder)
+    names = {"__name__": "__main__"}
     try:
-        code = compile("\n" * (example.line - 1) + example.code, f"docs/{page}", "exec")
-        exec(code, {"__name__": "__main__"})
+        exec(compile("\n" * (example.line - 1) + example.code, f"docs/{page}", "exec"), names)
     finally:
+        # DDP's reducer, freed with the example's names, takes Gloo's group along and waits for the group's threads without
+        # letting go of the interpreter; one of them may need it to free the last collective's tensors. Let that one go first.
+        time.sleep(0.05)
+        names.clear()
         os.chdir(before)
         dist.init_process_group = torchs
         for name in told:
