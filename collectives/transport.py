@@ -20,6 +20,7 @@ from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from commpress.work import Work
 
 SMALL = 64 << 10  # payloads of at most so many bytes travel in one message with their header: a copy costs less than a message
+SMALLEST, PARCEL = 4096, 4 << 20  # of many ranks less, so that there is not more than PARCEL of such room for one operation
 _PARCELS = 8  # kept for later operations
 
 _NONE = torch.empty(0, dtype=torch.uint8)
@@ -92,6 +93,7 @@ class TorchTransport:
         self.ordered = not self.point_to_point
         self.failure: str | None = None
         self._kept: list[Any] = []  # buffers of operations that a disagreement left unfinished
+        self.small = max(min(SMALL, PARCEL // self.size), SMALLEST)
         self._parcels: deque[torch.Tensor] = deque(maxlen=_PARCELS)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
@@ -129,11 +131,16 @@ class TorchTransport:
         return TorchTransport(group, timeout=self.timeout, point_to_point=False) if among else None
 
     def parcels(self) -> torch.Tensor:
-        """uint8[size, HEADER + SMALL]: room for a header and a short payload of every rank; ``give`` them back."""
+        """uint8[size, HEADER + small]: room for a header and a short payload of every rank; ``give`` them back."""
         try:
             return self._parcels.pop()
         except IndexError:
-            return torch.empty(self.size, HEADER + SMALL, dtype=torch.uint8)
+            return torch.empty(self.size, HEADER + self.small, dtype=torch.uint8)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What lies ready for headers and short payloads."""
+        return sum(parcels.numel() for parcels in tuple(self._parcels))
 
     def give(self, *parcels: torch.Tensor) -> None:
         self._parcels.extend(parcels)
@@ -221,7 +228,7 @@ class _Exchange:
         froms = [r for r in ((rank - i) % size for i in range(1, size)) if r in out.payloads]
         tos = [r for r in ((rank + i) % size for i in range(1, size)) if r in inp.payloads]
         ahead = wanted is not None
-        most = SMALL if ahead else 0
+        most = transport.small if ahead else 0
         self.parcels, self.letters = (transport.parcels(), transport.parcels()) if ahead else (_NONE, _NONE)
         self.headers = {r: self._post(group.recv, self.parcels[r], r, _header_tag(tag)) for r in froms if ahead}
         self.payloads = self._post_payloads(group.recv, out, froms, tag, most)
@@ -241,7 +248,7 @@ class _Exchange:
     def _letter(self, rank: int) -> torch.Tensor:
         """What goes ahead of the payload: the header, and the payload itself if it is short. It must live until it is gone."""
         payload = self.inp.payloads[rank]
-        length = payload.numel() if payload.numel() <= SMALL else 0
+        length = payload.numel() if payload.numel() <= self.transport.small else 0
         letter = self.letters[rank, : HEADER + length]
         letter[:HEADER] = self.inp.headers[rank]
         if length:
@@ -267,7 +274,7 @@ class _Exchange:
             return
         for r in self.headers:
             payload = self.out.payloads[r]
-            if payload.numel() <= SMALL:
+            if payload.numel() <= self.transport.small:
                 payload.copy_(self.parcels[r, HEADER : HEADER + payload.numel()])
         self._wait_all(self.payloads, deadline)
         self._wait_all(self.sent_payloads, deadline)

@@ -283,13 +283,15 @@ def serve(
 
 
 @_executed
-def decode(wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0) -> Iterator[Launch]:
-    """out := all rows; each scale is multiplied by ``gain`` before it meets a code."""
+def decode(
+    wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False
+) -> Iterator[Launch]:
+    """out := or += all rows; each scale is multiplied by ``gain`` before it meets a code."""
     rows = wire.shape[0]
     _check_wire(wire, pieces)
     _check_floats(wire.device, out=(out, _buffer_numel(pieces)))
     for group in _groups(pieces, wire.device):
-        args = (_address(wire), np.int64(wire.stride(0)), np.float32(gain), _address(out))
+        args = (_address(wire), np.int64(wire.stride(0)), np.float32(gain), np.int32(add), _address(out))
         table = group.table(rows, EVERY_ROW, decode=True)
         yield Launch("decode_rows", group.kind, rows * group.decode_tiles, THREADS, (*args, *table), wire.device)
 

@@ -74,16 +74,17 @@ __device__ __forceinline__ void read_mean(f32 (&c)[COUNT], const byte *rows, int
     }
 }
 
-// Every row of every piece into the buffer.
+// Every row of every piece into the buffer, or added to it.
 extern "C" __global__ void __launch_bounds__(THREADS)
-decode_rows(const byte *wire, int64 stride, float gain, float *out, const int64 *columns, int lines, int tiles,
-            int rows, int rank) {
+decode_rows(const byte *wire, int64 stride, float gain, int add, float *out, const int64 *columns, int lines,
+            int tiles, int rows, int rank) {
     const Tile tile = this_tile<DECODE_TILE>(Table{columns, lines, tiles, rows, rank});
     const byte *row = wire + tile.row * stride + tile.column;
     f32 *to = (f32 *)out + tile.source;
     if (share_scale<32, DECODE_ITEMS>(tile)) {
         f32 v[DECODE_ITEMS];
         read_items<true, 32>(v, row, tile, tile.start, tile.real, f32{gain});
+        if (add) add_floats<32>(v, to, tile.real);
         write_floats<32>(to, v, tile.real);
         return;
     }
@@ -91,6 +92,7 @@ decode_rows(const byte *wire, int64 stride, float gain, float *out, const int64 
         const int real = min(tile.real - at, TILE);
         f32 v[ITEMS];
         read_items<false, 32>(v, row, tile, tile.start + at, real, f32{gain});
+        if (add) add_floats<32>(v, to + at, real);
         write_floats<32>(to + at, v, real);
     }
 }

@@ -93,6 +93,14 @@ __device__ __forceinline__ void read_floats(f32 (&v)[COUNT], const f32 *from, in
 }
 
 template <int STRIDE, int COUNT>
+__device__ __forceinline__ void add_floats(f32 (&v)[COUNT], const f32 *to, int real) {
+    const int base = item_base<STRIDE, COUNT>();
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j)
+        if (base + j * STRIDE < real) v[j] = to[base + j * STRIDE] + v[j];
+}
+
+template <int STRIDE, int COUNT>
 __device__ __forceinline__ void write_floats(f32 *to, const f32 (&v)[COUNT], int real) {
     const int base = item_base<STRIDE, COUNT>();
     if (real == THREADS * COUNT) {

@@ -297,6 +297,7 @@ class Partitioned(Wrapper):
             "states": _bytes(states),
             "residuals": _bytes(f.sent for f in feedbacks),
             "scratch": self.scratch.bytes,
+            "messages": getattr(self.transport.inner, "spare_bytes", 0),
         }
 
     # ------------------------------------------------------------ checkpoints
