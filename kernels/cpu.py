@@ -164,7 +164,7 @@ def _encode(
                 keep, keep_at = (new_residual, kept) if keeps else (left, 0)
                 source = widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work)
                 scale = encode_signs(
-                    source, 0, gain, residual if old.size else residual[:0], kept, lazy, keep, keep_at, wire,
+                    source, gain, residual if old.size else residual[:0], kept, lazy, keep, keep_at, wire,
                     r * stride + line[COLUMN] + head + code_at, step, kind == SIGN_RMS, whole_row, keeps, c, tree,
                 )  # fmt: skip
             elif n > 0:

@@ -102,25 +102,25 @@ def _unpack_64(typing, codes, byte, scale, out, at, add):
 
 
 @intrinsic(prefer_literal=True)
-def _load_128(typing, x, at, gain, residual, kept, stale, c, tree, codes, byte, i, half, kind, squares):
+def _load_128(typing, x, gain, residual, kept, stale, c, tree, codes, byte, i, half, kind, squares):
     """c := gain · x + residual at i and at i + half, 64 elements each; signs packed; tree[i] := the sum of both c² or |c|."""
 
     def generate(*call):
         code = _Code(*call)
         builder, args = code.builder, code.args
         sizes = []
-        for start in (args[10], builder.add(args[10], args[11])):
-            value = builder.fmul(code.load(0, builder.add(args[1], start)), code.spread(args[2]))
+        for start in (args[9], builder.add(args[9], args[10])):
+            value = builder.fmul(code.load(0, start), code.spread(args[1]))
             if how:
-                owed = code.load(3, builder.add(args[4], start))
+                owed = code.load(2, builder.add(args[3], start))
                 if how == LAZY:
-                    owed = builder.fsub(owed, code.signed(code.positive(owed), code.spread(args[5])))
+                    owed = builder.fsub(owed, code.signed(code.positive(owed), code.spread(args[4])))
                 value = builder.fadd(value, owed)
-            code.store(value, 6, start)
-            byte = builder.add(args[9], builder.lshr(start, ir.Constant(start.type, 3)))
-            code.store_mask(code.positive(value), 8, byte)
+            code.store(value, 5, start)
+            byte = builder.add(args[8], builder.lshr(start, ir.Constant(start.type, 3)))
+            code.store_mask(code.positive(value), 7, byte)
             sizes.append(builder.fmul(value, value) if square else code.magnitude(value))
-        code.store(builder.fadd(*sizes), 7, args[10])
+        code.store(builder.fadd(*sizes), 6, args[9])
         return code.nothing()
 
     if not (isinstance(kind, types.IntegerLiteral) and isinstance(squares, types.BooleanLiteral)):
@@ -128,7 +128,7 @@ def _load_128(typing, x, at, gain, residual, kept, stale, c, tree, codes, byte, 
     how, square = kind.literal_value, squares.literal_value
     integer, real = types.intp, types.float32
     return types.none(
-        x, integer, real, residual, integer, real, c, tree, codes, integer, integer, integer, kind, squares
+        x, real, residual, integer, real, c, tree, codes, integer, integer, integer, kind, squares
     ), generate  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def _leave_64(typing, c, i, scale, left, at, past):
 
 
 @jit
-def encode_signs(x, at, gain, residual, kept, stale, left, left_at, codes, byte, step, squares, whole_row, past, c, tree):
+def encode_signs(x, gain, residual, kept, stale, left, left_at, codes, byte, step, squares, whole_row, past, c, tree):
     """A full block of ``step`` elements (a power of two, at least 256): its codes, ``left`` := what stays behind; its scale.
 
     As ``_load``, ``tree_sum``, ``pack_signs`` and a subtraction, in two passes instead of five. ``whole_row``: one scale
@@ -182,17 +182,17 @@ def encode_signs(x, at, gain, residual, kept, stale, left, left_at, codes, byte,
     for i in range(0, half, 64):
         if squares:
             if how == 0:
-                _load_128(x, at, gain, residual, kept, stale, c, tree, codes, byte, i, half, 0, True)
+                _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 0, True)
             elif how == PLAIN:
-                _load_128(x, at, gain, residual, kept, stale, c, tree, codes, byte, i, half, 1, True)
+                _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 1, True)
             else:
-                _load_128(x, at, gain, residual, kept, stale, c, tree, codes, byte, i, half, 2, True)
+                _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 2, True)
         elif how == 0:
-            _load_128(x, at, gain, residual, kept, stale, c, tree, codes, byte, i, half, 0, False)
+            _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 0, False)
         elif how == PLAIN:
-            _load_128(x, at, gain, residual, kept, stale, c, tree, codes, byte, i, half, 1, False)
+            _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 1, False)
         else:
-            _load_128(x, at, gain, residual, kept, stale, c, tree, codes, byte, i, half, 2, False)
+            _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 2, False)
     while half > 128:
         half //= 2
         for i in range(half):

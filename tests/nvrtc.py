@@ -10,7 +10,7 @@ WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def loaded() -> ctypes.CDLL | None:
     for wheel in WHEELS:
         try:
             files = distribution(wheel).files or []
@@ -36,7 +36,7 @@ def compile_source(source: str, options: tuple[str, ...]) -> tuple[str, bytes]:
     program = ctypes.c_void_p()
     _call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"commpress.cu", 0, None, None)
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    status = library().nvrtcCompileProgram(program, len(options), arguments)
+    status = loaded().nvrtcCompileProgram(program, len(options), arguments)
     log = _text(program, "ProgramLog").decode()
     assert status == 0, log
     assert "warning" not in log, log
@@ -54,5 +54,5 @@ def _text(program: ctypes.c_void_p, name: str) -> bytes:
 
 
 def _call(name: str, *arguments: object) -> None:
-    status = getattr(library(), name)(*arguments)
+    status = getattr(loaded(), name)(*arguments)
     assert status == 0, f"{name} returned {status}"

@@ -31,7 +31,7 @@ from commpress.kernels.pieces import Piece, cut, width_of
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_source_compiles_for_every_kind(architecture):
     """With the options that CuPy adds to ours, of which the first would flush denormals if the source let it."""
-    if nvrtc.library() is None:
+    if nvrtc.loaded() is None:
         pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc")
     if architecture not in nvrtc.architectures():
         pytest.skip(f"this NVRTC does not know sm_{architecture}")
