@@ -180,13 +180,13 @@ def _splits(
         if tensor.dim() < 1 or not tensor.is_contiguous():
             raise InvalidArgument(f"{name} of shape {tuple(tensor.shape)} is not contiguous rows: pass .contiguous()")
         if splits is None:
-            if len(tensor) % transport.size:
+            if tensor.shape[0] % transport.size:
                 raise InvalidArgument(
                     f"{name} has {len(tensor)} rows, which {transport.size} ranks cannot share evenly: pass splits"
                 )
-            splits = [len(tensor) // transport.size] * transport.size
+            splits = [tensor.shape[0] // transport.size] * transport.size
         splits = [int(n) for n in splits]
-        if len(splits) != transport.size or min(splits) < 0 or sum(splits) != len(tensor):
+        if len(splits) != transport.size or min(splits) < 0 or sum(splits) != tensor.shape[0]:
             raise InvalidArgument(
                 f"splits of {name} are {splits}, expected {transport.size} lengths that add up to its {len(tensor)} rows"
             )

@@ -35,6 +35,7 @@ class Workspace:
     checksum: bool = False  # verify payloads too, not only headers
     encode_seconds: float = 0.0  # in kernels before a row leaves
     decode_seconds: float = 0.0  # in kernels after the last row came
+    dense_sketches: int = 0  # messages whose sketch could not be told apart, or not yet, and that went densely
     timeline: Timeline | None = None  # who watches
     _free: dict[tuple[object, ...], list[object]] = field(default_factory=lambda: defaultdict(list))
 
@@ -140,11 +141,12 @@ def reduce_bucket(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    reduce: Callable[..., Steps[Outcome]] | None = None,
 ) -> Steps[list[Outcome]]:
-    """All messages of one bucket, pipelined; ``sequence`` numbers the first of them."""
+    """All messages of one bucket, pipelined; ``sequence`` numbers the first. ``reduce``: in place of ``reduce_message``."""
     return overlapped(
         (
-            reduce_message(
+            (reduce or reduce_message)(
                 buffer,
                 feedback,
                 message=message,

@@ -15,20 +15,23 @@ from commpress.collectives.allreduce import Workspace, reduce_message
 from commpress.collectives.buckets import PIECE, one_message
 from commpress.collectives.transport import Transport
 from commpress.errors import StateMismatch
-from commpress.feedback import Key, ResidualStore
+from commpress.feedback import Key, Residual, ResidualStore
 from commpress.kernels.pieces import width_of
 from commpress.work import Steps
 
 _FORMAT = 1
-Residuals = dict[Key, tuple[torch.Tensor, torch.Tensor]]
+Residuals = dict[Key, Residual]
+_TENSORS = ("sent", "reduced", "known")
 
 
 def exact_state(store: ResidualStore, transport: Transport, step: int, nodes: str = "") -> dict[str, Any]:
     """``nodes``: the topology, if it decides who has which residual."""
     residuals = {
-        _text(key): {"sent": sent.clone(), "reduced": reduced.clone()} for key, sent, reduced in store.places()
+        _text(key): {name: tensor.clone() for name, tensor in zip(_TENSORS, kept, strict=False)}
+        for key, kept in store.every().items()
     }
-    return _head("exact", transport, step) | {"residuals": residuals} | ({"nodes": nodes} if nodes else {})
+    state = _head("exact", transport, step) | {"residuals": residuals, "ef21": store.ef21}
+    return state | ({"nodes": nodes} if nodes else {})
 
 
 def flat_parts(store: ResidualStore, transport: Transport) -> dict[Key, torch.Tensor]:
@@ -44,7 +47,8 @@ def flat_parts(store: ResidualStore, transport: Transport) -> dict[Key, torch.Te
 
 def elastic_state(store: ResidualStore, transport: Transport, step: int, sequence: int) -> Steps[dict[str, Any]]:
     """This rank's row of R of every piece."""
-    return elastic_of(flat_parts(store, transport), transport, step, sequence)
+    state = yield from elastic_of(flat_parts(store, transport), transport, step, sequence)
+    return state | {"ef21": store.ef21}
 
 
 def elastic_of(
@@ -71,10 +75,12 @@ def residuals_of(
     *,
     share: Callable[[dict[Key, torch.Tensor]], Residuals] | None = None,
     nodes: str = "",
+    ef21: bool = False,
 ) -> tuple[int, Residuals]:
     """The step and this rank's residuals, from one exact state or all elastic ones.
 
-    ``share`` takes them from R where pieces are not flat; ``nodes``: as for ``exact_state``.
+    ``share`` takes them from R where pieces are not flat; ``nodes``: as for ``exact_state``; ``ef21``: who loads keeps
+    estimates, not residuals.
     """
     if not states or any(s.get("format") != _FORMAT or s.get("kind") not in ("exact", "elastic") for s in states):
         raise StateMismatch(
@@ -83,6 +89,11 @@ def residuals_of(
     first = states[0]
     if any((s["kind"], s["size"]) != (first["kind"], first["size"]) for s in states):
         raise StateMismatch("got states of different kinds or world sizes: pass those of one checkpoint")
+    if first.get("ef21", False) != ef21:
+        kept = ("residuals", "estimates (error_feedback='ef21')")
+        raise StateMismatch(
+            f"the state holds {kept[not ef21]}, this run keeps {kept[ef21]}: pass the error_feedback= of the run that saved it"
+        )
     if first["kind"] == "elastic":
         totals = _from_shards(states)
         if share is not None:
@@ -100,7 +111,9 @@ def residuals_of(
             f"the state was saved with {_nodes(first.get('nodes', ''))}, this run has {_nodes(nodes)}: pass the same "
             "topology=, or save with elastic_state_dict() to change it"
         )
-    return first["step"], {_key(k): (v["sent"], v["reduced"]) for k, v in first["residuals"].items()}
+    return first["step"], {
+        _key(k): tuple(v[name] for name in _TENSORS if name in v) for k, v in first["residuals"].items()
+    }
 
 
 def _nodes(nodes: str) -> str:
@@ -129,7 +142,7 @@ def _from_shards(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
 
 def check_fit(residuals: Residuals, numels: dict[str, int], lengths: dict[Key, int] | None = None) -> None:
     """Every residual belongs to a parameter with these names and lengths; ``lengths`` where pieces are not the usual."""
-    for (name, offset), (sent, _) in residuals.items():
+    for (name, offset), (sent, *_) in residuals.items():
         if name not in numels:
             raise StateMismatch(
                 f"the state has a residual of {name!r}, but the model has no such parameter: load the state of this model, "

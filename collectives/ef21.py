@@ -1,73 +1,68 @@
 """EF21: every rank sends how its gradient has changed against what the others believe it to be.
 
-    d = x − h        y = Q(d)        h ← h + y        rows of y to their owners                 (all-to-all)
-    z = mean(y) + s  o = Q(z)        s ← z − o        v ← v + o        x := v                   (all-gather)
+    d = g·x − h      y = Q(d)        h ← h + y        rows of y to their owners                 (all-to-all)
+    z = mean(y) + s  o = Q(z)        s ← z − o        v ← v + o        x := v / g               (all-gather)
 
 ``h`` is this rank's gradient as the others know it, ``v`` the mean as all know it, s what the owner has not passed on yet:
 v = mean(h) − s at any time. A gradient that stays is known ever more exactly, and nothing that was left out long ago is sent
 late, as it is with a residual: the choice for biased sparsifiers far from noise. It needs three floats per element.
+
+Note: the same message as with a residual. −h lies where the residual of what was sent does, so the encoder compensates with
+it and proposes −h − y + g·x; taking g·x off again leaves the new −h.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from commpress.codecs.codec import Codec, codec_named
-from commpress.collectives.allreduce import Workspace, check_buffer, reduce_message
-from commpress.collectives.buckets import Message, one_message
-from commpress.collectives.transport import Transport
+from commpress.codecs.codec import Codec, NotOfRows
+from commpress.collectives.allreduce import Outcome, Workspace, reduce_message
+from commpress.collectives.buckets import Message
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
+from commpress.kernels.pieces import Pieces
 from commpress.work import Steps
 
 
-@dataclass
-class Estimates:
-    """For one buffer on one rank; float32."""
-
-    own: torch.Tensor  # h
-    mean: torch.Tensor  # v, the same on every rank
-    message: Message
-    feedback: ErrorFeedback  # its ``reduced`` is s; its ``sent`` stays zero
-    workspace: Workspace
-
-    @classmethod
-    def zeros(
-        cls, numel: int, *, codec: str | Codec, transport: Transport, device: torch.device | str = "cpu"
-    ) -> "Estimates":
-        codec = codec_named(codec)
-        if codec.lossless or not codec.feedback:
-            raise InvalidArgument(
-                f"codec is {codec.spec!r}, which {'leaves nothing behind' if codec.lossless else 'is noise of zero mean'}: "
-                "EF21 is for codecs that leave something out, such as 'topk-64'"
-            )
-        message = one_message(numel, codec, transport.size, name="ef21")
-        own, mean = torch.zeros(2, numel, dtype=torch.float32, device=device)
-        return cls(own, mean, message, ErrorFeedback.zeros(message.pieces, device), Workspace())
+def check_codec(codec: Codec) -> None:
+    if codec.lossless or not codec.feedback or isinstance(codec, NotOfRows):
+        partial = "knows residuals only" if codec.feedback else "is noise of zero mean"
+        why = "leaves nothing behind" if codec.lossless else partial
+        raise InvalidArgument(
+            f"codec is {codec.spec!r}, which {why}: EF21 is for codecs of rows that leave something out, such as 'topk-64'"
+        )
 
 
-def ef21_allreduce(
-    buffer: torch.Tensor, estimates: Estimates, *, transport: Transport, sequence: int = 0
-) -> Steps[bool]:
-    """Replace ``buffer`` by the estimate of its mean over all ranks, after one exchange.
+def reduce_changes(
+    buffer: torch.Tensor, feedback: ErrorFeedback | None, *, message: Message, gain: float = 1.0, **others: Any
+) -> Steps[Outcome]:
+    """As ``reduce_message``, where ``feedback`` holds estimates: ``buffer`` becomes what all know of its mean.
 
-    Returns whether all ranks were finite; if not, buffer and estimates are unchanged.
+    Pieces without feedback travel as ever.
     """
-    check_buffer(buffer)
-    difference = buffer - estimates.own
-    message, workspace = estimates.message, estimates.workspace
-    work = difference.clone()
-    outcome = yield from reduce_message(
-        work, estimates.feedback, message=message, transport=transport, workspace=workspace, sequence=sequence, key=sequence
-    )
-    if not outcome.finite or outcome.proposed is None:
-        outcome.discard()
-        return outcome.finite
-    outcome.proposed.settle(message.pieces)
-    difference -= outcome.proposed.sent  # what the others have just heard
-    outcome.proposed.sent.zero_()
-    outcome.commit()
-    estimates.own += difference
-    estimates.mean += work
-    buffer.copy_(estimates.mean)
-    return True
+    workspace: Workspace = others["workspace"]
+    if feedback is None:
+        return (yield from reduce_message(buffer, None, message=message, gain=gain, **others))
+    pieces, scratch = message.pieces, workspace.rows(4 * message.pieces.kept, 1, buffer.device)
+    given = scratch.view(torch.float32).view(-1)
+    for source, numel, kept in pieces.kept_runs:
+        given[kept : kept + numel].copy_(buffer[source : source + numel])
+    outcome = yield from reduce_message(buffer, feedback, message=message, gain=gain, **others)
+    if outcome.finite and outcome.proposed is not None:
+        _take_up(buffer, given, feedback, outcome.proposed, pieces, gain)
+    workspace.give_wires(scratch)
+    return outcome
+
+
+def _take_up(
+    buffer: torch.Tensor, given: torch.Tensor, old: ErrorFeedback, new: ErrorFeedback, pieces: Pieces, gain: float
+) -> None:
+    """new: what is known after this message; buffer: from the mean change to the mean."""
+    assert old.known is not None
+    new.settle(pieces)
+    new.sent.add_(given, alpha=-gain)
+    new.known = torch.empty_like(old.known) if new.known is None else new.known
+    for source, numel, kept in pieces.kept_runs:
+        change, known = buffer[source : source + numel], new.known[kept : kept + numel]
+        torch.add(old.known[kept : kept + numel], change, alpha=gain, out=known)
+        torch.div(known, gain, out=change)

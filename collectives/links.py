@@ -4,20 +4,22 @@ The file that ``commpress probe`` writes is JSON of at most 64 KiB:
 
     {"format": "commpress links", "version": 1, "nodes": [[0, 1], [2, 3]],
      "inside":  {"latency": 3e-5, "bandwidth": 2e9, "together": 1e9},
-     "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7}}
+     "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7},
+     "stack":   {"exchange": 4e-4, "message": 1e-4, "byte": 2e-10, "ring": 2e-4, "cores": 2}}
 
 One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the smallest exchange of a
 pair, from a barrier of all ranks on: so it holds what ranks come late, which a collective's phases wait for as well.
 Bandwidths are bytes per second in each direction: of one pair alone, and of a node when all its ranks send to all others
-of the class at once, a message between nodes counted where it leaves.
+of the class at once, a message between nodes counted where it leaves. ``stack`` is what that costs processors, for the
+simulator; files without it are older.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from commpress.codecs import Codec, codec_named
 from commpress.codecs.family import EXACT
@@ -32,6 +34,7 @@ from commpress.kernels.pieces import width_of
 LIMIT = 1 << 16  # bytes of a file
 _FORMAT, _VERSION = "commpress links", 1
 Way = Literal["flat", "hierarchical"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,34 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """What the network costs processors, all ranks exchanging with all others."""
+
+    exchange: float  # seconds of the smallest exchange of all ranks, between pieces of work
+    message: float  # seconds of a core for one message, sender and receiver together
+    byte: float  # seconds of a core for a byte, at each end
+    ring: float  # seconds of torch's smallest all-reduce
+    cores: int  # of the one machine that all nodes lie on (namespaces, containers), 0 if they are several
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise InvalidArgument(f"{name} of the stack is {value!r}, expected a number from 0: run commpress probe again")
+
+
+@dataclass(frozen=True)
 class Links:
     """What was measured, and among which nodes."""
 
     topology: Topology
     inside: Link | None
     between: Link | None
+    stack: Stack | None = None
 
     def save(self, path: str | Path) -> None:
         content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "nodes": self.topology.nodes}
-        for name, link in (("inside", self.inside), ("between", self.between)):
-            content[name] = None if link is None else asdict(link)
+        for name, part in (("inside", self.inside), ("between", self.between), ("stack", self.stack)):
+            content[name] = None if part is None else asdict(part)
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -80,16 +100,17 @@ def load_links(path: str | Path) -> Links:
         isinstance(node, list) and all(type(rank) is int for rank in node) for node in nodes
     ):
         raise InvalidArgument(f"{path} has nodes {nodes!r}, expected lists of ranks: run commpress probe again")
-    return Links(Topology(tuple(map(tuple, nodes))), _link(path, content, "inside"), _link(path, content, "between"))
+    parts = _part(path, content, "inside", Link), _part(path, content, "between", Link), _part(path, content, "stack", Stack)
+    return Links(Topology(tuple(map(tuple, nodes))), *parts)
 
 
-def _link(path: str | Path, content: Mapping[str, Any], name: str) -> Link | None:
-    found = content.get(name)
+def _part(path: str | Path, content: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
+    found, wanted = content.get(name), [f.name for f in fields(kind)]  # type: ignore[arg-type]
     if found is None:
         return None
-    if not isinstance(found, dict) or found.keys() != {"latency", "bandwidth", "together"}:
-        raise InvalidArgument(f"{path} has {name} {found!r}, expected latency, bandwidth and together")
-    return Link(**found)
+    if not isinstance(found, dict) or found.keys() != set(wanted):
+        raise InvalidArgument(f"{path} has {name} {found!r}, expected {', '.join(wanted[:-1])} and {wanted[-1]}")
+    return kind(**found)
 
 
 # ---------------------------------------------------------------- which way

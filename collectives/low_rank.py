@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from commpress.kernels.matrices import LOW_RANK, MARK, PLACE, RIGHT, SOURCE, TAL
 from commpress.kernels.pieces import Pieces, width_of
 from commpress.work import Steps
 
-MESSAGES = 2  # sequence numbers that one call of ``reduce_matrices`` uses up
 Bases = dict[str, torch.Tensor]  # parameter → float32[rank, columns], orthonormal rows, the same on every rank
 
 
@@ -52,6 +51,8 @@ class RowsOnly:
 @dataclass(eq=False)
 class Plan:
     """How the matrices of one bucket travel, their basis, and scratch for their factors."""
+
+    MESSAGES: ClassVar[int] = 2  # sequence numbers of one call: P and Q
 
     names: tuple[str, ...]
     matrices: Matrices

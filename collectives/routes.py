@@ -115,17 +115,17 @@ class Passage:
         def frames(messages: Mapping[int, Blocks], others: Mapping[int, torch.Tensor]) -> dict[int, Frame]:
             found = {}
             for r, blocks in messages.items():
-                key = (others[r].numel() if r in others else 0, *(b.numel() for b in blocks))
-                if key not in made:
-                    made[key] = self._frame(operation, key[1:], key[0])
-                found[r] = made[key]
+                key = (others[r].numel() if r in others else 0, *[b.numel() for b in blocks])
+                frame = made.get(key)
+                found[r] = made[key] = frame or self._frame(operation, key[1:], key[0])
             return found
 
-        size, wanted = self.transport.size, frames(out, outgoing)
-        headers = pack_rows(frames(inp, incoming), size).to(self.device)
+        size, wanted, said = self.transport.size, frames(out, outgoing), frames(inp, incoming)
+        expected = pack_rows(wanted, size)
+        headers = (expected.clone() if said == wanted else pack_rows(said, size)).to(self.device)
         if self.checksum:
             checksums(headers, outgoing)
-        answers, expected = torch.zeros_like(headers), pack_rows(wanted, size)
+        answers = torch.zeros_like(headers)
         yield self.transport.exchange(Rows(answers, incoming), Rows(headers, outgoing), expected.to(self.device), tag)
         verify_rows(answers, incoming, wanted, expected, self.transport.rank)
         for r, blocks in out.items():
@@ -161,6 +161,8 @@ class Passage:
 
 def _spread(message: torch.Tensor, blocks: Blocks) -> None:
     """Copy the parts of a message into its blocks, unless it was received in place."""
+    if len(blocks) == 1 and blocks[0] is message:
+        return
     at = 0
     for block in blocks:
         part = message[at : at + block.numel()]

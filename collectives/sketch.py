@@ -1,129 +1,216 @@
 """The sparse all-reduce by a summable sketch: what ranks keep of their gradients is added in cells, and told apart at the end.
 
-    c = x + e        y = top-k(c)        e ← c − y
-    cells ← mean of the sketches of y    bits ← or of the bitmaps of y       (two messages, side by side)
-    x := y's mean, peeled from the cells
+    c = g·x + e        y = top-k(c)        e ← c − y
+    cells ← mean of the sketches of y      bits ← or of the bitmaps of y       (two messages, side by side)
+    x := y's mean / g, peeled from the cells
 
 The sum of sparse vectors is as dense as their union, which nobody knows beforehand; a sketch has a fixed size, whatever the
 union. If the union turns out too large for the cells, all ranks see it in the same bits, and send the kept elements densely.
 
 Note: fixed point. A value is what is left of a cell after others were taken out of it, so rounding would grow along the chain
-of those others. Cells therefore hold whole multiples of a quantum that all ranks know from the last mean, so few that float32
-adds them exactly; what rounding and clipping to them leaves out joins the residual. The first call is dense.
+of those others. Cells therefore hold whole multiples of a quantum, so few that float32 adds them exactly; what rounding and
+clipping to them leaves out joins the residual. Each parameter has its own quantum, from its last mean, which all ranks know;
+where one has none yet, the exchange is dense.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from commpress.codecs.family import EXACT
-from commpress.codecs.sparse import TopKCodec
+from commpress.codecs.policy import Policy, policy_of
+from commpress.codecs.sketch import SketchCodec
 from commpress.collectives.allreduce import Outcome, Workspace, check_buffer, exchange, reduce_message
-from commpress.collectives.buckets import Message, one_message
+from commpress.collectives.buckets import Message, Span, messages, one_message
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.transport import Transport
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, StateMismatch
+from commpress.feedback import ErrorFeedback
 from commpress.kernels import cpu, cpu_sketch
+from commpress.kernels.pieces import BLOCK, HASH, KEPT, KIND, NUMEL, SOURCE, Piece, Pieces, cut
 from commpress.work import Steps, overlapped
 
-MESSAGES = 3  # sequence numbers of one call: bitmap, cells, and the dense exchange that may follow
-
-
-@dataclass
-class Sketch:
-    """For one buffer on one rank: sizes, residual and scratch."""
-
-    codec: TopKCodec
-    sparse: Message  # one row: which elements are kept
-    cells: Message
-    dense: Message
-    residual: torch.Tensor
-    workspace: Workspace
-    quantum: float = 0.0  # a power of two; 0: nobody knows yet
-    fallbacks: int = 0  # calls whose union did not fit the cells
-
-    @classmethod
-    def zeros(cls, numel: int, *, density: float, transport: Transport, cells: float = 1.5) -> "Sketch":
-        """``density``: share of the elements that a rank keeps; ``cells``: per element that all ranks together keep."""
-        if not cells >= 1.25:
-            raise InvalidArgument(
-                f"cells is {cells!r}, expected at least 1.25 per kept element: with fewer they cannot be told apart"
-            )
-        codec, ranks = TopKCodec(density), transport.size
-        kept = numel * (1 - (1 - density) ** ranks)  # if ranks keep different elements
-        count = 3 * math.ceil((cells * kept + 48) / 3)
-        return cls(
-            codec, one_message(numel, codec, 1), one_message(count, EXACT, ranks, name="cells", feedback=False),
-            one_message(numel, EXACT, ranks, name="dense", feedback=False), torch.zeros(numel), Workspace(),
-        )  # fmt: skip
-
-
+Quanta = dict[str, float]  # parameter → a power of two, the same on every rank
 _EXACT = 1 << 22  # whole numbers up to here survive float32's mean and back, whatever the number of ranks
 _LOAD = 16  # elements of one rank that one cell may hold at most, in all likelihood
 
 
-def _bits(ranks: int) -> int:
-    """Of a value in quanta, so that a cell's sum stays below ``_EXACT``."""
-    return int(math.log2(_EXACT / (_LOAD * ranks)))
+@dataclass(eq=False)
+class SketchPlan:
+    """How the tensors of one bucket that share a codec travel."""
+
+    MESSAGES: ClassVar[int] = 3  # sequence numbers of one call: bitmap, cells, and the dense exchange that may follow
+
+    names: tuple[str, ...]
+    starts: np.ndarray  # of each tensor, where all lie side by side; one more at the end
+    message: Message  # names and places of residuals; nothing is sent in its layout
+    sparse: Pieces  # one row: what this rank keeps, found in the bucket
+    compact: Pieces  # the same row, all tensors side by side
+    cells: Message
+    dense: Message
+    quanta: Quanta  # of the whole model
+
+    @property
+    def most(self) -> int:
+        """Of a value in quanta, so that a cell's sum stays below ``_EXACT``."""
+        return 1 << int(math.log2(_EXACT / (_LOAD * self.dense.pieces.rows)))
+
+    def factors(self) -> np.ndarray | None:
+        """The quantum of each tensor, None if some has none."""
+        known = [self.quanta.get(name, 0.0) for name in self.names]
+        return np.array(known) if all(known) else None
 
 
-def sketch_allreduce(buffer: torch.Tensor, sketch: Sketch, *, transport: Transport, sequence: int = 0) -> Steps[bool]:
-    """Replace ``buffer`` by the mean of what the ranks kept of it; the rest stays in ``sketch.residual``.
+@dataclass
+class SketchOutcome(Outcome):
+    plan: SketchPlan | None = None
+    quanta: Quanta = field(default_factory=dict)
 
-    Returns whether all ranks were finite; if not, buffer and residual are unchanged. Uses ``MESSAGES`` sequence numbers.
+    def commit(self) -> None:
+        super().commit()
+        if self.plan is not None:
+            self.plan.quanta.update(self.quanta)
+
+
+def plan_sketches(spans: Sequence[Span], policy: Policy, ranks: int, quanta: Quanta) -> list[SketchPlan]:
+    """One for each sketch codec among ``spans``; the tensors of other codecs are left out."""
+    chosen: dict[SketchCodec, list[Span]] = {}
+    for span in spans:
+        codec = policy.choose(span.name, span.numel)
+        if isinstance(codec, SketchCodec) and span.numel:
+            chosen.setdefault(codec, []).append(span)
+    return [_plan(codec, of, ranks, quanta) for codec, of in chosen.items()]
+
+
+def _plan(codec: SketchCodec, spans: Sequence[Span], ranks: int, quanta: Quanta) -> SketchPlan:
+    numel = sum(span.numel for span in spans)
+    (message,) = messages(spans, policy_of(codec.kept), ranks, message=numel)
+    columns = message.pieces.table[:, [SOURCE, NUMEL, KIND, BLOCK, HASH]].tolist()
+    lines = [Piece(source, length, kind, block, mark) for source, length, kind, block, mark in columns]
+    starts = np.cumsum([0, *(span.numel for span in spans)])
+    side_by_side = [piece._replace(source=int(at)) for piece, at in zip(lines, message.pieces.table[:, KEPT], strict=True)]
+    union = numel * (1 - (1 - codec.density) ** ranks)  # if ranks keep different elements
+    count = 3 * math.ceil((codec.cells * union + 48) / 3)
+    label = ",".join(f"{span.name}+{span.numel}" for span in spans)
+
+    def exact(numel: int, name: str) -> Message:
+        return replace(one_message(numel, EXACT, ranks, name=f"{name}\n{label}", feedback=False), codec=codec.spec)
+
+    return SketchPlan(
+        tuple(span.name for span in spans), starts, message, cut(lines, 1), cut(side_by_side, 1), exact(count, "cells"),
+        exact(numel, "dense"), quanta,
+    )  # fmt: skip
+
+
+def reduce_sketch(
+    buffer: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    *,
+    plan: SketchPlan,
+    transport: Transport,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+) -> Steps[Outcome]:
+    """Replace the plan's tensors in ``buffer`` by the mean of what the ranks kept; ``commit`` or ``discard`` the outcome.
+
+    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank.
     """
     check_buffer(buffer)
     if buffer.device.type != "cpu":
-        raise InvalidArgument(f"buffer is on {buffer.device}: the sketch has CPU kernels only, use another codec there")
-    numel, workspace, flag = buffer.numel(), sketch.workspace, torch.zeros(1, dtype=torch.uint8)
-    row = workspace.wires(sketch.sparse, 1, buffer.device)
-    kept, left = torch.zeros(numel), torch.zeros(numel)
-    cpu.encode(buffer, row[:, HEADER:], flag, sketch.sparse.pieces, residual=sketch.residual, new_residual=left)
-    cpu.decode(row[:, HEADER:], kept, sketch.sparse.pieces)
-    workspace.give_wires(row)
-    bad = bool(flag.item())
-    if sketch.quantum:
-        left += kept
-        kept.div_(sketch.quantum).round_().clamp_(-(1 << _bits(transport.size)), 1 << _bits(transport.size))
-        left -= kept * sketch.quantum
+        raise InvalidArgument(f"buffer is on {buffer.device}: the sketch has CPU kernels only, use 'topk-64' there")
+    start, factors = perf_counter(), plan.factors()
+    proposed = workspace.residual(plan.message, buffer.device)
+    kept, bad = keep(buffer, feedback, proposed, plan, workspace, gain)
     options: dict[str, Any] = {"transport": transport, "workspace": workspace}
-    mean = None
-    if sketch.quantum:
-        width = math.ceil(math.ceil(numel / 8) / transport.size)
-        table, bitmap = torch.zeros(sketch.cells.pieces.numel), torch.zeros(transport.size * width, dtype=torch.uint8)
-        if not bad:
-            cpu_sketch.add(kept, table, bitmap, seed=sequence)
-        else:
-            table.fill_(float("nan"))  # so that every rank hears of it
-        jobs: list[Steps[object]] = [
-            _either(bitmap, numel, width, transport, workspace, sequence),
-            reduce_message(table, None, message=sketch.cells, sequence=sequence + 1, **options),
-        ]
-        outcome = (yield from overlapped(jobs, limit=2))[1]
-        assert isinstance(outcome, Outcome)
-        if not outcome.finite:
-            return False
-        whole = (table.double() * transport.size).round_()
-        told = torch.empty(numel, dtype=torch.float64)
-        if float(whole.abs().max()) <= _EXACT and cpu_sketch.peel(whole, bitmap, told, seed=sequence) == 0:
-            mean = (told * (sketch.quantum / transport.size)).float()
-        else:
-            sketch.fallbacks += 1
-    if mean is None:
-        mean = kept * sketch.quantum if sketch.quantum else kept
+    mean, finite = None, True
+    if factors is not None:
+        cpu_sketch.to_quanta(kept, proposed.sent, plan.starts, factors, plan.most)
+        workspace.encoded(start)
+        told = yield from _told(kept, bad, plan, transport, workspace, sequence, key)
+        finite = told is not None
+        if told is not None and told.numel():
+            mean = torch.empty(told.numel())
+            cpu_sketch.scaled(told, plan.starts, factors / transport.size, mean)
+    if mean is None and finite:
+        workspace.dense_sketches += 1
+        mean = kept
+        if factors is not None:
+            cpu_sketch.scaled(kept, plan.starts, factors, mean)
         if bad:
             mean.fill_(float("nan"))
-        outcome = yield from reduce_message(mean, None, message=sketch.dense, sequence=sequence + 2, **options)
-        if not outcome.finite:
-            return False
-    peak = float(mean.abs().max())
-    if peak > 0:
-        sketch.quantum = 2.0 ** (math.ceil(math.log2(peak)) + 2 - _bits(transport.size))
-    buffer.copy_(mean)
-    sketch.residual = left
-    return True
+        dense = yield from reduce_message(mean, None, message=plan.dense, sequence=sequence + 2, **options)
+        finite = dense.finite
+    quanta = {}
+    if finite and mean is not None:
+        start = perf_counter()
+        quanta = next_quanta(mean, plan)
+        for source, numel, at in plan.message.pieces.kept_runs:
+            torch.div(mean[at : at + numel], gain, out=buffer[source : source + numel])
+        workspace.decoded(start)
+    if feedback is None:
+        workspace.give_residual(plan.message, proposed)
+    return SketchOutcome(
+        plan.message, finite, feedback, proposed if feedback is not None else None, workspace, plan, quanta
+    )
+
+
+def keep(
+    buffer: torch.Tensor, old: ErrorFeedback | None, new: ErrorFeedback, plan: SketchPlan, workspace: Workspace, gain: float
+) -> tuple[torch.Tensor, bool]:
+    """What this rank keeps, all tensors side by side, the rest in ``new``; and whether something was not finite."""
+    flag, row = torch.zeros(1, dtype=torch.uint8), workspace.rows(plan.sparse.row_bytes, 1, buffer.device)
+    cpu.encode(buffer, row, flag, plan.sparse, gain=gain, residual=old and old.sent, new_residual=new.sent)
+    kept = torch.empty(plan.sparse.numel)
+    cpu.decode(row, kept, plan.compact)
+    workspace.give_wires(row)
+    return kept, bool(flag.item())
+
+
+def _told(
+    kept: torch.Tensor, bad: bool, plan: SketchPlan, transport: Transport, workspace: Workspace, sequence: int, key: int
+) -> Steps[torch.Tensor | None]:
+    """The sum over the ranks of ``kept``, in quanta; empty if it cannot be told apart, None if a rank was not finite."""
+    numel, ranks = kept.numel(), transport.size
+    width = math.ceil(math.ceil(numel / 8) / ranks)
+    table, bitmap = torch.zeros(plan.cells.pieces.numel), torch.zeros(ranks * width, dtype=torch.uint8)
+    seed = key & 0xFFFFFFFF
+    if bad:
+        table.fill_(float("nan"))  # so that every rank hears of it
+    else:
+        cpu_sketch.add(kept, table, bitmap, seed=seed)
+    jobs: list[Steps[object]] = [
+        _either(bitmap, numel, width, transport, workspace, sequence),
+        reduce_message(
+            table, None, message=plan.cells, transport=transport, workspace=workspace, sequence=sequence + 1
+        ),
+    ]
+    outcome = (yield from overlapped(jobs, limit=2))[1]
+    assert isinstance(outcome, Outcome)
+    if not outcome.finite:
+        return None
+    whole, told = (table.double() * ranks).round_(), torch.empty(numel, dtype=torch.float64)
+    fits = float(whole.abs().max()) <= _EXACT and cpu_sketch.peel(whole, bitmap, told, seed=seed) == 0
+    return told if fits else told[:0]
+
+
+def next_quanta(mean: torch.Tensor, plan: SketchPlan) -> Quanta:
+    """So fine that twice to four times the largest mean of this call is the most that the next one can say."""
+    peaks = zip(plan.names, cpu_sketch.peaks(mean, plan.starts).tolist(), strict=True)
+    return {name: 4 * 2.0 ** math.ceil(math.log2(peak)) / plan.most for name, peak in peaks if peak > 0}
+
+
+def load_quanta(quanta: Quanta, loaded: Any) -> None:
+    for name, value in loaded.items():
+        if not (isinstance(name, str) and isinstance(value, float) and 0 < value < math.inf):
+            raise StateMismatch(f"the state has {value!r} as quantum of {name!r}, expected a number above 0: it is damaged")
+    quanta.update(loaded)
 
 
 def _either(

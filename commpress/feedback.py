@@ -6,19 +6,23 @@ Note: the invariant. With R = mean over ranks of the sent residuals + the reduce
 Note: the lazy residual. Where a row has one scale, the tensor holds the compensated value c and ``sent_scale`` the
 scale s of its row; the residual is c − s·sgn(c), formed when c is next read. So encoding stays one pass over memory although
 the scale is a sum over the row. ``settle`` makes such a residual plain.
+
+Note: EF21 keeps its estimates in the same place: ``sent`` is then minus what the others know of this rank's gradient, and
+``known`` what all know of the mean. R = mean(sent) + reduced is then −known, so a checkpoint of R holds the estimates too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from commpress.errors import StateMismatch
+from commpress.errors import InvalidArgument, StateMismatch
 from commpress.kernels import arithmetic
 from commpress.kernels.pieces import KEPT, NUMEL, SHARD, WIDTH, Pieces
 
 Key = tuple[str, int]  # parameter name, offset of the piece in it
+Residual = tuple[torch.Tensor, ...]  # sent, reduced and, with EF21, known
 
 
 @dataclass
@@ -29,9 +33,10 @@ class ErrorFeedback:
     reduced: torch.Tensor  # [pieces.shard]: residual of the rows that this rank reduces and sends back
     sent_scale: torch.Tensor | None = None  # [pieces · rows], lazy scales
     reduced_scale: torch.Tensor | None = None  # [pieces]
+    known: torch.Tensor | None = None  # [pieces.kept], the same on every rank; EF21 only
 
     @classmethod
-    def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu") -> "ErrorFeedback":
+    def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu", *, ef21: bool = False) -> "ErrorFeedback":
         def new(numel: int) -> torch.Tensor:
             if torch.device(device).type == "cpu":  # NumPy asks for huge pages, torch does not: a tenth of the encoder's time
                 return torch.from_numpy(np.zeros(numel, np.float32))
@@ -42,6 +47,8 @@ class ErrorFeedback:
             count = len(pieces.table)
             feedback.sent_scale = new(count * pieces.rows)
             feedback.reduced_scale = new(count)
+        if ef21:
+            feedback.known = new(pieces.kept)
         return feedback
 
     def settle(self, pieces: Pieces) -> None:
@@ -55,10 +62,18 @@ class ErrorFeedback:
 
     def take(self, other: "ErrorFeedback") -> None:
         """Become ``other``, which becomes what this was: a residual is committed by exchanging references."""
-        for name in ("sent", "reduced", "sent_scale", "reduced_scale"):
+        for name in ("sent", "reduced", "sent_scale", "reduced_scale", "known"):
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
+
+
+def check_feedback(value: object, *, ef21: bool = False) -> None:
+    """``ef21``: whether who asks knows estimates too. Any string is true, and would be taken for a residual."""
+    if isinstance(value, bool) or (ef21 and value == "ef21"):
+        return
+    expected = "True, False or 'ef21'" if ef21 else "True or False; EF21 is an option of commpress.compress(ddp, ...) only"
+    raise InvalidArgument(f"error_feedback is {value!r}, expected {expected}")
 
 
 @dataclass
@@ -75,6 +90,14 @@ class _Place:
         line = self.pieces.table[self.index]
         return self.feedback.reduced[line[SHARD] : line[SHARD] + line[WIDTH]]
 
+    def known(self) -> torch.Tensor | None:
+        line = self.pieces.table[self.index]
+        return None if self.feedback.known is None else self.feedback.known[line[KEPT] : line[KEPT] + line[NUMEL]]
+
+    def every(self) -> "Residual":
+        known = self.known()
+        return (self.sent(), self.reduced()) if known is None else (self.sent(), self.reduced(), known)
+
 
 class ResidualStore:
     """All residuals of one state on one rank, found by (parameter name, offset) whatever message carries them today.
@@ -83,14 +106,15 @@ class ResidualStore:
     move over unchanged; if they were loaded from a checkpoint, they start from there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ef21: bool = False) -> None:
+        self.ef21 = ef21
         self._places: dict[Key, _Place] = {}
-        self._loaded: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._loaded: dict[Key, Residual] = {}
 
     def attach(self, keys: Sequence[Key], pieces: Pieces, device: torch.device) -> ErrorFeedback | None:
         if not pieces.kept:
             return None
-        feedback = ErrorFeedback.zeros(pieces, device)
+        feedback = ErrorFeedback.zeros(pieces, device, ef21=self.ef21)
         for i, key in enumerate(keys):
             if pieces.table[i, KEPT] < 0:
                 continue
@@ -98,7 +122,7 @@ class ResidualStore:
             if key in self._places:
                 before = self._places[key]
                 before.feedback.settle(before.pieces)
-                self._fill(key, place, before.sent(), before.reduced())
+                self._fill(key, place, *before.every())
             elif key in self._loaded:
                 self._fill(key, place, *self._loaded[key])
                 del self._loaded[key]
@@ -114,16 +138,21 @@ class ResidualStore:
 
         Loaded pieces that no message has brought yet are among them: saving right after loading loses nothing.
         """
+        return [(key, kept[0], kept[1]) for key, kept in self.every().items()]
+
+    def every(self) -> dict[Key, Residual]:
+        """As ``places``, with what EF21 knows."""
         self.settle()
-        every = self._loaded | {key: (place.sent(), place.reduced()) for key, place in self._places.items()}
-        return [(key, *every[key]) for key in sorted(every)]
+        every = self._loaded | {key: place.every() for key, place in self._places.items()}
+        return {key: every[key] for key in sorted(every)}
 
     def pay(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
         """Add what is owed of parameter ``name`` to ``out``, its gradient on this rank, and owe nothing of it any more.
 
-        An exact mean over the ranks then carries all of it: R = mean(sent) + the reduced residuals side by side.
+        An exact mean over the ranks then carries all of it: R = mean(sent) + the reduced residuals side by side. With EF21
+        nothing is owed, only known.
         """
-        for (whose, offset), sent, reduced in self.places():
+        for (whose, offset), sent, reduced in [] if self.ef21 else self.places():
             if whose == name:
                 part, width = out[offset : offset + sent.numel()], reduced.numel()
                 own = part[rank * width : (rank + 1) * width]
@@ -132,26 +161,28 @@ class ResidualStore:
                 sent.zero_()
                 reduced.zero_()
 
-    def load(self, residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def load(self, residuals: Mapping[Key, Residual]) -> None:
         """Replace all residuals; pieces that no message has brought yet wait for it. All or nothing."""
         for key in residuals.keys() & self._places.keys():
             self._check(key, self._places[key], *residuals[key])
         self.settle()
         self._loaded = dict(residuals)
         for key, place in self._places.items():
-            place.sent().zero_()
-            place.reduced().zero_()
+            for tensor in place.every():
+                tensor.zero_()
             if key in self._loaded:
                 self._fill(key, place, *self._loaded.pop(key))
 
     @classmethod
-    def _fill(cls, key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor) -> None:
+    def _fill(cls, key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor, *known: torch.Tensor) -> None:
         cls._check(key, place, sent, reduced)
         place.sent().copy_(sent)
         place.reduced().copy_(reduced)
+        if (mine := place.known()) is not None:
+            mine.copy_(known[0] if known else -sent)  # of R alone: sent is R on every rank, reduced zero
 
     @staticmethod
-    def _check(key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor) -> None:
+    def _check(key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor, *known: torch.Tensor) -> None:
         for name, mine, theirs in (("sent", place.sent(), sent), ("reduced", place.reduced(), reduced)):
             if mine.shape != theirs.shape:
                 raise StateMismatch(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from logging import Logger
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.buckets import Message, Span
 from commpress.collectives.reduce_scatter import Deal
-from commpress.kernels.pieces import KEPT, KIND, NUMEL
+from commpress.kernels.pieces import KEPT, KIND, NUMEL, SOURCE
 from commpress.kernels.reference import CASTS, FP32
 
 
@@ -26,6 +27,7 @@ class Counters:
     logical_bytes: int = 0  # what a float32 ring all-reduce of the same buckets sends: 8·(P−1)/P per element
     wire_bytes: int = 0
     between_bytes: int = 0  # of wire_bytes, those that left the node; counted where there is a topology
+    dense_sketches: int = 0  # messages of 'sketch-…' that travelled densely: the first ones, and where ranks kept too much
     compressed_elements: int = 0
     exact_elements: int = 0
     encode_seconds: float = 0.0
@@ -58,11 +60,19 @@ class Counters:
         self.skipped_steps += not finite
         self.wire_bytes, self.between_bytes, self.wire_seconds = sent_bytes, between_bytes, waited
         self.encode_seconds, self.decode_seconds = workspace.encode_seconds, workspace.decode_seconds
+        self.dense_sketches = workspace.dense_sketches
 
     @property
     def ratio(self) -> float:
         """How many times fewer bytes than float32."""
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def say(self, log: Logger) -> None:
+        """After the first compressed step."""
+        if self.compressed_elements == 0:
+            log.warning("NOTHING WAS COMPRESSED: every tensor travelled exactly (codec, min_numel or exclude leave none).")
+        else:
+            log.info("up to the first compressed step: %s", self.summary())
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ratio": self.ratio}
@@ -74,12 +84,17 @@ class Counters:
         return (
             f"{self.wire_bytes / max(self.steps, 1) / 1e6:.3f} MB sent per step instead of "
             f"{self.logical_bytes / max(self.steps, 1) / 1e6:.3f} ({self.ratio:.1f} times fewer), {crossed}"
-            f"{share:.1f} % of elements compressed" + (f"; chosen: {self.choice}" if self.choice else "")
+            f"{share:.1f} % of elements compressed"
+            + (f", {self.dense_sketches} of {self.messages} messages dense for want of cells" if self.dense_sketches else "")
+            + (f"; chosen: {self.choice}" if self.choice else "")
         )
 
 
 def relative_errors(before: torch.Tensor, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """‖residual‖ / ‖compensated‖ per parameter, from what the encoder saw and what it proposes to keep."""
+    """‖residual‖ / ‖compensated‖ per parameter, from what the encoder saw and what it proposes to keep.
+
+    With EF21 ‖x − h‖ / ‖x‖: how far from the gradient the others are who have heard this step.
+    """
     left: dict[str, float] = {}
     for outcome in outcomes:
         if outcome.proposed is None:
@@ -88,6 +103,8 @@ def relative_errors(before: torch.Tensor, spans: Sequence[Span], outcomes: Seque
         for (name, _), line in zip(outcome.message.keys, outcome.message.pieces.table, strict=True):
             if line[KEPT] >= 0:
                 part = outcome.proposed.sent[line[KEPT] : line[KEPT] + line[NUMEL]]
+                if outcome.proposed.known is not None:
+                    part = part + before[line[SOURCE] : line[SOURCE] + line[NUMEL]]
                 left[name] = left.get(name, 0.0) + float(part.square().sum())
     norms = {s.name: float(before[s.source : s.source + s.numel].square().sum()) for s in spans}
     return {name: (value / norms[name]) ** 0.5 if norms[name] else 0.0 for name, value in left.items()}

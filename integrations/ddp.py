@@ -20,31 +20,25 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
-from commpress.collectives.checkpoint import (
-    check_fit,
-    elastic_of,
-    elastic_state,
-    exact_state,
-    residuals_of,
-)
+from commpress.collectives.checkpoint import check_fit, elastic_of, elastic_state, exact_state, residuals_of
+from commpress.collectives.ef21 import check_codec, reduce_changes
 from commpress.collectives.hierarchical import reduce_routes
 from commpress.collectives.links import Links
 from commpress.collectives.loopback import Recorded, Timed
-from commpress.collectives.low_rank import (
-    Bases,
-    load_bases,
-    reduce_matrices,
-)
+from commpress.collectives.low_rank import Bases, Plan, load_bases, reduce_matrices
+from commpress.collectives.sketch import Quanta, load_quanta, reduce_sketch
 from commpress.collectives.topology import Topology
 from commpress.collectives.transport import own_transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
-from commpress.feedback import ResidualStore
+from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.backward import Backward
 from commpress.integrations.counters import Counters, relative_errors
 from commpress.integrations.layouts import Layout, Layouts
 from commpress.integrations.levels import levels_of
 from commpress.integrations.plain import Plain
+from commpress.integrations.replanning import Replanning
 from commpress.integrations.trial import Trial, trial_of
+from commpress.integrations.unhooked import unhook_after
 from commpress.work import Steps, Worker, overlapped, run
 
 log = logging.getLogger("commpress")
@@ -67,7 +61,8 @@ def compress(
     """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds residuals and counters.
 
     ``codec="auto"`` tries no compression and several codecs for a few steps each and keeps the fastest. ``policy``: a file
-    that ``commpress plan`` wrote, in place of a codec.
+    that ``commpress plan`` wrote, in place of a codec. Where that is no compression, DDP goes on without a hook, as if this
+    had never been called, and counters stand still.
 
     Tensors of fewer than ``min_numel`` elements, and those whose name matches a regular expression in ``exclude``, travel
     exactly. ``options`` are those of ``CompressedState``.
@@ -89,7 +84,10 @@ def compress(
         process_group=ddp.process_group,
         **options,
     )
-    ddp.register_comm_hook(state, compressed_allreduce_hook)
+    if state.compresses or not state.settled:
+        ddp.register_comm_hook(state, compressed_allreduce_hook)
+    if not state.settled:
+        unhook_after(ddp, state)
     return state
 
 
@@ -111,6 +109,8 @@ class CompressedState:
     - ``codec``, ``min_numel``, ``exclude``: what travels how; see ``compress``.
     - ``named_parameters``: gives residuals their names in checkpoints, and ``exclude`` something to match. Without it,
       parameters are numbered in the order in which DDP first brings them.
+    - ``error_feedback``: True keeps what compression leaves out and sends it later; "ef21" sends changes of the gradient
+      instead (``collectives.ef21``); False forgets, which does not converge.
     - ``on_nonfinite``: "skip" (default) replaces the gradients of that bucket by zeros on all ranks, warns and counts;
       "raise" raises NonFiniteGradient on all ranks. Residuals stay untouched either way.
     - ``grad_scaler``: pass AMP's GradScaler. Residuals are then kept in unscaled units, a bad gradient reaches the scaler
@@ -118,6 +118,8 @@ class CompressedState:
       4 bytes per parameter.
     - ``exact_steps``: so many first steps travel exactly (a warm-up for optimizers that estimate variances).
     - ``measure_every``: steps between measurements of the compression error; 0 never. Not with a topology.
+    - ``replan_every``: steps between two choices of a codec for every layer, each from the gradients of that step: the fewest
+      bytes at the error that ``codec`` for all would make; 0 never. See ``docs/planning.md``.
     - ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the launcher says). Sums
       inside a node are then exact and only what crosses between nodes is compressed; see ``docs/hierarchy.md``. The
       ``Links`` that ``commpress probe`` measured decide whether that is faster than one level.
@@ -131,7 +133,7 @@ class CompressedState:
         exclude: tuple[str, ...] = (),
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        error_feedback: bool = True,
+        error_feedback: bool | Literal["ef21"] = True,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         grad_scaler: torch.amp.GradScaler | None = None,
         exact_steps: int = 0,
@@ -139,10 +141,12 @@ class CompressedState:
         timeout: timedelta = default_pg_timeout,
         checksum: bool = False,
         seed: int = 0,
+        replan_every: int = 0,
         topology: Topology | str | Links | None = None,
     ) -> None:
         if on_nonfinite not in ("skip", "raise"):
             raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
+        check_feedback(error_feedback, ef21=True)
         if exclude and named_parameters is None:
             raise InvalidArgument(
                 "exclude matches parameter names, but named_parameters is missing: pass model.named_parameters() or use "
@@ -155,18 +159,22 @@ class CompressedState:
         if isinstance(codec, str) and codec == PLAIN:
             codec = Planned(PLAIN)
         self._trial: Trial | None = trial_of(codec)
-        if self._trial is not None and topology is not None:
-            raise InvalidArgument("codec='auto' compares ways of one level: choose a codec, or leave topology out")
+        ef21 = error_feedback == "ef21"
+        if ef21 and (self._trial is not None or topology is not None or replan_every):
+            raise InvalidArgument("error_feedback='ef21' needs a codec that stays, and no topology: leave the other out")
         self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
         self.policy = policy_of("none" if self._trial else codec, **self._limits)
+        if ef21:
+            check_codec(self.policy.choose("", BUCKET))
         self.compresses = not isinstance(codec, Planned) or codec.compresses  # else torch's all-reduce carries everything
         self.on_nonfinite = on_nonfinite
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.exact_steps, self.measure_every, self.seed = exact_steps, measure_every, seed
         self.step = 0
         self.counters = Counters(choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else "")
-        self.residuals = ResidualStore()
+        self.residuals = ResidualStore(ef21=ef21)
         self.bases: Bases = {}  # of low-rank codecs
+        self.quanta: Quanta = {}  # of sketches
         parameters = dict(named_parameters or ())
         numels = {name: p.numel() for name, p in parameters.items()}
         for pattern in exclude:
@@ -182,16 +190,23 @@ class CompressedState:
         self.levels = None
         if topology is not None:
             usual = min(sum(numels.values()) or BUCKET, BUCKET)
-            self.levels = levels_of(topology, transport, usual, self.policy.choose("", usual))
+            usually = policy_of(self._trial.ways[-1], **self._limits) if self._trial else self.policy
+            self.levels = levels_of(topology, transport, usual, usually.choose("", usual))
         self._layouts = Layouts(
-            self.policy, self.residuals, self._workspace, transport.size, self.bases, self.levels,
-            feedback=error_feedback, seed=seed, names={id(p): name for name, p in parameters.items()}, numels=numels,
+            self.policy, self.residuals, self._workspace, transport.size, self.bases, self.quanta, self.levels,
+            feedback=bool(error_feedback), seed=seed, names={id(p): name for name, p in parameters.items()}, numels=numels,
         )  # fmt: skip
         group: Any = getattr(transport, "group", process_group or dist.group.WORLD)  # the own one, or over MPI the user's
-        self._plain = Plain(group, self.residuals, self.counters)
+        self._plain = Plain(group, self.counters, self._layouts)
+        self._replanning = Replanning(replan_every, codec, self.policy, transport.size) if replan_every else None  # type: ignore[arg-type]
         self._worker: Worker | None = None
         if self.transport.size == 1:
             log.warning("world size is 1: there is nothing to reduce, gradients pass through as they are")
+
+    @property
+    def settled(self) -> bool:
+        """No trial is under way, and what it left behind has been sent."""
+        return self._trial is None and not self._plain.owing
 
     # ------------------------------------------------------------ one bucket
 
@@ -213,6 +228,9 @@ class CompressedState:
         if self._current is None:
             if self._trial is not None and self.step >= self.exact_steps:
                 self._turn(self._trial, buffer.device)
+            if self._replanning is not None and self._replanning.measured:
+                self._use(self._replanning.decide(self._plain.group, buffer.device, self.step - 1))
+                self.counters.choice = self._replanning.why
             self._current = Backward(self.step)
         step = self._current
         step.open += 1
@@ -221,14 +239,16 @@ class CompressedState:
             self.step += 1
         if not self.compresses:
             step.open -= 1
-            return self._plain.reduce(bucket, self._layouts.names, last=step.closed)
+            return self._plain.reduce(bucket, last=step.closed)
         layout = self._layouts.of(bucket, buffer, exact=step.number < self.exact_steps)
+        if self._replanning is not None and self._replanning.due(step.number - self.exact_steps):
+            self._replanning.measure(layout.spans, buffer)
         sequence, self._sequence = self._sequence, self._sequence + layout.sequences
         steps = self._bucket(buffer, layout, step, sequence)
         if self._worker is None:
             limit = 1 if self.transport.ordered or self.levels is not None else UNORDERED_LIMIT
             self._worker = Worker("commpress", limit=limit, device=buffer.device)
-        waits = 2 * len(layout.rows) if layout.plan is None and layout.levels is None else None
+        waits = 2 * len(layout.rows) if not layout.plans and layout.levels is None else None
         future = self._worker.submit(steps, waits=waits)
         step.futures.append(future)
         if step.closed:
@@ -244,8 +264,11 @@ class CompressedState:
             log.info("codec='auto' goes on with %s", self.counters.choice)
         self.compresses = way != PLAIN
         if self.compresses:
-            self.policy = policy_of(way, **self._limits)
-            self._layouts.use(self.policy)
+            self._use(policy_of(way, **self._limits))
+
+    def _use(self, policy: Policy) -> None:
+        self.policy = policy
+        self._layouts.use(policy)
 
     def _bucket(self, bucket: torch.Tensor, layout: Layout, step: Backward, sequence: int) -> Steps[torch.Tensor]:
         buffer = bucket
@@ -255,7 +278,7 @@ class CompressedState:
             buffer = layout.scratch.copy_(bucket)
         gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
         measure = self.measure_every and step.number % self.measure_every == 0 and layout.levels is None
-        before = self._compensated(buffer, layout, gain) if measure else None
+        before = layout.compensated(buffer, gain, owed=not self.residuals.ef21) if measure else None
         outcomes = yield from self._exchange(buffer, layout, sequence, step.number, gain)
         finite = all(outcome.finite for outcome in outcomes)
         if finite and bucket is not buffer:
@@ -281,23 +304,20 @@ class CompressedState:
             )
         options["transport"] = self.transport
         feedbacks, count = layout.feedbacks, len(layout.rows)
+        options["reduce"] = reduce_changes if self.residuals.ef21 else None
         rows = reduce_bucket(buffer, feedbacks[:count], messages=layout.rows, **options)
-        if layout.plan is None:
+        if not layout.plans:
             return (yield from rows)
-        options["sequence"] = sequence + count
-        jobs: list[Steps[Any]] = [reduce_matrices(buffer, feedbacks[-1], plan=layout.plan, **options), rows]
-        first, second = yield from overlapped(jobs, limit=2)
-        return [*second, first]
-
-    def _compensated(self, buffer: torch.Tensor, layout: Layout, gain: float) -> torch.Tensor:
-        """c = g·x + e of the whole bucket: what the encoder is about to see. Measuring only."""
-        c = buffer * gain
-        for message, feedback in zip(layout.messages, layout.feedbacks, strict=True):
-            if feedback is not None:
-                feedback.settle(message.pieces)
-                for start, numel, kept in message.pieces.kept_runs():
-                    c[start : start + numel] += feedback.sent[kept : kept + numel]
-        return c
+        del options["reduce"]
+        options["sequence"] += count
+        jobs: list[Steps[Any]] = []
+        for plan, feedback in zip(layout.plans, feedbacks[count:], strict=True):
+            reduce: Any = reduce_matrices if isinstance(plan, Plan) else reduce_sketch
+            jobs.append(reduce(buffer, feedback, plan=plan, **options))
+            options["sequence"] += plan.MESSAGES
+        jobs.append(rows)
+        *others, first = yield from overlapped(jobs, limit=2)
+        return [*first, *others]
 
     def _finish(self, step: Backward, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome]) -> None:
         """Commit or discard residuals: per bucket, or for all buckets of the step together under a GradScaler."""
@@ -318,7 +338,8 @@ class CompressedState:
             seconds = self._timed.seconds + waited
             self.counters.step(step.finite, sent_bytes, between, seconds, self._workspace)
             if not self._said and step.number >= self.exact_steps:
-                self._say_what_happened()
+                self._said = True
+                self.counters.say(log)
 
     def _bad_gradient(self, step: Backward) -> None:
         self.counters.skipped_buckets += 1
@@ -335,21 +356,12 @@ class CompressedState:
                 "grad_scaler= so that the loss scale adapts.", step.number, effect, count,
             )  # fmt: skip
 
-    def _say_what_happened(self) -> None:
-        self._said = True
-        if self.counters.compressed_elements == 0:
-            log.warning(
-                "NOTHING WAS COMPRESSED: every tensor travelled exactly (codec, min_numel or exclude leave none)."
-            )
-        else:
-            log.info("up to the first compressed step: %s", self.counters.summary())
-
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a bitwise resume at the same world size: every rank saves and loads its own."""
         state = exact_state(self.residuals, self.transport, self.step, str(self.levels or ""))
-        return state | self._saved_bases()
+        return state | self._saved_choices()
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the total residual R, for a resume at any world size; collective, between steps."""
@@ -359,23 +371,28 @@ class CompressedState:
         else:
             parts = self.levels.parts(self.residuals, self._layouts.compressed())
             state = run(elastic_of(parts, self.transport, self.step, sequence))
-        return state | self._saved_bases()
+        return state | self._saved_choices()
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """From this rank's ``state_dict``, or from all ranks' ``elastic_state_dict``s in any order, at any time."""
         levels = self.levels
         if levels is None:
-            step, residuals = residuals_of(states, self.transport)
+            step, residuals = residuals_of(states, self.transport, ef21=self.residuals.ef21)
         else:
             step, residuals = residuals_of(states, self.transport, share=levels.share, nodes=str(levels))
         if numels := self._layouts.numels:
             check_fit(residuals, numels, levels.lengths(numels) if levels else None)
         load_bases(self.bases, states[0].get("bases", {}))
+        load_quanta(self.quanta, states[0].get("quanta", {}))
         self.residuals.load(residuals)
         self.step = step
+        if self._replanning is not None:
+            self._use(self._replanning.load(states[0].get("rules", {})))
 
-    def _saved_bases(self) -> dict[str, Any]:
-        return {"bases": {name: basis.clone() for name, basis in self.bases.items()}}
+    def _saved_choices(self) -> dict[str, Any]:
+        rules = {"rules": dict(self._replanning.rules)} if self._replanning is not None else {}
+        bases = {name: basis.clone() for name, basis in self.bases.items()}
+        return {"bases": bases, "quanta": dict(self.quanta), **rules}
 
     def _next_sequence(self) -> int:
         self._sequence += 1

@@ -19,7 +19,7 @@ from commpress.collectives.reduce_scatter import Deal
 from commpress.collectives.topology import Topology
 from commpress.collectives.transport import Divisible, Transport, own_transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
-from commpress.feedback import ResidualStore
+from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.background import Ahead, Late
 from commpress.integrations.counters import Counters
 from commpress.integrations.roles import policy_for
@@ -108,6 +108,7 @@ class ShardedState:
         if hadamard and inside is None:
             raise InvalidArgument("hadamard is for the second of two hops: pass inside= and topology= as well")
         self.units = units_of(model)
+        check_feedback(error_feedback)
         self.model, self.on_nonfinite, self.error_feedback = model, on_nonfinite, error_feedback
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.timeout, self.seed, self.hadamard = timeout, seed, hadamard

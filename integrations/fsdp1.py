@@ -17,7 +17,7 @@ from commpress.collectives.loopback import Recorded, Timed
 from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows
 from commpress.collectives.transport import own_transport
 from commpress.errors import InvalidArgument
-from commpress.feedback import ErrorFeedback, ResidualStore
+from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback
 from commpress.integrations.counters import Counters
 from commpress.integrations.roles import check_dtype
 from commpress.work import run
@@ -46,6 +46,7 @@ class FlatShardState:
     ) -> None:
         if on_nonfinite not in ("skip", "propagate"):
             raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'propagate'")
+        check_feedback(error_feedback)
         self.codec, self.error_feedback, self.on_nonfinite, self.seed = (
             codec_named(codec), error_feedback, on_nonfinite, seed,
         )  # fmt: skip

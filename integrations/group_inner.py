@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.collectives.mpi import MpiTransport
+from commpress.collectives.threads import yielding
 from commpress.collectives.transport import TorchTransport, Transport
 from commpress.integrations.connections import Connections, connections_of
 from commpress.integrations.mpi_group import MpiGroup
@@ -28,7 +29,7 @@ def torch_group(
     inner = dist.ProcessGroup(store, rank, size)
     inner._set_default_backend(kinds.GLOO)
     make: Callable[..., Any] = partial(dist.ProcessGroupGloo, dist.PrefixStore("cpu", store), rank, size, timeout=limit)
-    gloo, connections = connections_of(make, size - 1)
+    gloo, connections = connections_of(partial(yielding, make), size - 1)
     backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
@@ -88,7 +89,7 @@ def private_transport(inner: Any, store: dist.Store, rank: int, size: int, timeo
     """For the group's own compressed messages: they meet no others. Made by all ranks in the same call."""
     if not isinstance(inner, dist.ProcessGroup):
         return MpiTransport(inner.communicator, timeout=timeout)
-    gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo: Any = yielding(partial(dist.ProcessGroupGloo, store, rank, size, timeout=timeout))
     return _PrivateTransport(gloo, timeout=timeout, point_to_point=True)
 
 

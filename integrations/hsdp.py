@@ -17,7 +17,7 @@ from commpress.collectives.checkpoint import exact_state, residuals_of
 from commpress.collectives.loopback import Recorded, Timed
 from commpress.collectives.transport import own_transport
 from commpress.errors import InvalidArgument
-from commpress.feedback import ResidualStore
+from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.counters import Counters
 from commpress.integrations.fsdp import MIN_NUMEL
 from commpress.integrations.roles import check_dtype, policy_for
@@ -70,6 +70,7 @@ class ReplicatedState:
         checksum: bool,
         seed: int,
     ) -> None:
+        check_feedback(error_feedback)
         self.policy, self.error_feedback, self.on_nonfinite, self.seed = policy, error_feedback, on_nonfinite, seed
         self.step, self.counters, self.residuals = 0, Counters(), ResidualStore()
         self.workspace = Workspace(checksum=checksum)

@@ -9,24 +9,39 @@ import torch.distributed as dist
 from commpress.codecs import Policy, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Message, Span, messages
-from commpress.collectives.low_rank import MESSAGES, Bases, Plan, RowsOnly, matrices_of, plan_matrices
+from commpress.collectives.low_rank import Bases, Plan, RowsOnly, matrices_of, plan_matrices
+from commpress.collectives.sketch import Quanta, SketchPlan, plan_sketches
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.integrations.levels import LevelLayout, Levels
+
+Apart = Plan | SketchPlan  # tensors that are not cut into rows
 
 
 class Layout:
     """How one bucket is cut into messages, and how these travel between and inside nodes."""
 
     def __init__(
-        self, rows: list[Message], plan: Plan | None, feedbacks: list[ErrorFeedback | None], spans: list[Span]
+        self, rows: list[Message], plans: Sequence[Apart], feedbacks: list[ErrorFeedback | None], spans: list[Span]
     ) -> None:
-        self.rows, self.plan, self.spans = rows, plan, spans
-        self.messages = [*rows, plan.message] if plan else rows
+        self.rows, self.plans, self.spans = rows, plans, spans
+        self.messages = [*rows, *(plan.message for plan in plans)]
         self.feedbacks = feedbacks  # of messages
-        self.sequences = len(rows) + (MESSAGES if plan else 0)
+        self.sequences = len(rows) + sum(plan.MESSAGES for plan in plans)
         self.levels: LevelLayout | None = None
         self.scratch: torch.Tensor | None = None  # float32 copy of a bucket of another dtype
+
+    def compensated(self, buffer: torch.Tensor, gain: float, *, owed: bool) -> torch.Tensor:
+        """c = g·x + e of the whole bucket: what the encoder is about to see, or with EF21 g·x. Measuring only."""
+        c = buffer * gain
+        if not owed:
+            return c
+        for message, feedback in zip(self.messages, self.feedbacks, strict=True):
+            if feedback is not None:
+                feedback.settle(message.pieces)
+                for start, numel, kept in message.pieces.kept_runs:
+                    c[start : start + numel] += feedback.sent[kept : kept + numel]
+        return c
 
 
 @dataclass
@@ -38,6 +53,7 @@ class Layouts:
     workspace: Workspace
     size: int
     bases: Bases
+    quanta: Quanta
     levels: Levels | None
     feedback: bool
     seed: int
@@ -61,8 +77,15 @@ class Layouts:
         if policy != self.policy:
             self.policy = policy
             for key in [key for key in self._known if not key[0]]:
-                for message in self._known.pop(key).messages:
-                    self.workspace.forget(message)
+                self._drop(self._known.pop(key))
+
+    def pay(self, parameter: torch.Tensor, out: torch.Tensor, rank: int) -> None:
+        """Add what is owed of ``parameter`` to its gradient on this rank, so that an exact mean carries all of it."""
+        name = self.names.get(id(parameter))
+        if name is not None and self.levels is not None:
+            self.levels.pay(self.residuals, name, out)
+        elif name is not None:
+            self.residuals.pay(name, out, rank, self.size)
 
     def compressed(self) -> dict[str, int]:
         """Name and length of every parameter that is not left exact, as far as known; the same on every rank."""
@@ -80,30 +103,33 @@ class Layouts:
         return spans
 
     def _plan(self, spans: list[Span], shapes: list[torch.Size], policy: Policy, device: torch.device) -> Layout:
-        """Low-rank codecs take their matrices out; the rest goes in rows."""
-        matrices = matrices_of(spans, shapes, policy)
+        """Codecs of whole tensors take theirs out; the rest goes in rows."""
+        matrices, plans = matrices_of(spans, shapes, policy), list[Apart]()
+        if matrices:
+            plans.append(plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed))
+        plans += plan_sketches(spans, policy, self.size, self.quanta)
+        if plans and (self.levels is not None or self.residuals.ef21):
+            what = "a topology" if self.levels is not None else "error_feedback='ef21'"
+            raise InvalidArgument(f"{what} is given, but {plans[0].message.codec!r} knows none: leave one of them out")
         if self.levels is not None:
-            if matrices:
-                raise InvalidArgument("topology is given, but a low-rank codec knows no nodes: leave one of them out")
             levels = self.levels.layout(spans, RowsOnly(policy), self.residuals, device, feedback=self.feedback)
-            layout = Layout([route.message for route in levels.routes], None, [], spans)
+            layout = Layout([route.message for route in levels.routes], (), [], spans)
             layout.levels = levels
             return layout
-        taken = {span.name for span, _ in matrices}
-        others = [span for span in spans if span.name not in taken]
-        rows = messages(others, RowsOnly(policy), self.size, feedback=self.feedback)
+        taken = {name for plan in plans for name in plan.names}
+        rows = messages([s for s in spans if s.name not in taken], RowsOnly(policy), self.size, feedback=self.feedback)
         feedbacks = [self.residuals.attach(m.keys, m.pieces, device) for m in rows]
-        plan = None
-        if matrices:
-            plan = plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed)
-            residual = self.residuals.attach(plan.message.keys, plan.message.pieces, device) if self.feedback else None
-            feedbacks.append(residual)
-        return Layout(rows, plan, feedbacks, spans)
+        for plan in plans:
+            keys, pieces = plan.message.keys, plan.message.pieces
+            feedbacks.append(self.residuals.attach(keys, pieces, device) if self.feedback else None)
+        return Layout(rows, plans, feedbacks, spans)
 
     def _forget(self, exact: bool, parameters: Sequence[torch.Tensor]) -> None:
         """Drop layouts whose parameters come in other buckets from now on: their residuals move away."""
         now = set(map(id, parameters))
         for key in [key for key in self._known if key[0] == exact and not now.isdisjoint(key[1:])]:
-            layout = self._known.pop(key)
-            for message in layout.messages if layout.levels is None else layout.levels.slices():
-                self.workspace.forget(message)
+            self._drop(self._known.pop(key))
+
+    def _drop(self, layout: Layout) -> None:
+        for message in layout.messages if layout.levels is None else layout.levels.slices():
+            self.workspace.forget(message)

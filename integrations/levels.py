@@ -72,18 +72,31 @@ class Levels:
     def parts(self, store: ResidualStore, numels: dict[str, int]) -> dict[Key, torch.Tensor]:
         """Of each flat piece of these parameters, what averages to R over the ranks."""
         whole = {name: torch.zeros(numel) for name, numel in numels.items()}
+        self._add(store, whole)
+        return {
+            (name, at): vector[at : at + PIECE] for name, vector in whole.items() for at in range(0, len(vector), PIECE)
+        }
+
+    def pay(self, store: ResidualStore, name: str, out: torch.Tensor) -> None:
+        """As ``ResidualStore.pay``: add what is owed of a parameter to its gradient on this rank, and owe nothing any more."""
+        for sent, reduced in self._add(store, {name: out}):
+            sent.zero_()
+            reduced.zero_()
+
+    def _add(self, store: ResidualStore, whole: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """To these parameters what averages to R over the ranks; returns the residuals that it came from."""
         own = {key: (sent, reduced) for key, sent, reduced in store.places()}
         size, divisor = self.hierarchy.topology.size, self.hierarchy.divisor
-        for key, index, length, width, start in self._slices(numels):
+        added = []
+        for key, index, length, width, start in self._slices({name: len(vector) for name, vector in whole.items()}):
             if key in own:
                 sent, reduced = own[key]
                 part = whole[key[0]][start : start + length]
                 part += size / divisor * sent
                 row = part[self.hierarchy.between[index].rank * width :][:width]
                 row += size * reduced[: row.numel()]
-        return {
-            (name, at): vector[at : at + PIECE] for name, vector in whole.items() for at in range(0, len(vector), PIECE)
-        }
+                added.append(own[key])
+        return added
 
     def share(self, totals: dict[Key, torch.Tensor]) -> Residuals:
         """The residuals with which the nodes together owe ``totals``: each node's sent one, and nothing reduced."""

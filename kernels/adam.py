@@ -1,8 +1,8 @@
 """What the optimizers compute on flat buffers, in torch operations for any device; ``cpu_adam`` is the fast CPU path.
 
 Everything is element by element. ``segments`` says which parameter x and gradient g belong to which run of the flat
-float32 buffers (m momentum, r reciprocal of √v + ε, u accumulated steps, a anchor), so that gradients need not be copied
-together.
+float32 buffers (m momentum, r reciprocal of √v + ε, p = m·r, u accumulated steps, a anchor), so that gradients need not be
+copied together.
 """
 
 from collections.abc import Sequence
@@ -61,10 +61,20 @@ def blend(segments: Segments, m: torch.Tensor, out: torch.Tensor, *, beta: float
             out_.add_(g, alpha=(1 - beta) * gain)
 
 
-def descend(segments: Segments, m: torch.Tensor, r: torch.Tensor, *, step: float, keep: float) -> None:
-    """x := keep·x − step·m·r."""
-    for x, _, m_, r_ in segments.runs(m, r):
-        x.mul_(keep).addcmul_(m_, r_, value=-step)
+def aim(
+    segments: Segments, p: torch.Tensor, r: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float
+) -> None:
+    """out := β·p + (1 − β)·gain·g·r."""
+    for _, g, p_, r_, out_ in segments.runs(p, r, out):
+        torch.mul(p_, beta, out=out_)
+        if g is not None:
+            out_.addcmul_(g, r_, value=(1 - beta) * gain)
+
+
+def descend(segments: Segments, p: torch.Tensor, *, step: float, keep: float) -> None:
+    """x := keep·x − step·p."""
+    for x, _, p_ in segments.runs(p):
+        x.mul_(keep).sub_(p_, alpha=step)
 
 
 def accumulate(

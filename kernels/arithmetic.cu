@@ -53,6 +53,12 @@ __device__ __forceinline__ int nearest(f32 a) {
     return n;
 }
 
+__device__ __forceinline__ int truncated(f32 a) {
+    int n;
+    asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(n) : "f"(a.value));
+    return n;
+}
+
 __device__ __forceinline__ double widen(f32 a) {
     double d;
     asm("cvt.f64.f32 %0, %1;" : "=d"(d) : "f"(a.value));

@@ -1,12 +1,14 @@
-// What one element and one scale mean. Mirrors reference.py; one module per kind, compiled with -DKIND=...
+// What one element and one scale mean. Mirrors reference.py; one module per family of kinds, compiled with -DKIND=...
 
-enum { SIGN_L1, SIGN_RMS, INT8, INT4, TERNARY, FP8, BF16, FP16, FP32 }; // numbered as in reference.py
+// Numbered as in reference.py, where ANY_BITS is named BITS.
+enum { SIGN_L1, SIGN_RMS, INT8, INT4, TERNARY, FP8, BF16, FP16, FP32, ANY_BITS, TOP, RANDOM, UNBIASED };
 
 typedef unsigned char byte;
 typedef long long int64;
 
 constexpr bool SIGN = KIND == SIGN_L1 || KIND == SIGN_RMS;
 constexpr bool SCALED = KIND < BF16; // the casts have codes only
+constexpr bool HEADED = KIND >= ANY_BITS; // a head per block, and nothing of what this file says of codes and scales
 constexpr int BITS = SIGN ? 1 : KIND == TERNARY ? 2 : KIND == INT4 ? 4 : KIND == FP32 ? 32 : KIND >= BF16 ? 16 : 8;
 constexpr int PER_BYTE = BITS < 8 ? 8 / BITS : 1;
 constexpr unsigned MASK = 0xffffffffu >> (32 - BITS);
@@ -98,19 +100,17 @@ __device__ __forceinline__ f32 from_code(unsigned code) {
 
 // ---------------------------------------------------------------- scales
 
-// What an element adds to its block's total, and how two totals meet. A total travels as a bit pattern: of a sum for
-// the sign kinds, of a peak for the others, because as patterns NaN and infinity compare above every number.
-__device__ __forceinline__ unsigned term(f32 c) { return KIND == SIGN_RMS ? pattern(c * c) : pattern(magnitude(c)); }
+// What an element adds to the sum of its block, and how two totals meet: sums as floats, peaks as bit patterns, because
+// as patterns NaN and infinity compare above every number.
+__device__ __forceinline__ f32 term(f32 c) { return KIND == SIGN_L1 ? magnitude(c) : c * c; }
 
-__device__ __forceinline__ unsigned meet(unsigned a, unsigned b) {
-    return SIGN ? pattern(number(a) + number(b)) : max(a, b);
-}
-
+__device__ __forceinline__ f32 meet(f32 a, f32 b) { return a + b; }
 __device__ __forceinline__ double meet(double a, double b) { return a + b; }
+__device__ __forceinline__ unsigned meet(unsigned a, unsigned b) { return max(a, b); }
 
 __device__ __forceinline__ f32 sign_scale(double sum, int64 count) {
     double mean = sum / (double)(count > 0 ? count : 1);
-    return narrow(KIND == SIGN_RMS ? sqrt(mean) : mean);
+    return narrow(KIND == SIGN_L1 ? mean : sqrt(mean));
 }
 
 __device__ __forceinline__ Scale peak_scale(unsigned peak) {

@@ -1,8 +1,9 @@
 """The optimizers' arithmetic on CPU: one pass over memory per call, no loop over tensors in Python.
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
-having been read is fetched all the same, 8 bytes instead of 4: ``blend`` moves 16, ``descend`` 16, ``accumulate`` 20,
-``wander`` 36 (40 where a window begins), ``gather`` 24. Stores that go round the cache brought nothing on the CPU tried.
+having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
+elements do (``_put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 16, ``wander`` 36 (40 where a
+window begins), ``gather`` 20, ``square_sum`` 4.
 
 Numba walks a table of addresses, because gradients live wherever autograd put them. Every function is that of ``adam``
 with the same name; results do not depend on the number of threads.
@@ -18,10 +19,12 @@ from numba.extending import intrinsic
 
 from commpress.kernels.adam import Segments
 from commpress.kernels.cpu import split
-from commpress.kernels.cpu_blocks import jit
+from commpress.kernels.cpu_signs import jit, stream_64
 
 _NONE = np.empty(0, np.float32)
-CHUNK = 1024  # elements that stay in the first-level cache from one loop to the next
+SHORT = 128  # elements that one loop handles before the next one does: long runs of few buffers each are slower
+_LINE = 16  # floats of a cache line
+_PAST = 1 << 22  # a call that handles so many elements leaves none of them in a cache
 
 
 @intrinsic
@@ -33,142 +36,182 @@ def _pointer(context, address):
 
 
 @jit
-def _part(table, s, column, done, start, stop):
-    """The elements of x (column 0) or g (column 1) of segment s that lie between ``start`` and ``stop``."""
-    line = table[s]
-    low = max(start - done, 0)
-    high = max(min(stop - done, line[3]), low)
-    return carray(_pointer(line[column] + 4 * low), (high - low,)), line[2] + low
+def _run_of(line, base, done, start, stop):
+    low = min(max(start - done, 0) // _LINE * _LINE, line[3])
+    high = line[3] if stop - done >= line[3] else max((stop - done) // _LINE * _LINE, low)
+    return carray(_pointer(base + 4 * low), (high - low,)), line[2] + low
 
 
 @jit
-def _blend(table, m, out, beta, alpha, start, stop):
-    done = 0
+def part(table, s, done, start, stop):
+    """The elements of x of segment s between ``start`` and ``stop``, cut where cache lines begin, and their first place."""
+    return _run_of(table[s], table[s, 0], done, start, stop)
+
+
+@jit
+def gradient(table, s, m, alpha, done, start, stop):
+    """As ``part``, of g, and ``alpha``. No gradient is m times zero: a branch would keep loops from being vectorised."""
+    if table[s, 1] == 0:
+        g, first = _run_of(table[s], m.ctypes.data + 4 * table[s, 2], done, start, stop)
+        return g, first, np.float32(0)
+    g, first = _run_of(table[s], table[s, 1], done, start, stop)
+    return g, first, alpha
+
+
+@jit
+def _begins_line(array, first):
+    return (array.ctypes.data + 4 * first) % 64 == 0
+
+
+@jit
+def _put(work, n, out, at, past):
+    """out[at : at + n] := work, ``past`` the caches if so asked; then it begins with a line."""
+    wide = n // 64 * 64 if past else 0
+    for i in range(0, wide, 64):
+        stream_64(work, i, out, at + i)
+    rest = out[at + wide : at + n]
+    for i in range(rest.size):
+        rest[i] = work[wide + i]
+
+
+@jit
+def _blend(table, m, out, beta, alpha, past, start, stop):
+    done, work = 0, np.empty(SHORT, np.float32)
     for s in range(table.shape[0]):
-        g, first = _part(table, s, 1, done, start, stop)
-        n = g.size
-        m_, out_ = m[first : first + n], out[first : first + n]
-        if table[s, 1] == 0:
-            for i in range(n):
-                out_[i] = beta * m_[i]
-        else:
-            for i in range(n):
-                out_[i] = beta * m_[i] + alpha * g[i]
-        done += table[s, 3]
-
-
-@jit
-def _descend(table, m, r, step, keep, start, stop):
-    done = 0
-    for s in range(table.shape[0]):
-        x, first = _part(table, s, 0, done, start, stop)
-        n = x.size
-        m_, r_ = m[first : first + n], r[first : first + n]
-        for i in range(n):
-            x[i] = keep * x[i] - step * (m_[i] * r_[i])
-        done += table[s, 3]
-
-
-@jit
-def _push(g, absent, m, out, beta, alpha):
-    """out := β·m + α·g."""
-    if absent:
-        for i in range(m.size):
-            out[i] = beta * m[i]
-    else:
-        for i in range(m.size):
-            out[i] = beta * m[i] + alpha * g[i]
-
-
-@jit
-def _accumulate(table, m, u, out, beta, alpha, lr, keep, start, stop):
-    done = 0
-    for s in range(table.shape[0]):
-        g, first = _part(table, s, 1, done, start, stop)
-        for at in range(0, g.size, CHUNK):
-            g_ = g[at : at + CHUNK]
+        g, first, share = gradient(table, s, m, alpha, done, start, stop)
+        stream = past and _begins_line(out, first)
+        for at in range(0, g.size, SHORT):
+            g_ = g[at : at + SHORT]
             low, high = first + at, first + at + g_.size
-            out_ = out[low:high]
-            _push(g_, table[s, 1] == 0, m[low:high], out_, beta, alpha)
+            m_ = m[low:high]
+            for i in range(m_.size):
+                work[i] = beta * m_[i] + share * g_[i]
+            _put(work, g_.size, out, low, stream)
+        done += table[s, 3]
+
+
+@jit
+def _aim(table, p, r, out, beta, alpha, past, start, stop):
+    done, work = 0, np.empty(SHORT, np.float32)
+    for s in range(table.shape[0]):
+        g, first, share = gradient(table, s, p, alpha, done, start, stop)
+        stream = past and _begins_line(out, first)
+        for at in range(0, g.size, SHORT):
+            g_ = g[at : at + SHORT]
+            low, high = first + at, first + at + g_.size
+            p_, r_ = p[low:high], r[low:high]
+            for i in range(p_.size):
+                work[i] = beta * p_[i] + (share * g_[i]) * r_[i]
+            _put(work, g_.size, out, low, stream)
+        done += table[s, 3]
+
+
+@jit
+def _descend(table, p, step, keep, start, stop):
+    done = 0
+    for s in range(table.shape[0]):
+        x, first = part(table, s, done, start, stop)
+        p_ = p[first : first + x.size]
+        for i in range(x.size):
+            x[i] = keep * x[i] - step * p_[i]
+        done += table[s, 3]
+
+
+@jit
+def _accumulate(table, m, u, out, beta, alpha, lr, keep, past, start, stop):
+    done, work = 0, np.empty(SHORT, np.float32)
+    for s in range(table.shape[0]):
+        g, first, share = gradient(table, s, m, alpha, done, start, stop)
+        stream = past and _begins_line(out, first)
+        for at in range(0, g.size, SHORT):
+            g_ = g[at : at + SHORT]
+            low, high = first + at, first + at + g_.size
+            m_ = m[low:high]
+            for i in range(m_.size):
+                work[i] = beta * m_[i] + share * g_[i]
             if u.size:
                 u_ = u[low:high]
                 for i in range(u_.size):
-                    out_[i] = lr * out_[i] + keep * u_[i]
+                    work[i] = lr * work[i] + keep * u_[i]
             else:
-                for i in range(out_.size):
-                    out_[i] = lr * out_[i]
+                for i in range(g_.size):
+                    work[i] = lr * work[i]
+            _put(work, g_.size, out, low, stream)
         done += table[s, 3]
 
 
 @jit
-def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, begins, start, stop):
+def _set_out(table, m, u, a, r, beta, alpha, lr, keep, kept, start, stop):
+    """``_wander`` where a window begins."""
     done = 0
     for s in range(table.shape[0]):
-        x, first = _part(table, s, 0, done, start, stop)
-        g, _ = _part(table, s, 1, done, start, stop)
-        for at in range(0, x.size, CHUNK):
-            x_, g_ = x[at : at + CHUNK], g[at : at + CHUNK]
+        x, first = part(table, s, done, start, stop)
+        g, _, share = gradient(table, s, m, alpha, done, start, stop)
+        for at in range(0, x.size, SHORT):
+            x_, g_ = x[at : at + SHORT], g[at : at + SHORT]
             low, high = first + at, first + at + x_.size
             m_, u_, a_, r_ = m[low:high], u[low:high], a[low:high], r[low:high]
-            _push(g_, table[s, 1] == 0, m_, m_, beta, alpha)
-            if begins:
-                for i in range(x_.size):
-                    a_[i] = x_[i]
-                    u_[i] = lr * m_[i]
-                    x_[i] = kept * x_[i] - u_[i] * r_[i]
-            else:
-                for i in range(x_.size):
-                    u_[i] = keep * u_[i] + lr * m_[i]
-                    x_[i] = kept * a_[i] - u_[i] * r_[i]
+            for i in range(g_.size):
+                m_[i] = beta * m_[i] + share * g_[i]
+            for i in range(u_.size):
+                u_[i] = lr * m_[i]
+            for i in range(a_.size):
+                a_[i] = x_[i]
+            for i in range(x_.size):
+                x_[i] = kept * x_[i] - u_[i] * r_[i]
         done += table[s, 3]
 
 
 @jit
-def _gather(table, mean, a, r, kept, share, start, stop):
+def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, start, stop):
     done = 0
     for s in range(table.shape[0]):
-        x, first = _part(table, s, 0, done, start, stop)
-        n = x.size
-        mean_, r_ = mean[first : first + n], r[first : first + n]
-        if a.size:
-            a_ = a[first : first + n]
-            for i in range(n):
-                x[i] = kept * a_[i] - mean_[i] * r_[i]
-                mean_[i] = share * mean_[i]
-        else:
-            for i in range(n):
-                x[i] = kept * x[i] - mean_[i] * r_[i]
-                mean_[i] = share * mean_[i]
+        x, first = part(table, s, done, start, stop)
+        g, _, share = gradient(table, s, m, alpha, done, start, stop)
+        for at in range(0, x.size, SHORT):
+            x_, g_ = x[at : at + SHORT], g[at : at + SHORT]
+            low, high = first + at, first + at + x_.size
+            m_, u_, a_, r_ = m[low:high], u[low:high], a[low:high], r[low:high]
+            for i in range(g_.size):
+                m_[i] = beta * m_[i] + share * g_[i]
+            for i in range(u_.size):
+                u_[i] = keep * u_[i] + lr * m_[i]
+            for i in range(x_.size):
+                x_[i] = kept * a_[i] - u_[i] * r_[i]
         done += table[s, 3]
 
 
 @jit
-def _square_sum(table, s):
-    """Of one segment: float64 over blocks, eight lanes within a block."""
-    total = 0.0
-    if table[s, 1] == 0:
-        return total
-    g, _ = _part(table, s, 1, 0, 0, table[s, 3])
-    lanes = np.empty(8, np.float64)
-    lanes[:] = 0.0
-    for i in range(g.size // 8):
-        for k in range(8):
-            value = np.float64(g[8 * i + k])
-            lanes[k] += value * value
-    for i in range(g.size // 8 * 8, g.size):
-        value = np.float64(g[i])
-        lanes[0] += value * value
-    for k in range(8):
-        total += lanes[k]
-    return total
+def _gather(table, mean, a, r, kept, share, past, start, stop):
+    done, work = 0, np.empty(SHORT, np.float32)
+    for s in range(table.shape[0]):
+        x, first = part(table, s, done, start, stop)
+        anchor = a[first : first + x.size] if a.size else x
+        stream = past and _begins_line(x, 0) and a.size > 0
+        for at in range(0, x.size, SHORT):
+            a_ = anchor[at : at + SHORT]
+            low, high = first + at, first + at + a_.size
+            mean_, r_ = mean[low:high], r[low:high]
+            for i in range(a_.size):
+                work[i] = kept * a_[i] - mean_[i] * r_[i]
+            for i in range(a_.size):
+                mean_[i] = share * mean_[i]
+            _put(work, a_.size, x, at, stream)
+        done += table[s, 3]
 
 
 @jit
-def _square_sums(table, start, stop):
-    total = 0.0
+def _square_sums(table, totals, start, stop):
+    lanes = np.empty(SHORT, np.float64)
     for s in range(start, stop):
-        total += _square_sum(table, s)
-    return total
+        lanes[:] = 0.0
+        if table[s, 1] != 0:
+            g, _ = _run_of(table[s], table[s, 1], 0, 0, table[s, 3])
+            for at in range(0, g.size, SHORT):
+                g_ = g[at : at + SHORT]
+                for i in range(g_.size):
+                    lanes[i] += np.float64(g_[i]) * np.float64(g_[i])
+        totals[s] = lanes.sum()
 
 
 def _run(kernel: Callable[..., Any], segments: Segments, *args: Any) -> None:
@@ -180,27 +223,36 @@ def _array(buffer: torch.Tensor) -> np.ndarray:
 
 
 def blend(segments, m, out, *, beta, gain):
-    _run(_blend, segments, _array(m), _array(out), np.float32(beta), np.float32((1 - beta) * gain))
+    scalars = map(np.float32, (beta, (1 - beta) * gain))
+    _run(_blend, segments, _array(m), _array(out), *scalars, segments.numel >= _PAST)
 
 
-def descend(segments, m, r, *, step, keep):
-    _run(_descend, segments, _array(m), _array(r), np.float32(step), np.float32(keep))
+def aim(segments, p, r, out, *, beta, gain):
+    scalars = map(np.float32, (beta, (1 - beta) * gain))
+    _run(_aim, segments, _array(p), _array(r), _array(out), *scalars, segments.numel >= _PAST)
+
+
+def descend(segments, p, *, step, keep):
+    _run(_descend, segments, _array(p), np.float32(step), np.float32(keep))
 
 
 def accumulate(segments, m, u, out, *, beta, gain, lr, keep):
     scalars = map(np.float32, (beta, (1 - beta) * gain, lr, keep))
-    _run(_accumulate, segments, _array(m), _array(u), _array(out), *scalars)
+    _run(_accumulate, segments, _array(m), _array(u), _array(out), *scalars, segments.numel >= _PAST)
 
 
 def wander(segments, m, u, a, r, *, beta, gain, lr, keep, kept, begins):
     scalars = map(np.float32, (beta, (1 - beta) * gain, lr, keep, kept))
-    _run(_wander, segments, _array(m), _array(u), _array(a), _array(r), *scalars, begins)
+    buffers = map(_array, (m, u, a, r))
+    _run(_set_out if begins else _wander, segments, *buffers, *scalars)
 
 
 def gather(segments, mean, a, r, *, kept, share):
     scalars = map(np.float32, (kept, share))
-    _run(_gather, segments, _array(mean), _array(a), _array(r), *scalars)
+    _run(_gather, segments, _array(mean), _array(a), _array(r), *scalars, segments.numel >= _PAST)
 
 
 def square_sum(segments):
-    return float(_square_sums(segments.table, 0, len(segments.table)))
+    totals = np.empty(len(segments.table))
+    split(_square_sums, len(totals), segments.numel, segments.table, totals)
+    return float(totals.sum())

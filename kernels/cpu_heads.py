@@ -45,6 +45,8 @@ def encode_headed(c, n, kind, first, key, work, left, head, codes):
             left[i] = c[i]
         codes[:] = 0
         _put(head, 0, np.uint32(0x7FC00000), 4)
+        if family == TOP:
+            head[4 * (head.size // 6) :] = 0xFF
         return np.float32(np.nan)
     if family == BITS:
         shift = _uniform(first, key) if parameter & SHIFTED else np.float32(-1)

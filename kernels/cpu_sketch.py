@@ -70,7 +70,54 @@ def _peel(table, bitmap, out, seed):
     return left
 
 
+@jit
+def _round(values, left, starts, quanta, most):
+    for part in range(quanta.size):
+        q = np.float32(quanta[part])
+        for i in range(starts[part], starts[part + 1]):
+            v = values[i]
+            n = min(max(np.rint(v / q), -most), most)
+            values[i] = n
+            left[i] += v - n * q
+
+
+@jit
+def _scale(values, starts, factors, out):
+    for part in range(factors.size):
+        for i in range(starts[part], starts[part + 1]):
+            out[i] = values[i] * factors[part]
+
+
+@jit
+def _peaks(values, starts, out):
+    for part in range(out.size):
+        peak = np.float32(0)
+        for i in range(starts[part], starts[part + 1]):
+            peak = max(peak, abs(values[i]))
+        out[part] = peak
+
+
 # ---------------------------------------------------------------- torch in, torch out
+
+
+def to_quanta(values, left, starts, quanta, most):
+    """values := whole multiples, at most ``most``, of their part's quantum; left += what that leaves out.
+
+    Part p is the elements from starts[p] to starts[p + 1].
+    """
+    _round(values.numpy(), left.numpy(), starts, quanta, np.float32(most))
+
+
+def scaled(values, starts, factors, out):
+    """out := values · the factor of their part."""
+    _scale(values.numpy(), starts, factors, out.numpy())
+
+
+def peaks(values, starts):
+    """The largest magnitude of each part."""
+    out = np.empty(len(starts) - 1, np.float32)
+    _peaks(values.numpy(), starts, out)
+    return out
 
 
 def add(values, table, bitmap, *, seed=0):

@@ -1,11 +1,11 @@
 """The CUDA path: the names, arguments and bytes of ``cpu``, on torch's current stream.
 
 Each function is a *plan*: the launches it takes, as data. ``execute`` hands a launch to CuPy, which compiles the
-``.cu`` files beside this one, one module per kind, on first use, and keeps the result on disk; the tests execute the
-same plans on the CPU. Tensors are passed as addresses: nothing is copied, the host never waits, and any length,
-alignment and row stride will do.
+``.cu`` files beside this one, one module per family of kinds, on first use, and keeps the result on disk; the tests
+execute the same plans on the CPU. Tensors are passed as addresses: nothing is copied, the host never waits, and any
+length, alignment and row stride will do.
 
-Pieces of one kind share a launch. Its table of pieces lies on the device, uploaded once per table. One scale per row
+Pieces of one family share a launch. Its table of pieces lies on the device, uploaded once per table. One scale per row
 takes a second launch; the two meet in a workspace of one word per 2048 elements, which comes from torch's caching
 allocator: after the first call of its size that costs no call to the driver, and because the allocator reuses memory
 in stream order, calls on several streams never share it.
@@ -21,10 +21,10 @@ import torch
 
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.kernels.pieces import BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH, Pieces
-from commpress.kernels.reference import CHUNK, FP32, SIGN_L1, SIGN_RMS, scale_count
+from commpress.kernels.reference import BITS, CHUNK, SIGN_L1, SIGN_RMS, head_bytes
 
 THREADS, FINISH_THREADS = 256, 1024
-TILE, DECODE_TILE = CHUNK, 2 * CHUNK  # elements per thread block
+TILE, DECODE_TILE = CHUNK, 2 * CHUNK  # elements per thread block; of blocks with a head always TILE
 ROW_SCALE = 62  # as log2 of a block: element >> 62 = 0, every element meets the row's only scale
 EVERY_ROW = -1  # as rank: the rows of the grid are the rows of the pieces
 Arguments = ParamSpec("Arguments")
@@ -32,10 +32,10 @@ Scalars = tuple[np.generic, ...]
 
 
 class Launch(NamedTuple):
-    """One kernel of the module of ``kind`` on a one-dimensional grid; arguments are scalars of the exact C width."""
+    """One kernel of the module of ``family`` on a one-dimensional grid; arguments are scalars of the exact C width."""
 
     kernel: str
-    kind: int
+    family: int
     grid: int
     threads: int
     args: Scalars
@@ -45,17 +45,18 @@ class Launch(NamedTuple):
 # ---------------------------------------------------------------- compiling and launching
 
 
-def source(kind: int) -> str:
-    """The CUDA source of the module of ``kind``, to be compiled with ``options``."""
-    names = ["arithmetic.cu", "codes.cu", "tiles.cu", "decode.cu", "encode.cu"]
-    if kind in (SIGN_L1, SIGN_RMS):
+def source(family: int) -> str:
+    """The CUDA source of the module of ``family``, to be compiled with ``options``."""
+    meaning = "heads" if family >= BITS else "codes"
+    names = ["arithmetic.cu", "codes.cu", "tiles.cu", f"read_{meaning}.cu", "decode.cu", "encode.cu", f"write_{meaning}.cu"]
+    if family in (SIGN_L1, SIGN_RMS):
         names.append("rows.cu")
     here = files("commpress.kernels")
     return "\n".join(f'#line 1 "{name}"\n{here.joinpath(name).read_text("ascii")}' for name in names)
 
 
-def options(kind: int) -> tuple[str, ...]:
-    return "-std=c++17", "--fmad=false", f"-DKIND={kind}"
+def options(family: int) -> tuple[str, ...]:
+    return "-std=c++17", "--fmad=false", f"-DKIND={family}"
 
 
 def _cupy() -> Any:
@@ -70,13 +71,13 @@ def _cupy() -> Any:
 
 
 @cache
-def _module(kind: int) -> Any:
-    return _cupy().RawModule(code=source(kind), options=options(kind))
+def _module(family: int) -> Any:
+    return _cupy().RawModule(code=source(family), options=options(family))
 
 
 @cache
-def _kernel(kind: int, name: str) -> Any:
-    return _module(kind).get_function(name)
+def _kernel(family: int, name: str) -> Any:
+    return _module(family).get_function(name)
 
 
 def execute(launch: Launch) -> None:
@@ -90,7 +91,7 @@ def execute(launch: Launch) -> None:
     else:
         ours = cuda.ExternalStream(stream.cuda_stream, device)
     with cuda.Device(device), ours:
-        _kernel(launch.kind, launch.kernel)((launch.grid,), (launch.threads,), launch.args)
+        _kernel(launch.family, launch.kernel)((launch.grid,), (launch.threads,), launch.args)
 
 
 def _executed(plan: Callable[Arguments, Iterator[Launch]]) -> Callable[Arguments, None]:
@@ -109,11 +110,11 @@ def _executed(plan: Callable[Arguments, Iterator[Launch]]) -> Callable[Arguments
 
 
 class Group(NamedTuple):
-    """The pieces that one launch takes: those of one kind, apart those with one scale per row."""
+    """The pieces that one launch takes: those of one family, apart those with one scale per row."""
 
-    kind: int
+    family: int
     row_scale: bool
-    columns: torch.Tensor  # int64[12, lines] on the device, rows as named in tiles.cu
+    columns: torch.Tensor  # int64[13, lines] on the device, rows as named in tiles.cu
     tiles: int  # of one row of all lines
     decode_tiles: int
 
@@ -138,25 +139,21 @@ def _upload(table_bytes: bytes, device: torch.device) -> list[Group]:
     """The table in the order of tiles.cu. Keyed by content, never dropped: a launch on any stream may still read it."""
     table = np.frombuffer(table_bytes, np.int64).reshape(-1, 10)
     row_scale = (table[:, BLOCK] == 0) & (table[:, KIND] <= SIGN_RMS)
-    groups = []
-    if (table[:, KIND] > FP32).any():
-        raise InvalidArgument(
-            "terngrad, bits…, shift…, topk-… and randk-… have CPU kernels only: on CUDA choose sign, ternary, int8, int4, "
-            "fp8, bf16, fp16 or powersgd-…"
-        )
-    for kind, whole in sorted({(int(k), bool(w)) for k, w in zip(table[:, KIND], row_scale, strict=True)}):
-        numbers = np.flatnonzero((table[:, KIND] == kind) & (row_scale == whole))
+    families, groups = table[:, KIND] & 255, []
+    for family, whole in sorted({(int(f), bool(w)) for f, w in zip(families, row_scale, strict=True)}):
+        numbers = np.flatnonzero((families == family) & (row_scale == whole))
         lines = table[numbers]
-        tiles, decode_tiles = -(-lines[:, WIDTH] // TILE), -(-lines[:, WIDTH] // DECODE_TILE)
+        tiles = -(-lines[:, WIDTH] // TILE)
+        decode_tiles = tiles if family >= BITS else -(-lines[:, WIDTH] // DECODE_TILE)
         shifts = [int(block).bit_length() - 1 if block else ROW_SCALE for block in lines[:, BLOCK]]
-        heads = [4 * scale_count(kind, int(line[WIDTH]), int(line[BLOCK])) for line in lines]
+        heads = [head_bytes(int(line[KIND]), int(line[WIDTH]), int(line[BLOCK])) for line in lines]
         columns = [
             np.cumsum(tiles) - tiles, np.cumsum(decode_tiles) - decode_tiles, numbers, lines[:, SOURCE],
-            lines[:, NUMEL], lines[:, WIDTH], shifts, heads, lines[:, COLUMN], lines[:, KEPT], lines[:, SHARD],
-            lines[:, HASH],
+            lines[:, NUMEL], lines[:, WIDTH], shifts, lines[:, KIND] >> 8, heads, lines[:, COLUMN], lines[:, KEPT],
+            lines[:, SHARD], lines[:, HASH],
         ]  # fmt: skip
         on_device = torch.from_numpy(np.array(columns, np.int64)).to(device)
-        groups.append(Group(kind, whole, on_device, int(tiles.sum()), int(decode_tiles.sum())))
+        groups.append(Group(family, whole, on_device, int(tiles.sum()), int(decode_tiles.sum())))
     return groups
 
 
@@ -219,12 +216,12 @@ def _encode_any(
         grid, table = rows * group.tiles, group.table(rows, rank)
         if not group.row_scale:
             args: Scalars = (*before, _address(new_scale), noise, *table, _address(None))
-            yield Launch(f"{verb}_blocks", group.kind, grid, THREADS, args, device)
+            yield Launch(f"{verb}_blocks", group.family, grid, THREADS, args, device)
             continue
         totals = torch.empty(grid, dtype=torch.float32, device=device)
         args = (*before, _address(scales), noise, *table, _address(totals))
-        yield Launch(f"{verb}_measure", group.kind, grid, THREADS, args, device)
-        yield Launch("finish_rows", group.kind, rows * group.columns.shape[1], FINISH_THREADS, args, device)
+        yield Launch(f"{verb}_measure", group.family, grid, THREADS, args, device)
+        yield Launch("finish_rows", group.family, rows * group.columns.shape[1], FINISH_THREADS, args, device)
         if new_residual is not None and scales is not None and new_scale is None:
             yield _settle(group, new_residual, scales, rows, rank, whole=False)
 
@@ -232,7 +229,7 @@ def _encode_any(
 def _settle(group: Group, value: torch.Tensor, scale: torch.Tensor, rows: int, rank: int, *, whole: bool) -> Launch:
     """``whole``: also the padding of rows, whose number of elements nobody knows without the rank."""
     args = (_address(value), _address(scale), *group.table(rows, rank), np.int32(whole))
-    return Launch("settle", group.kind, rows * group.tiles, THREADS, args, value.device)
+    return Launch("settle", group.family, rows * group.tiles, THREADS, args, value.device)
 
 
 @_executed
@@ -293,7 +290,7 @@ def decode(
     for group in _groups(pieces, wire.device):
         args = (_address(wire), np.int64(wire.stride(0)), np.float32(gain), np.int32(add), _address(out))
         table = group.table(rows, EVERY_ROW, decode=True)
-        yield Launch("decode_rows", group.kind, rows * group.decode_tiles, THREADS, (*args, *table), wire.device)
+        yield Launch("decode_rows", group.family, rows * group.decode_tiles, THREADS, (*args, *table), wire.device)
 
 
 @_executed
@@ -303,7 +300,7 @@ def decode_mean(wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: in
     _check_floats(wires.device, out=(out, pieces.shard))
     for group in _groups(pieces, wires.device):
         args = (_address(wires), np.int64(wires.stride(0)), np.int32(wires.shape[0]), _address(out))
-        yield Launch("decode_mean", group.kind, group.tiles, THREADS, (*args, *group.table(1, rank)), wires.device)
+        yield Launch("decode_mean", group.family, group.tiles, THREADS, (*args, *group.table(1, rank)), wires.device)
 
 
 @_executed

@@ -1,7 +1,7 @@
 """What LAMB computes, layer by layer, in torch operations for any device; ``cpu_lamb`` is the fast CPU path.
 
-Every segment is a layer: x its parameters, g its gradient. ``coefficient`` and ``factor`` have one number per layer. w is
-room for as many floats as m, which may be the buffer that the gradient or the earlier momentum lies in.
+Every segment is a layer: x its parameters, g its gradient, p = m·r as in ``adam``. ``coefficient`` and ``factor`` have one
+number per layer. w is room for as many floats as m, which may be the buffer that the gradient or the earlier p lies in.
 """
 
 from dataclasses import dataclass
@@ -54,26 +54,33 @@ def exact(
         x.sub_(w_.mul_(rate), alpha=rule.lr)
 
 
+def live(segments: Segments, p: torch.Tensor, course: torch.Tensor, rule: LayerRule) -> None:
+    """course := its average with p; x := x − γ·c·(p + λx), where c := clip(‖x‖ / ‖course + λx‖)."""
+    slow = rule.coefficient_beta
+    for x, _, p_, course_ in segments.runs(p, course):
+        course_.mul_(slow).add_(p_, alpha=1 - slow)
+        of_x, of_w = torch.linalg.vector_norm(x), torch.linalg.vector_norm(course_ + rule.decay * x)
+        rate = torch.where((of_x > 0) & (of_w > 0), (of_x / of_w).clamp(*rule.coefficients), torch.ones_like(of_w))
+        x.sub_((p_ + rule.decay * x).mul_(rate), alpha=rule.lr)
+
+
 def frozen(
-    segments: Segments, m: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor, floor: torch.Tensor,
+    segments: Segments, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor, floor: torch.Tensor,
     coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule,
 ) -> None:  # fmt: skip
-    """``w`` comes with the momentum before, which with m gives the mean gradient and so the fresh variance; then
-    w := m·r + λx; f from r and the fresh variance, of which none is taken as less than the layer's ``floor``;
-    x := x − γ·c̄·f·w."""
+    """``w`` comes with the p before, which with p gives the mean gradient and so the fresh variance; then w := p + λx; f
+    from r and the fresh variance, of which none is taken as less than the layer's ``floor``; x := x − γ·c̄·f·w."""
     beta1, beta2 = rule.betas
-    for layer, (x, _, m_, w_, r_, fresh_) in enumerate(segments.runs(m, w, r, fresh)):
-        if m_.numel() == 0:
+    for layer, (x, _, p_, w_, r_, fresh_) in enumerate(segments.runs(p, w, r, fresh)):
+        if p_.numel() == 0:
             continue
-        g = (m_ - beta1 * w_).div_(1 - beta1)
+        g = (p_ - beta1 * w_).div_(1 - beta1).div_(r_)
         fresh_.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        torch.mul(m_, r_, out=w_)
+        torch.add(p_, x, alpha=rule.decay, out=w_)
         f = 1 / (torch.maximum(fresh_, floor[layer]).sqrt_().add_(rule.eps) * r_).amin()
         if rule.decay:
-            of_direction = torch.linalg.vector_norm(w_)
-            share = (
-                (of_direction / torch.linalg.vector_norm(w_.add_(x, alpha=rule.decay))).nan_to_num(1.0).clamp(max=1.0)
-            )
+            of_direction, of_w = torch.linalg.vector_norm(p_), torch.linalg.vector_norm(w_)
+            share = (of_direction / of_w).nan_to_num(1.0).clamp(max=1.0)
             f = f * share + 1 - share
         last, change = factor[layer], rule.factor_change
         f = f.clamp(*rule.factors).clamp(last * (1 - change), last * (1 + change)).clamp(*rule.factors)

@@ -38,9 +38,17 @@ class Pieces:
     shard: int  # elements of one row of all pieces, padding included: the length of a residual of what was reduced
     row_scales: bool  # some sign piece has one scale per row, so its residual can be lazy
 
+    @cached_property
     def kept_runs(self) -> list[tuple[int, int, int]]:
-        """(first element in the buffer, elements, first element in the sent residual) of each piece with feedback."""
-        return [(int(t[SOURCE]), int(t[NUMEL]), int(t[KEPT])) for t in self.table if t[KEPT] >= 0]
+        """(first element in the buffer, elements, first element in the sent residual) of what has feedback, joined up."""
+        runs: list[tuple[int, int, int]] = []
+        for source, numel, kept in self.table[self.table[:, KEPT] >= 0][:, [SOURCE, NUMEL, KEPT]].tolist():
+            first, length, at = runs[-1] if runs else (-1, 0, 0)
+            if (source, kept) == (first + length, at + length):
+                runs[-1] = (first, length + numel, at)
+            else:
+                runs.append((source, numel, kept))
+        return runs
 
     @cached_property
     def residual_layout(self) -> bytes:

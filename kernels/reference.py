@@ -274,11 +274,13 @@ def head_bytes(kind: int, width: int, block: int) -> int:
 def encode_headed(
     c: np.ndarray, kind: int, span: int, block: int, first: int, key: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Head and codes; a block that is not finite has a NaN first."""
+    """Head and codes; a block that is not finite has a NaN first and, of top-k, no places."""
     family, parameter = family_of(kind), kind >> 8
     head, codes = np.zeros(block_head(kind, span, block), np.uint8), np.zeros(len(c), np.uint8)
     if not np.isfinite(c).all():
         head[:4] = np.array([np.nan], np.float32).view(np.uint8)
+        if family == TOP:
+            head[4 * (len(head) // 6) :] = 0xFF
     elif family == BITS:
         shift = uniform(np.array([first], np.uint32), key)[0] if parameter & SHIFTED else None
         head[:], codes = encode_bits(c, code_bits(kind), shift)

@@ -10,10 +10,7 @@ __device__ __forceinline__ void measure(const Job &job) {
     compensate<MEAN, THREADS>(c, job, tile);
     if (job.new_residual && tile.feedback) write_floats<THREADS>(job.new_residual + tile.kept, c, tile.real);
     collect_signs<THREADS>(c, tile.real, words);
-    unsigned v[ITEMS];
-#pragma unroll
-    for (int j = 0; j < ITEMS; ++j) v[j] = term(c[j]);
-    total_blocks<THREADS>(v, TILE_SHIFT, job.totals + blockIdx.x);
+    total_terms<THREADS>(c, TILE_SHIFT, job.totals + blockIdx.x);
     store_signs(job.codes(tile), words, tile.padded);
 }
 
@@ -30,7 +27,7 @@ constexpr int FINISH_THREADS = 1024, FINISH_READS = 16, FINISH_LEVELS = 10; // e
 // Thread t owns the totals at t + 1024 i, the upper levels of the tree. It reads them 16 at a time, such that a read is
 // a whole subtree (i, i + n/16, ...) and the subtrees come in bit-reversed order, in which neighbours meet: the levels
 // that wait for their other half fit into a few registers, as the digits of a binary counter.
-__device__ __forceinline__ double total_tiles(const unsigned *totals, int tiles) {
+__device__ __forceinline__ double total_tiles(const f32 *totals, int tiles) {
     int groups = 1, levels = 0;
     while ((int64)groups * FINISH_READS * FINISH_THREADS < tiles) groups *= 2, ++levels;
     double total = 0, waiting[FINISH_LEVELS];
@@ -40,7 +37,7 @@ __device__ __forceinline__ double total_tiles(const unsigned *totals, int tiles)
 #pragma unroll
         for (int k = 0; k < FINISH_READS; ++k) {
             const int64 at = threadIdx.x + (int64)FINISH_THREADS * (k * groups + i);
-            v[k] = at < tiles ? widen(number(totals[at])) : 0;
+            v[k] = at < tiles ? widen(totals[at]) : 0;
         }
         total = halve<FINISH_READS>(v);
         bool carry = true;
@@ -64,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS) finish_rows(PARAMET
     const Table table = {columns, lines, tiles, rows, rank};
     const int row = blockIdx.x / lines, line = blockIdx.x % lines;
     const int64 before = table.get(TILES_BEFORE, line), width = table.get(WIDTH, line);
-    const double total = total_tiles(totals + (int64)row * tiles + before, (int)((width + TILE - 1) / TILE));
+    const f32 *mine = (const f32 *)totals + (int64)row * tiles + before;
+    const double total = total_tiles(mine, (int)((width + TILE - 1) / TILE));
     if (threadIdx.x > 0) return;
     const f32 scale = sign_scale(total, min(table.get(NUMEL, line) - table.row_of_piece(row) * width, width));
     new_scale[table.get(PIECE, line) * rows + row] = scale.value;

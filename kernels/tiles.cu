@@ -8,11 +8,13 @@ constexpr int THREADS = 256;
 constexpr int ITEMS = 8; // elements of a tile that one thread holds
 constexpr int TILE_SHIFT = 11, TILE = THREADS * ITEMS; // = CHUNK of reference.py, the longest run summed in float32
 static_assert(TILE == 1 << TILE_SHIFT, "");
-constexpr int DECODE_ITEMS = 16; // decoding reads next to nothing: more bytes in flight per thread
+constexpr int DECODE_ITEMS = HEADED ? ITEMS : 16; // decoding reads next to nothing: more bytes in flight per thread
 constexpr int DECODE_TILE = THREADS * DECODE_ITEMS;
 
-// The pieces of one kind: columns[c * lines + line]. Kernels find their tile in it, cuda.py writes it.
-enum { TILES_BEFORE, DECODE_TILES_BEFORE, PIECE, SOURCE, NUMEL, WIDTH, SHIFT, HEAD, COLUMN, KEPT, SHARD, HASH };
+// The pieces of one family: columns[c * lines + line]. Kernels find their tile in it, cuda.py writes it.
+enum {
+    TILES_BEFORE, DECODE_TILES_BEFORE, PIECE, SOURCE, NUMEL, WIDTH, SHIFT, PARAMETER, HEAD, COLUMN, KEPT, SHARD, HASH
+};
 
 struct Table {
     const int64 *columns;
@@ -33,7 +35,8 @@ struct Tile {
     bool feedback;    // the piece has a residual
     int64 column;     // bytes of the row before the piece
     int row, scale;   // scale: place of the row's scale among the lazy ones
-    int head, shift;
+    int64 head;       // bytes of the piece's scales or heads
+    int shift, parameter;
     int real, padded; // how many elements exist, without and with padding
     unsigned hash;
 };
@@ -64,8 +67,9 @@ __device__ __forceinline__ Tile this_tile(const Table &table) {
     tile.kept = table.rank < 0 ? table.get(KEPT, line) + tile.at : table.get(SHARD, line) + tile.start;
     tile.scale = (int)table.get(PIECE, line) * table.rows + tile.row;
     tile.column = table.get(COLUMN, line);
-    tile.head = (int)table.get(HEAD, line);
+    tile.head = table.get(HEAD, line);
     tile.shift = (int)table.get(SHIFT, line);
+    tile.parameter = (int)table.get(PARAMETER, line);
     tile.hash = (unsigned)table.get(HASH, line);
     tile.padded = (int)min(width - tile.start, (int64)SIZE);
     tile.real = (int)max(min(table.get(NUMEL, line) - tile.at, (int64)tile.padded), (int64)0);
@@ -73,42 +77,63 @@ __device__ __forceinline__ Tile this_tile(const Table &table) {
 }
 
 // Item j of this thread is element base + j * STRIDE of the tile. With STRIDE = THREADS the halving tree over a whole
-// tile starts inside each thread; with STRIDE = 32 a warp holds 32 * COUNT neighbours.
+// tile starts inside each thread; with STRIDE = 32 a warp holds 32 * COUNT neighbours, with STRIDE = 1 a thread COUNT.
 template <int STRIDE, int COUNT>
 __device__ __forceinline__ int item_base() {
     return threadIdx.x / STRIDE * (STRIDE * COUNT) + threadIdx.x % STRIDE;
 }
 
+// Where element i lies in shared memory, so that neither 32 neighbours nor every eighth of 256 share a bank.
+__device__ __forceinline__ int spaced(int i) { return i + i / 32; }
+
+// Items of STRIDE = FROM to those of STRIDE = TO, 1 and 32, within the warp: so neighbours read and write memory.
+template <int FROM, int TO>
+__device__ __forceinline__ void turn(f32 (&v)[ITEMS]) {
+    __shared__ f32 space[TILE + TILE / 32];
+    const int from = item_base<FROM, ITEMS>(), to = item_base<TO, ITEMS>();
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) space[spaced(from + j * FROM)] = v[j];
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) v[j] = space[spaced(to + j * TO)];
+    __syncwarp(); // before the next turn
+}
+
 // A full tile needs no condition per item, so all loads of a thread are in flight at once.
 template <int STRIDE, int COUNT>
 __device__ __forceinline__ void read_floats(f32 (&v)[COUNT], const f32 *from, int real) {
-    const int base = item_base<STRIDE, COUNT>();
+    constexpr int STEP = STRIDE == 1 ? 32 : STRIDE;
+    const int base = item_base<STEP, COUNT>();
     if (real == THREADS * COUNT) {
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j) v[j] = from[base + j * STRIDE];
+        for (int j = 0; j < COUNT; ++j) v[j] = from[base + j * STEP];
     } else {
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j) v[j] = base + j * STRIDE < real ? from[base + j * STRIDE] : f32{0};
+        for (int j = 0; j < COUNT; ++j) v[j] = base + j * STEP < real ? from[base + j * STEP] : f32{0};
     }
+    if constexpr (STRIDE == 1) turn<32, 1>(v);
 }
 
 template <int STRIDE, int COUNT>
 __device__ __forceinline__ void add_floats(f32 (&v)[COUNT], const f32 *to, int real) {
-    const int base = item_base<STRIDE, COUNT>();
+    f32 old[COUNT];
+    read_floats<STRIDE>(old, to, real);
 #pragma unroll
-    for (int j = 0; j < COUNT; ++j)
-        if (base + j * STRIDE < real) v[j] = to[base + j * STRIDE] + v[j];
+    for (int j = 0; j < COUNT; ++j) v[j] = old[j] + v[j];
 }
 
+// With STRIDE = 1 ``v`` is used up.
 template <int STRIDE, int COUNT>
-__device__ __forceinline__ void write_floats(f32 *to, const f32 (&v)[COUNT], int real) {
-    const int base = item_base<STRIDE, COUNT>();
+__device__ __forceinline__ void write_floats(f32 *to, f32 (&v)[COUNT], int real) {
+    constexpr int STEP = STRIDE == 1 ? 32 : STRIDE;
+    const int base = item_base<STEP, COUNT>();
+    if constexpr (STRIDE == 1) turn<1, 32>(v);
     if (real == THREADS * COUNT) {
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j) to[base + j * STRIDE] = v[j];
+        for (int j = 0; j < COUNT; ++j) to[base + j * STEP] = v[j];
     } else {
 #pragma unroll
         for (int j = 0; j < COUNT; ++j)
-            if (base + j * STRIDE < real) to[base + j * STRIDE] = v[j];
+            if (base + j * STEP < real) to[base + j * STEP] = v[j];
     }
 }

@@ -1,7 +1,8 @@
 // The part of CUDA that our kernels use, on the CPU: every CUDA thread is a coroutine with its own stack, the threads
 // of a block take turns on one CPU thread, and blocks follow each other. Barriers, votes and shuffles really wait for
-// everyone they name; if someone never comes, the launch ends with an error instead of a hang. Reversing the order of
-// turns and blocks brings out results that depend on it, a missing barrier above all.
+// everyone they name; if someone never comes, the launch ends with an error instead of a hang. A warp goes as far ahead
+// of the others as barriers let it, and the order of turns and blocks can be reversed: that brings out results that
+// depend on it, those of a missing barrier above all.
 //
 // Stands in for arithmetic.cu: float32 here is the CPU's, so compile with -ffp-contract=off.
 
@@ -106,17 +107,29 @@ static void need_all(unsigned mask) {
     if (mask != 0xffffffffu) fault = "a warp operation does not name all lanes";
 }
 
+// As far as the warp gets without others; returns whether it got anywhere.
+static bool run_warp(int first, bool reverse, int &left) {
+    bool progress = false, again = true;
+    while (again) {
+        again = false;
+        for (int i = 0; i < WARP; ++i) {
+            const int thread = first + (reverse ? WARP - 1 - i : i);
+            Thread &t = threads[thread];
+            if (t.done || (t.waits && t.waits->generation == t.generation)) continue;
+            again = progress = true;
+            resume(thread);
+            if (t.done) --left;
+        }
+    }
+    return progress;
+}
+
 static bool run_block(bool reverse) {
     for (int t = 0; t < block_threads; ++t) threads[t].done = false;
     for (int left = block_threads; left > 0;) {
         bool progress = false;
-        for (int i = 0; i < block_threads; ++i) {
-            Thread &t = threads[reverse ? block_threads - 1 - i : i];
-            if (t.done || (t.waits && t.waits->generation == t.generation)) continue;
-            progress = true;
-            resume((int)(&t - threads));
-            if (t.done) --left;
-        }
+        for (int i = 0; i < block_threads; i += WARP)
+            if (run_warp(reverse ? block_threads - WARP - i : i, reverse, left)) progress = true;
         if (!progress) return false;
     }
     return true;
@@ -170,6 +183,7 @@ static const char *launch(void (*function)(A...), unsigned grid, unsigned count,
 // ---------------------------------------------------------------- device functions
 
 inline void __syncthreads() { host::meet(host::block, host::block_threads); }
+inline void __syncwarp() { host::meet(host::warp().meeting, host::WARP); }
 
 inline unsigned __ballot_sync(unsigned mask, int vote) {
     host::need_all(mask);
@@ -209,6 +223,7 @@ inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
+inline unsigned long long max(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
 using std::sqrt;
 
 // ---------------------------------------------------------------- in place of arithmetic.cu
@@ -235,5 +250,6 @@ inline f32 number(unsigned bits) {
     return a;
 }
 inline int nearest(f32 a) { return (int)nearbyintf(a.value); }
+inline int truncated(f32 a) { return (int)a.value; }
 inline double widen(f32 a) { return a.value; }
 inline f32 narrow(double a) { return {(float)a}; }

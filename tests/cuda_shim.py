@@ -19,34 +19,34 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
-def kernel_names(kind: int) -> list[str]:
-    return re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(', cuda.source(kind))
+def kernel_names(family: int) -> list[str]:
+    return re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(', cuda.source(family))
 
 
 class Shim:
-    """One shared library per kind; ``execute`` takes the place of ``cuda.execute``."""
+    """One shared library per family; ``execute`` takes the place of ``cuda.execute``."""
 
-    def __init__(self, folder: Path, kinds: Iterable[int]) -> None:
+    def __init__(self, folder: Path, families: Iterable[int]) -> None:
         self.folder = folder
         with ThreadPoolExecutor(2) as pool:
-            self.libraries = dict(zip(kinds, pool.map(self._build, kinds), strict=True))
+            self.libraries = dict(zip(families, pool.map(self._build, families), strict=True))
         self.reverse = False
 
-    def _build(self, kind: int) -> ctypes.CDLL:
-        parts = cuda.source(kind).split("#line 1 ")
+    def _build(self, family: int) -> ctypes.CDLL:
+        parts = cuda.source(family).split("#line 1 ")
         kernels = "#line 1 ".join(part for part in parts if not part.startswith('"arithmetic.cu"'))
-        launchers = "\n".join(f"LAUNCHER({name})" for name in kernel_names(kind))
-        path = self.folder / f"kind{kind}.cpp"
+        launchers = "\n".join(f"LAUNCHER({name})" for name in kernel_names(family))
+        path = self.folder / f"family{family}.cpp"
         path.write_text(f'#include "{HEADER}"\n{kernels}\n{launchers}\n')
         library = path.with_suffix(".so")
-        command = [compiler(), *FLAGS, f"-DKIND={kind}", str(path), "-o", str(library)]
+        command = [compiler(), *FLAGS, f"-DKIND={family}", str(path), "-o", str(library)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return ctypes.CDLL(str(library))
 
     def execute(self, launch: cuda.Launch) -> None:
         """All of the launch, before this returns. ``reverse`` turns the order of threads and blocks around."""
-        function = getattr(self.libraries[launch.kind], f"launch_{launch.kernel}")
+        function = getattr(self.libraries[launch.family], f"launch_{launch.kernel}")
         function.restype = ctypes.c_char_p
         values = [ctypes.create_string_buffer(value.tobytes()) for value in launch.args]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

@@ -8,6 +8,7 @@ import torch
 
 from commpress.kernels import cuda, reference
 from commpress.kernels.pieces import COLUMN, KEPT, SHARD, WIDTH, Piece, Pieces, cut, width_of
+from commpress.kernels.reference import BITS, RANDOM, SHIFTED, TERNARY, TOP, UNBIASED, family_of, kind_of
 
 KINDS = sorted(reference.CODE_BITS)
 BLOCKS = [0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
@@ -20,7 +21,19 @@ def has(kind: int, block: int) -> bool:
     return kind <= reference.SIGN_RMS or (block in (0, 256) if kind in reference.CASTS else block > 0)
 
 
+PARAMETERS = {  # family: parameter and block
+    TERNARY: [(25, 64), (10, 8), (25, 256), (25, 2048)],
+    BITS: [
+        (3, 512), (2, 8), (4, 64), (5, 2048), (6, 256), (7, 32), (8, 1024),
+        (8 | SHIFTED, 512), (2 | SHIFTED, 16), (5 | SHIFTED, 2048),
+    ],
+    TOP: [(5, 64), (1, 8), (32, 256), (8, 512), (32, 2048), (2048, 2048)],
+    RANDOM: [(4, 64), (8, 8), (32, 512), (32, 2048), (1, 256), (1024, 1024)],
+    UNBIASED: [(8, 64), (2, 256), (8, 2048)],
+}  # fmt: skip
 PAIRS = [(kind, block) for kind in KINDS for block in BLOCKS if has(kind, block)]
+PAIRS += [(kind_of(family, parameter), block) for family, many in PARAMETERS.items() for parameter, block in many]
+FAMILIES = sorted({family_of(kind) for kind, _ in PAIRS})
 
 
 def sample(numel: int, seed: int, spread: float = 1.0) -> np.ndarray:
@@ -61,7 +74,7 @@ class Wire:
         return self
 
     def check(self, row: int, want: np.ndarray, scales: int) -> None:
-        """Row ``row`` of one piece, of which the first 4 · scales bytes are float32."""
+        """Row ``row`` of one piece, of which the first 4 · scales bytes are float32 that computing may have made NaN."""
         line = self.all[row].cpu()
         got = line[self.offset : self.offset + len(want)]
         same(got[: 4 * scales].clone().view(torch.float32), want[: 4 * scales].view(np.float32))
@@ -81,15 +94,25 @@ def expected(c: np.ndarray, rows: int, kind: int, block: int, key: int) -> tuple
     return wire, left
 
 
+def scales_of(kind: int, width: int, block: int) -> int:
+    return 0 if family_of(kind) >= BITS else reference.scale_count(kind, width, block)
+
+
 def finite(c: np.ndarray, rows: list[np.ndarray], kind: int, width: int, block: int) -> bool:
-    """Every scale is a number, or every element where there are no scales."""
-    heads = [row[: 4 * reference.scale_count(kind, width, block)].view(np.float32) for row in rows]
-    return bool(np.isfinite(c if kind in reference.CASTS else np.concatenate(heads)).all())
+    """Every scale is a number; every element where there are no scales; with heads also what they decode to."""
+    if kind in reference.CASTS:
+        return bool(np.isfinite(c).all())
+    if family_of(kind) < BITS:
+        scales = [row[: 4 * reference.scale_count(kind, width, block)].view(np.float32) for row in rows]
+        return bool(np.isfinite(scales).all())
+    with np.errstate(all="ignore"):
+        decoded = [reference.decode_row(row, kind, width, width, block) for row in rows]
+    return bool(np.isfinite(c).all() and np.isfinite(np.concatenate(decoded)[: len(c)]).all())
 
 
 def check_rows(wire: Wire, want: list[np.ndarray], kind: int, width: int, block: int) -> None:
     for r, row in enumerate(want):
-        wire.check(r, row, reference.scale_count(kind, width, block))
+        wire.check(r, row, scales_of(kind, width, block))
 
 
 def check_round(device, numel, rows, kind, block, seed, *, offset=3, gain=1.0, spread=1.0, x=None):
@@ -149,7 +172,7 @@ def check_serve(device, numel, senders, kind, block, seed, *, offset=5):
             before = None if old is None else floats(old, device)
             left = before if in_place else torch.full((width,), 7.0, device=device)
             cuda.serve(wires.rows, wire.rows, flag, pieces, rank, key=11, residual=before, new_residual=left)
-            wire.check(0, want, reference.scale_count(kind, width, block))
+            wire.check(0, want, scales_of(kind, width, block))
             same(left[:mine], c - reference.decode_row(want, kind, mine, width, block))
             assert in_place or (left[mine:] == 7).all()
             assert flag.item() == 0
@@ -157,7 +180,7 @@ def check_serve(device, numel, senders, kind, block, seed, *, offset=5):
         cuda.serve(wires.rows, wire.rows, flag, pieces, rank, divisor=2.25)
         c = reference.decode_mean(rows, kind, mine, width, block, 2.25)
         want = reference.encode_row(c, kind, width, block, first=rank * width, key=9)
-        wire.check(0, want, reference.scale_count(kind, width, block))
+        wire.check(0, want, scales_of(kind, width, block))
 
 
 def check_lazy(device, kind, numel, rows):
@@ -205,8 +228,9 @@ def check_lazy_serve(device, kind, numel, senders):
 def check_pieces(device, repeat: int = 1):
     """A table of many codecs and tails, out of order and with gaps, gives the bytes of its pieces one by one."""
     kinds = [(0, 2048), (0, 0), (1, 64), (2, 256), (3, 8), (1, 0), (4, 1024), (5, 2048), (6, 0), (0, 0), (7, 0), (8, 0)]
-    kinds = kinds * repeat
-    lengths, rows = [5000, 9001, 77, 1000, 13, 1, 4096, 2049, 333, 2050, 8, 100] * repeat, 3
+    lengths = [5000, 9001, 77, 1000, 13, 1, 4096, 2049, 333, 2050, 8, 100]
+    more = [(kind, block) for kind, block in PAIRS if kind > 255][::2]
+    kinds, lengths, rows = (kinds + more) * repeat, (lengths + [601 * i % 3000 for i in range(len(more))]) * repeat, 3
     sources = 10 + sum(lengths) + 5 * len(lengths) - np.cumsum([n + 5 for n in lengths])
     items = [
         Piece(int(s), n, *k, hash=i, feedback=i % 5 != 3)

@@ -74,6 +74,11 @@ class Replicas:
     def momentum(self) -> np.ndarray:
         return flat(self.optimizers[0]._momenta)
 
+    def reciprocal(self) -> np.ndarray:
+        """r = 1/(√v̂ + ε), in whose units momentum travels once the variance is frozen."""
+        first = self.optimizers[0]
+        return flat(first.flat.views(first.reciprocal))
+
     def owed(self) -> np.ndarray:
         """R, the total residual of the compressed channel, side by side like ``flat``."""
         return owed([o.quantized for o in self.optimizers])

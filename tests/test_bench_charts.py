@@ -15,12 +15,18 @@ from commpress.cli import (
     bench_loss,
     bench_observe,
     bench_optimizer,
+    bench_plan,
     bench_powersgd,
+    bench_simulate,
     bench_train,
     codec_table,
+    plan_plot,
     race,
+    simulate,
+    simulate_plot,
 )
 from commpress.cli.training import Load
+from commpress.plan.candidates import Candidate
 
 pytest.importorskip("matplotlib")
 
@@ -56,6 +62,11 @@ def guard(path):
 def train(path):
     rows = [bench_train.Measured(name, 0.1 + 0.05 * i, 0.05 * i, 1e6, 2.0, 10**7) for i, name in enumerate(("compute", "sign"))]
     bench_train.draw(path, rows)
+    took = {"plain": 1.0, "sign": 0.9, "auto": 0.93}
+    rows = {name: bench_train.Measured(name, seconds, 0.0, None, 2.0, 10**7) for name, seconds in took.items()}
+    assert [holds for _, holds in bench_train.judge(rows)] == [True, True]
+    rows["auto"].step_seconds = 1.01
+    assert [holds for _, holds in bench_train.judge(rows)] == [True, False]
     return ["compute", "exposed communication", "one step, ms", "MB sent per rank and step"]
 
 
@@ -100,15 +111,59 @@ def optimizer(path):
 
 
 def loss(path):
-    rows = [bench_loss.Measured("plain", True, 10.0, 100, 2.6, 1e8), bench_loss.Measured("onebit", False, 9.0, 100, 2.9, None)]
-    assert [holds for _, holds in bench_loss.judge(rows)] == [True, False, False]
-    bench_loss.draw(path, rows, bench_loss.Settings(("plain",), 2.6, 1, 1, 1, 1, 1, 1.0, 1, "sign", "int8", 8.0))
-    return ["To a training loss of 2.6", "seconds", "MB sent per rank", "onebit"]
+    kinds = ("plain", 10.0), ("powersgd1", 1.1), ("onebit", 1.0), ("zero-one-int8", None)
+    rows = [bench_loss.Measured(name, seconds, 100, {"plain": 100}, 2.6) for name, seconds in kinds]
+    assert [holds for _, holds in bench_loss.judge(rows)] == [True, False]
+    assert not bench_loss.judge(rows[3:])[0][1]
+    curve = bench_loss.Curve("plain", [3.0] * 10 + [2.0] * 10, ["plain"] * 20)
+    assert curve.steps_to(2.5) == 15
+    assert curve.steps_to(1.5) is None
+    assert bench_loss.reached(curve, {"plain": 2.0}, 2.5).seconds == 30.0
+    bench_loss.draw(path, rows, 2.6)
+    return ["To a training loss of 2.6", "seconds", "zero-one-int8"]
 
 
 def observe(path):
     bench_observe.draw(path, bench_observe.Measured(0.4, 0.402, 30.0, 1e-6, 1e-4, 10**7))
     return ["Watching a step of 400 ms", "reading counters", "% of an unwatched step"]
+
+
+def planned(path):
+    rows = [bench_plan.Row("plain", 1.0, 0.9), bench_plan.Row("sign", 0.5, 0.6, chosen=True)]
+    assert bench_plan.judge(rows)[0][1]
+    rows.append(bench_plan.Row("int8", 0.45, 0.7))
+    assert not bench_plan.judge(rows)[0][1], "more than a tenth slower than the fastest"
+    bench_plan.draw(path, rows)
+    return ["the plan takes sign", "measured", "predicted", "one step, ms"]
+
+
+def simulated(path):
+    rows = [bench_simulate.Row(2, way, n, 1e-3, 1.05e-3) for n in SIZES for way in ("plain", "sign")]
+    assert [holds for _, holds in bench_simulate.judge(rows)] == [True, True]
+    assert not bench_simulate.judge([*rows, bench_simulate.Row(2, "sign", 64, 1e-3, 2e-3)])[1][1]
+    bench_simulate.draw(path, rows)
+    return ["among 2 ranks", "measured", "simulated", "time of one call, ms"]
+
+
+def row(ranks, way, inside=0.0):
+    return simulate.Row(ranks, ranks, way, 0.3, 0.1, 1e6 + inside, 1e6, 8, 0.6)
+
+
+def scaling(path):
+    simulate_plot.draw([row(n, way) for n in (2, 4, 8) for way in ("plain", "sign", "sign/2")], path, "An all-reduce")
+    return ["An all-reduce", "ranks", "times faster than plain", "sign/2"]
+
+
+def one_cluster(path):
+    simulate_plot.draw([row(4, "plain", 1e6), row(4, "sign")], path, "A step")
+    return ["A step, 4 ranks", "computing alone", "exposed communication", "MB sent by one rank", "inside the node"]
+
+
+def candidates(path):
+    found = [Candidate(name, "", seconds, 1e6, 1e6, {"device": 1e9}, codec, fits=name != "int8")
+             for name, seconds, codec in (("plain", 12.0, "plain"), ("bf16-ring", 6.0, ""), ("int8", 3.0, "int8"))]  # fmt: skip
+    plan_plot.draw(found, found[0], path, "two ranks")
+    return ["Predicted: two ranks", "chosen", "done otherwise", "int8 (does not fit)", "GB on a rank", " 12000"]
 
 
 def io(path):
@@ -120,7 +175,8 @@ def io(path):
 
 @pytest.mark.parametrize(
     "draw",
-    [allreduce, alltoall, hierarchical, guard, train, fsdp, codec, raced, table, powersgd, optimizer, loss, observe, io],
+    [allreduce, alltoall, hierarchical, guard, train, fsdp, codec, raced, table, powersgd, optimizer, loss, observe, io,
+     planned, simulated, scaling, one_cluster, candidates],
     ids=lambda draw: draw.__name__,
 )
 def test_pictures_say_what_they_show(draw, tmp_path, monkeypatch):

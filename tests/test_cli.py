@@ -54,7 +54,7 @@ def leaves(top: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 
 BENCHES = ["codec", "allreduce", "alltoall", "guard", "hierarchical", "io", "train", "powersgd", "optimizer", "convergence",
-           "loss", "fsdp", "observe"]  # fmt: skip
+           "loss", "fsdp", "observe", "plan", "simulate"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -256,6 +256,28 @@ def test_bench_train(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_bench_plan(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    command = ["bench", "plan", "--ranks", 2, "--rounds", 1, "--steps", 1, *TINY, "--ways", "bf16,sign", "--json", out]
+    assert commpress(*command) == 0
+    content = json.loads(out.read_text())
+    assert [row["way"] for row in content["rows"]] == ["plain", "bf16", "sign"]
+    assert sum(row["chosen"] for row in content["rows"]) == 1
+    assert all(row["predicted_seconds"] > 0 for row in content["rows"])
+    assert content["machines"]["links"]["stack"]["cores"] == os.cpu_count()
+    assert "fastest: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_bench_simulate(tmp_path):
+    out = tmp_path / "simulate.json"
+    assert commpress("bench", "simulate", "--ranks", 2, "--rounds", 1, "--calls", 1, "--sizes", "64KiB", "--json", out) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["plain", "int8", "sign"]
+    assert all(row["seconds"] > 0 < row["simulated_seconds"] for row in rows)
+
+
+@pytest.mark.slow
 def test_bench_observe(tmp_path, capsys):
     out, picture = tmp_path / "observe.json", tmp_path / "observe.png"
     command = ["bench", "observe", "--ranks", 2, "--rounds", 2, "--steps", 2, *TINY, "--json", out, "--plot", picture]
@@ -275,11 +297,14 @@ def test_probe_and_hierarchical(tmp_path, capsys):
     nodes = ["--ranks", 3, "--topology", "2,1"]
     assert commpress("probe", *nodes, "--bytes", "64KiB", "--rounds", 2, "--out", links) == 0
     said = capsys.readouterr()
-    assert "probe 8/8: between: all at once" in said.err
+    assert "probe 9/9: what it costs processors" in said.err
     assert re.search(r"^between nodes +\d+ +\d+\.\d +\d+\.\d$", said.out, re.M), said.out
     content = json.loads(links.read_text())
     assert content["nodes"] == [[0, 1], [2]]
     assert all(content[name]["together"] > 0 for name in ("inside", "between"))
+    assert content["stack"]["cores"] == os.cpu_count(), "all ranks run on this machine"
+    assert content["stack"]["exchange"] > 0
+    assert content["stack"]["ring"] > 0
     sizes = ["--min-bytes", "64KiB", "--max-bytes", "1MiB", "--factor", 16, "--iterations", 1]
     assert commpress("bench", "hierarchical", *nodes, *sizes, "--links", links, "--json", out) == 0
     rows = json.loads(out.read_text())["rows"]

@@ -3,30 +3,51 @@
 import pytest
 import torch
 
-from commpress.codecs import TopKCodec
-from commpress.codecs.family import NAMES
-from commpress.collectives.allreduce import compressed_allreduce
-from commpress.collectives.buckets import one_message
-from commpress.collectives.ef21 import Estimates, ef21_allreduce
+from commpress.codecs import ByName, TopKCodec, codec_named, policy_of
+from commpress.collectives.allreduce import Workspace, reduce_bucket
+from commpress.collectives.buckets import Span, messages
+from commpress.collectives.ef21 import check_codec, reduce_changes
 from commpress.collectives.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
-from commpress.feedback import ErrorFeedback
+from commpress.feedback import ResidualStore
 
+SPANS = [Span("a", 0, 600), Span("exact", 600, 40), Span("b", 640, 363)]
 NUMEL = 1003
+CPU = torch.device("cpu")
 
 
-def reduce(estimates, inputs, step):
-    ranks = len(inputs)
-    transports, buffers = Loopback(ranks).transports(), [x.clone() for x in inputs]
-    finite = simulate(
-        [ef21_allreduce(buffers[r], estimates[r], transport=transports[r], sequence=step) for r in range(ranks)]
-    )
-    return buffers, finite
+class Ranks:
+    """Several ranks in one process that keep estimates, or residuals."""
 
+    def __init__(self, ranks, codec, *, ef21=True):
+        self.plan = messages(SPANS, ByName({"exact": "none"}, policy_of(codec)), ranks, message=700)
+        self.stores = [ResidualStore(ef21=ef21) for _ in range(ranks)]
+        self.workspaces = [Workspace() for _ in range(ranks)]
+        self.attach()
 
-def zeros(ranks, codec):
-    transports = Loopback(ranks).transports()
-    return [Estimates.zeros(NUMEL, codec=codec, transport=t) for t in transports]
+    def attach(self):
+        self.feedbacks = [[store.attach(m.keys, m.pieces, CPU) for m in self.plan] for store in self.stores]
+
+    def reduce(self, inputs, step, gain=1.0):
+        transports, buffers = Loopback(len(inputs)).transports(), [x.clone() for x in inputs]
+        steps = [
+            reduce_bucket(
+                buffer, feedbacks, messages=self.plan, transport=transport, workspace=workspace, sequence=10 * step,
+                gain=gain, reduce=reduce_changes if self.stores[0].ef21 else None,
+            )
+            for buffer, feedbacks, transport, workspace in zip(
+                buffers, self.feedbacks, transports, self.workspaces, strict=True
+            )
+        ]  # fmt: skip
+        outcomes = simulate(steps)
+        finite = all(outcome.finite for each in outcomes for outcome in each)
+        for outcome in (outcome for each in outcomes for outcome in each):
+            outcome.commit() if finite else outcome.discard()
+        return buffers, finite
+
+    def joined(self, rank, which):
+        """Of a and b: 0 minus what the others know of this rank, 1 what it owes of its rows, 2 what all know of the mean."""
+        return {key: kept[which].clone() for key, kept in self.stores[rank].every().items()}
 
 
 def inputs_of(ranks, step):
@@ -36,54 +57,73 @@ def inputs_of(ranks, step):
 @pytest.mark.parametrize("codec", ["topk-16", "sign-l1", "int4", "bits2", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_all_know_is_what_they_heard(codec, ranks):
-    """v = mean(h) − s, and v is the same in every bit on every rank."""
-    estimates = zeros(ranks, codec)
+    """v = mean(h) − s, v is the same in every bit on every rank and is the output; exact tensors stay exact."""
+    group = Ranks(ranks, codec)
     for step in range(15):
-        outputs, _ = reduce(estimates, inputs_of(ranks, step), step)
+        inputs = inputs_of(ranks, step)
+        outputs, _ = group.reduce(inputs, step)
         assert all(torch.equal(outputs[0], other) for other in outputs)
-        assert torch.equal(outputs[0], estimates[0].mean)
-        owed = torch.cat([e.feedback.reduced for e in estimates])[:NUMEL]
-        heard = torch.stack([e.own for e in estimates]).mean(0)
-        torch.testing.assert_close(outputs[0], heard - owed, atol=2e-5, rtol=1e-5)
-        assert not any(e.feedback.sent.any() for e in estimates)
+        torch.testing.assert_close(outputs[0][600:640], torch.stack(inputs).mean(0)[600:640])
+        for name, source, numel in (("a", 0, 600), ("b", 640, 363)):
+            key = (name, 0)
+            known = group.joined(0, 2)[key]
+            assert torch.equal(outputs[0][source : source + numel], known)
+            heard = -torch.stack([group.joined(rank, 0)[key] for rank in range(ranks)]).mean(0)
+            owed = torch.cat([group.joined(rank, 1)[key] for rank in range(ranks)])[:numel]
+            torch.testing.assert_close(known, heard - owed, atol=2e-5, rtol=1e-5)
 
 
 def test_a_gradient_that_stays_is_known_ever_more_exactly():
     """Where a residual goes on oscillating: top-k sends in turns what EF21 needs to send once."""
-    ranks, codec = 2, TopKCodec(1 / 8, 64)
-    inputs = inputs_of(ranks, 0)
-    mean, estimates = torch.stack(inputs).mean(0), zeros(ranks, codec)
-    message = one_message(NUMEL, codec, ranks)
-    feedbacks = [ErrorFeedback.zeros(message.pieces) for _ in range(ranks)]
+    codec = TopKCodec(1 / 8, 64)
+    inputs = inputs_of(2, 0)
+    mean = torch.stack(inputs).mean(0)
+    changes, residuals = Ranks(2, codec), Ranks(2, codec, ef21=False)
     for step in range(60):
-        outputs, _ = reduce(estimates, inputs, step)
-        transports, buffers = Loopback(ranks).transports(), [x.clone() for x in inputs]
-        simulate(
-            [
-                compressed_allreduce(buffers[r], feedbacks[r], codec=codec, transport=transports[r], sequence=step)
-                for r in range(ranks)
-            ]
-        )
-    assert float((outputs[0] - mean).norm() / mean.norm()) < 1e-4
-    assert float((buffers[0] - mean).norm() / mean.norm()) > 0.5
+        known, late = changes.reduce(inputs, step)[0][0], residuals.reduce(inputs, step)[0][0]
+    assert float((known - mean).norm() / mean.norm()) < 1e-4
+    assert float((late - mean).norm() / mean.norm()) > 0.5
+
+
+def test_a_loss_scale_changes_nothing():
+    """A power of two: estimates are in unscaled units, bit for bit."""
+    plain, scaled = Ranks(2, "topk-16"), Ranks(2, "topk-16")
+    for step in range(6):
+        scale = 2.0 ** (10 + step)
+        inputs = inputs_of(2, step)
+        one, _ = plain.reduce(inputs, step)
+        other, _ = scaled.reduce([x * scale for x in inputs], step, gain=1 / scale)
+        assert torch.equal(one[0], other[0] / scale)
+    assert all(torch.equal(plain.joined(1, 0)[key], value) for key, value in scaled.joined(1, 0).items())
 
 
 def test_a_bad_gradient_changes_nothing():
-    estimates = zeros(2, "topk-16")
-    reduce(estimates, inputs_of(2, 0), 0)
-    before = [(e.own.clone(), e.mean.clone(), e.feedback.reduced.clone()) for e in estimates]
+    group = Ranks(2, "topk-16")
+    group.reduce(inputs_of(2, 0), 0)
+    before = [group.joined(rank, which) for rank in (0, 1) for which in (0, 1, 2)]
     inputs = inputs_of(2, 1)
     inputs[1][5] = float("nan")
-    outputs, finite = reduce(estimates, inputs, 1)
-    assert finite == [False, False]
-    for e, (own, mean, reduced) in zip(estimates, before, strict=True):
-        assert torch.equal(e.own, own)
-        assert torch.equal(e.mean, mean)
-        assert torch.equal(e.feedback.reduced, reduced)
-    assert torch.equal(outputs[0], inputs[0])
+    _, finite = group.reduce(inputs, 1)
+    assert not finite
+    after = [group.joined(rank, which) for rank in (0, 1) for which in (0, 1, 2)]
+    for was, now in zip(before, after, strict=True):
+        assert all(torch.equal(was[key], now[key]) for key in was)
 
 
-@pytest.mark.parametrize("codec", [NAMES["none"], "terngrad"])
+def test_estimates_move_with_their_parameters():
+    """Other messages, the same estimates."""
+    group, other = Ranks(2, "topk-16"), Ranks(2, "topk-16")
+    for step in range(3):
+        group.reduce(inputs_of(2, step), step)
+        other.reduce(inputs_of(2, step), step)
+    other.plan = messages(SPANS, ByName({"exact": "none"}, policy_of("topk-16")), 2)
+    other.attach()
+    assert len(other.plan) == 1 < len(group.plan)
+    one, two = group.reduce(inputs_of(2, 3), 3)[0], other.reduce(inputs_of(2, 3), 3)[0]
+    assert torch.equal(one[0], two[0])
+
+
+@pytest.mark.parametrize("codec", ["none", "terngrad", "powersgd-2", "sketch-64"])
 def test_codecs_that_leave_nothing_out_are_refused(codec):
-    with pytest.raises(InvalidArgument, match="EF21 is for codecs that leave something out"):
-        zeros(2, codec)
+    with pytest.raises(InvalidArgument, match="EF21 is for codecs of rows that leave something out"):
+        check_codec(codec_named(codec))

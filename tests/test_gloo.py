@@ -1,5 +1,6 @@
 """Real ranks over Gloo give, bit for bit, what the simulation gives: every codec, world size and transport."""
 
+import os
 import random
 import time
 from contextlib import suppress
@@ -13,11 +14,11 @@ import torch.distributed as dist
 from commpress.codecs import SignCodec, codec_named
 from commpress.codecs.family import EXACT, NAMES
 from commpress.codecs.policy import ByName, Same
-from commpress.collectives import buckets
+from commpress.collectives import buckets, threads
 from commpress.collectives.allreduce import Workspace, compressed_allreduce, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.loopback import Loopback, Recorded, simulate
-from commpress.collectives.transport import TorchTransport
+from commpress.collectives.transport import TorchTransport, own_transport
 from commpress.feedback import ErrorFeedback
 from commpress.work import Worker, run
 
@@ -207,3 +208,33 @@ def ways(backends):
 def test_gloo_is_recognised_however_it_was_asked_for(pool):
     """init_process_group() without a name calls its backend "undefined"."""
     assert pool.run(ways, ["gloo", "cpu:gloo", None], size=2) == [[True] * 3] * 2
+
+
+# ---------------------------------------------------------------- Gloo's threads
+
+
+def scheduling_of(make):
+    """How the threads are scheduled that Gloo starts for what ``make`` makes, and whether the others are as before."""
+    before = {thread: os.sched_getscheduler(thread) for thread in threads._threads()}
+    made = make()
+    after = {thread: os.sched_getscheduler(thread) for thread in threads._threads()}
+    del made
+    new = [after[thread] for thread in after.keys() - before.keys()]
+    return new, all(after.get(thread, policy) == policy for thread, policy in before.items())
+
+
+def scheduled():
+    import commpress.backend  # noqa: F401
+
+    ours = scheduling_of(own_transport), scheduling_of(lambda: dist.new_group(backend="commpress"))
+    return ours, scheduling_of(lambda: dist.new_group(backend="gloo"))
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
+def test_threads_of_gloo_groups_of_ours_push_nobody_off_a_core(pool):
+    for ours, torchs in pool.run(scheduled):
+        for new, others_as_before in ours:
+            assert new
+            assert set(new) == {os.SCHED_BATCH}
+            assert others_as_before
+        assert torchs == ([os.SCHED_OTHER], True)

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.collectives.links import LIMIT, Link, Links, choose, flat_seconds, hierarchical_seconds, load_links
+from commpress.collectives.links import (
+    LIMIT,
+    Link,
+    Links,
+    Stack,
+    choose,
+    flat_seconds,
+    hierarchical_seconds,
+    load_links,
+)
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
 
@@ -14,17 +23,19 @@ FAST, SLOW = Link(3e-5, 2e9, 1e9), Link(1e-3, 1.2e7, 1.2e7)
 CLUSTER = Links(Topology.of(2, 2), FAST, SLOW)
 positive = st.floats(1e-9, 1e12)
 links = st.builds(Link, positive, positive, positive)
+stacks = st.builds(Stack, positive, positive, positive, positive, st.integers(0, 64))
 
 
 # ---------------------------------------------------------------- the file
 
 
 @given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), inside=st.none() | links, between=st.none() | links
-)
-def test_what_is_saved_is_loaded(tmp_path_factory, sizes, inside, between):
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), inside=st.none() | links, between=st.none() | links,
+    stack=st.none() | stacks,
+)  # fmt: skip
+def test_what_is_saved_is_loaded(tmp_path_factory, sizes, inside, between, stack):
     file = tmp_path_factory.mktemp("links") / "links.json"
-    saved = Links(Topology.of(*sizes), inside, between)
+    saved = Links(Topology.of(*sizes), inside, between, stack)
     saved.save(file)
     assert load_links(file) == saved
 
@@ -48,6 +59,8 @@ def changed(**what):
         (changed(inside={"latency": 1, "bandwidth": 1}), "expected latency, bandwidth and together"),
         (changed(inside={"latency": "1", "bandwidth": 1, "together": 1}), "latency of a link is '1'"),
         (changed(inside={"latency": 1, "bandwidth": 0, "together": 1}), "expected a positive number"),
+        (changed(stack={"exchange": 1}), "expected exchange, message, byte, ring and cores"),
+        (changed(stack={"exchange": 1, "message": -1, "byte": 0, "ring": 1, "cores": 2}), "message of the stack is -1"),
         ('{"format": "commpress links", "version": 1, "nodes": [[0]], "inside": '
          '{"latency": NaN, "bandwidth": 1, "together": 1}}', "latency of a link is nan"),
         (" " * (LIMIT + 1), f"more than {LIMIT} bytes"),

@@ -167,7 +167,7 @@ class Run:
         """The mean of the ranks' residuals, in the places of the inputs."""
         owed = torch.zeros(self.numel, dtype=torch.float64)
         mean = torch.stack([f.sent for f in self.feedbacks]).double().mean(0)
-        for start, numel, kept in self.plans[0].message.pieces.kept_runs():
+        for start, numel, kept in self.plans[0].message.pieces.kept_runs:
             owed[start : start + numel] = mean[kept : kept + numel]
         return owed
 
@@ -338,7 +338,7 @@ def test_what_travels_as_a_matrix():
         (lambda: LowRankCodec(2, min_rate=0), "min_rate is 0"),
         (lambda: codec_named("powersgd"), "did you mean|or 'powersgd-4'"),
         (lambda: next(commpress.compressed_allreduce(torch.ones(64), codec="powersgd-4", transport=Loopback(1).transport(0))),
-         "compresses matrices, and this call sees a flat buffer"),
+         "compresses whole tensors, and this call sees rows of a flat buffer"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_says_what_was_expected(make, says):

@@ -6,10 +6,13 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import commpress
 import offload_run
 from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
+from commpress.integrations.zero.chunk_step import ChunkStep
 from offload_run import OPTIONS, loss_of, model, offloaded, open_store, train
 
 
@@ -153,8 +156,8 @@ def test_budgets_place_the_first_chunks(tmp_path):
     with commpress.TieredStore.open(tmp_path / "store", **sizes) as store:
         net, other = model(), model()
         optimizer, twin = offloaded(net, store, device_budget="200KiB", host_budget="200KiB"), plain(other)
-        train(net, optimizer, 0, 4)
-        train(other, twin, 0, 4)
+        train(net, optimizer, 0, 20)
+        train(other, twin, 0, 20)
         assert equal(values(net), values(other))
         check_state(optimizer, twin)
         tiers = [chunk.tier for chunk in optimizer.chunks]
@@ -170,6 +173,59 @@ def test_budgets_place_the_first_chunks(tmp_path):
             offloaded(net, store, prefix="more", host_budget="1MiB")
         with pytest.raises(InvalidArgument, match="device_budget"):
             offloaded(net, store, prefix="more", device_budget="1MiB")
+
+
+class Watch(TorchDispatchMode):
+    """Bytes of every operation with operands on both sides, where the processor has a part that stands for a device."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.up, self.down = {t.untyped_storage().data_ptr() for t in device}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inside = [t.untyped_storage().data_ptr() in self.device for t in tensors]
+        if func is torch.ops.aten.copy_.default and inside == [True, False]:
+            self.up += tensors[0].nbytes
+        elif inside and not inside[0]:
+            self.down += sum(t.nbytes for t, here in zip(tensors, inside, strict=True) if here)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+def test_bytes_between_host_and_device(tmp_path, dtype, max_grad_norm):
+    """ZeRO-Offload's: gradients down and parameters up once, but for chunks that are on the device; 2 and 2 bytes in halves."""
+    sizes = {"host": "1MiB", "device": "256KiB", "accelerator": "cpu", "engine": "threads", "options": offload_run.SMALL}
+    with commpress.TieredStore.open(tmp_path / "store", **sizes) as store:
+        net = model().to(dtype)
+        optimizer = offloaded(net, store, device_budget="200KiB", max_grad_norm=max_grad_norm)
+        for step in range(3):
+            net(torch.full((8, 64), 0.1 + step, dtype=dtype)).float().square().mean().backward()
+            arrays = [store._residency.device.bytes, optimizer._gradients._buffers["device"]]
+            before = store.crossing.up, store.crossing.down
+            with Watch([*net.parameters(), *(p.grad for p in net.parameters()), *arrays]) as watch:
+                optimizer.step()
+            counted = store.crossing.up - before[0], store.crossing.down - before[1]
+            optimizer.zero_grad()
+        numel = [sum(run.numel for c in optimizer.chunks if c.on == on for run in c.runs) for on in ("host", "device")]
+        assert min(numel) > 10_000
+        assert counted == (numel[0] * dtype.itemsize, numel[0] * dtype.itemsize)
+        assert (watch.up, watch.down) == counted
+
+
+def test_it_clips_as_it_should(store):
+    """By its own norm, gradients in the parameters, accumulated over two backward passes."""
+    net, other = model(), model()
+    optimizer = offloaded(net, store, max_grad_norm=0.3)
+    for step in range(20):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss_of(net, step, part).backward()
+        optimizer.step()
+    twin = in_memory(other, 20, 0.3)
+    assert equal(values(net), values(other))
+    check_state(optimizer, twin)
 
 
 @pytest.mark.parametrize(("moments", "bytes_each"), [("int8", 1 + 1 / 32), ("int4", 0.5 + 1 / 32)])
@@ -219,6 +275,24 @@ def test_a_delayed_update(store):
     assert equal(values(net), values(other))
     check_state(optimizer, twin)
     optimizer.close()
+
+
+def test_a_chunk_that_is_waited_for_is_updated_by_one_thread(store, monkeypatch):
+    threads, step, before = [], ChunkStep.step, torch.get_num_threads()
+    monkeypatch.setattr(ChunkStep, "step", lambda *args: threads.append(torch.get_num_threads()) or step(*args))
+    net = model()
+    optimizer = offloaded(net, store)
+    torch.set_num_threads(2)
+    try:
+        for evicted in (False, True):
+            if evicted:
+                store.evict(list(store)).wait()
+            train(net, optimizer, int(evicted), int(evicted) + 1)
+            assert threads[0] == (1 if evicted else 2)
+            threads.clear()
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def advance(net, twin, rate, gradients):

@@ -78,8 +78,9 @@ def test_with_an_exact_codec_it_is_momentum_under_a_frozen_variance(correct):
     group = replicas(codec="none", weight_decay=0.1, bias_correction=correct, variance_floor=0.0)
     for step in range(5):
         group.step(noise(3, step))
-    x, m, v = flat(group.parameters[0]), group.momentum(), flat(group.optimizers[0]._variances)
+    x, v = flat(group.parameters[0]), flat(group.optimizers[0]._variances)
     v = v / (1 - BETA2**5) if correct else v
+    m = group.momentum() * (np.sqrt(v) + 1e-8)
     for step in range(5, 15):
         gradients = noise(3, step)
         group.step(gradients)
@@ -100,11 +101,11 @@ def test_the_trajectory_telescopes(size, codec, shapes):
     group = replicas(size, shapes, codec=codec, warmup_steps=3)
     for step in range(3):
         group.step(noise(size, step, shapes))
-    exact, total = group.momentum(), 0.0
+    exact, total, r = group.momentum(), 0.0, group.reciprocal()
     for step in range(3, 23):
         gradients = noise(size, step, shapes)
         group.step(gradients)
-        exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0)
+        exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0) * r
         difference = group.momentum() - exact
         total = total + difference
         assert group.agree()
@@ -122,7 +123,7 @@ def test_constant_magnitudes_are_exact():
     pattern = torch.where(start(((512,),))[0] >= 0, 1.0, -1.0)
     for step in range(10):
         group.step([[k * pattern] for k in (1.0, 3.0)])
-        expected = (1 - BETA1 ** (step + 1)) * 2.0 * pattern
+        expected = (1 - BETA1 ** (step + 1)) * 2.0 * pattern * group.optimizers[0].reciprocal[:512]
         torch.testing.assert_close(group.optimizers[0].state[group.parameters[0][0]]["exp_avg"], expected)
     assert np.abs(group.owed()).max() < 1e-5
 
@@ -150,8 +151,8 @@ def test_dead_elements_are_neither_moved_nor_owed():
     assert group.agree()
 
 
-def test_without_mask_and_floor_dead_rows_explode():
-    """Shows that the two tests beside this one test something."""
+def test_without_the_mask_dead_rows_move_as_far_as_all_others():
+    """One bit cannot say zero. Sent as momentum they would move by γ·s/ε; in units of √v + ε by about γ."""
     group = replicas(3, variance_floor=0.0)
     for step in range(5):
         group.step(rows_without(noise(3, step)))
@@ -159,7 +160,7 @@ def test_without_mask_and_floor_dead_rows_explode():
         o.quantized.silence(None)
     before = group.parameters[0][0].detach()[30:].clone()
     group.step(rows_without(noise(3, 5)))
-    assert (group.parameters[0][0].detach()[30:] - before).abs().min() > 1e3
+    assert (group.parameters[0][0].detach()[30:] - before).abs().min() > 0.1 * LR
 
 
 @pytest.mark.parametrize("codec", ["int8", "none"])

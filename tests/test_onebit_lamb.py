@@ -27,11 +27,12 @@ class Lamb:
     def __init__(self):
         self.x = [p.double().numpy() for p in start()]
         self.m, self.v = [0 * x for x in self.x], [0 * x for x in self.x]
-        self.c, self.f, self.fresh = [0.0] * len(self.x), [1.0] * len(self.x), None
+        self.c, self.f, self.fresh, self.course = [0.0] * len(self.x), [1.0] * len(self.x), None, None
 
-    def step(self, gradients, *, frozen):
+    def step(self, gradients, *, frozen, live=False):
         if frozen and self.fresh is None:
             self.fresh = [v.copy() for v in self.v]
+            self.course = [m / (np.sqrt(v) + EPS) for m, v in zip(self.m, self.v, strict=True)]
         for i, g in enumerate(g.double().numpy() for g in gradients):
             self.m[i] = BETA1 * self.m[i] + (1 - BETA1) * g
             if not frozen:
@@ -42,6 +43,10 @@ class Lamb:
                 c = float(np.clip(np.linalg.norm(self.x[i]) / np.linalg.norm(w), 0.01, 10.0))
                 self.c[i] = c if self.c[i] == 0 else 0.9 * self.c[i] + 0.1 * c
                 self.x[i] = self.x[i] - LR * c * w
+            elif live:
+                self.course[i] = 0.9 * self.course[i] + 0.1 * direction
+                rate = np.linalg.norm(self.x[i]) / np.linalg.norm(self.course[i] + DECAY * self.x[i])
+                self.x[i] = self.x[i] - LR * np.clip(rate, 0.01, 10.0) * w
             else:
                 self.fresh[i] = BETA2 * self.fresh[i] + (1 - BETA2) * g * g
                 f = ((np.sqrt(self.v[i]) + EPS) / (np.sqrt(self.fresh[i]) + EPS)).max()
@@ -61,9 +66,35 @@ def test_exact_steps_are_lamb():
     np.testing.assert_allclose(group.optimizers[0].coefficient.numpy(), twin.c, rtol=1e-4)
 
 
+def test_with_an_exact_codec_live_rates_are_lambs_rule_under_a_frozen_variance():
+    group, twin = replicas(codec="none"), Lamb()
+    for step in range(15):
+        gradients = noise(3, step)
+        group.step(gradients)
+        twin.step(mean(gradients), frozen=step >= 5, live=True)
+    o = group.optimizers[0]
+    np.testing.assert_allclose(
+        flat(o.flat.views(o.course)), np.concatenate([a.ravel() for a in twin.course]), rtol=1e-3, atol=1e-4
+    )
+    np.testing.assert_allclose(flat(group.parameters[0]), np.concatenate([x.ravel() for x in twin.x]), rtol=1e-3, atol=1e-4)
+
+
+def test_live_rates_move_a_layer_by_its_learning_rate_whatever_the_size_of_its_gradients():
+    """‖step‖ / ‖x‖ stays a few times the learning rate while gradients grow 80 times: the average of p is what is late."""
+    group = replicas(weight_decay=0.0)
+    for step in range(40):
+        before = [p.detach().clone() for p in group.parameters[0]]
+        group.step([[g * 1.12**step for g in mine] for mine in noise(3, step)])
+        moved = [
+            float((p.detach() - b).norm() / (LR * b.norm())) for p, b in zip(group.parameters[0], before, strict=True)
+        ]
+        assert max(moved) < 8.0, f"step {step}: {moved}"
+    assert group.agree()
+
+
 def test_with_an_exact_codec_the_reconstructed_gradient_is_the_mean_gradient():
     """So the fresh variance is the true β2-average that began with the frozen one, and so are the layer rates."""
-    group, twin = replicas(codec="none"), Lamb()
+    group, twin = replicas(codec="none", rates="frozen"), Lamb()
     for step in range(15):
         gradients = noise(3, step)
         group.step(gradients)
@@ -75,7 +106,7 @@ def test_with_an_exact_codec_the_reconstructed_gradient_is_the_mean_gradient():
 
 
 def test_layer_factors_stay_in_their_bounds_and_move_slowly():
-    group = replicas()
+    group = replicas(rates="frozen")
     before = torch.ones(len(SHAPES))
     for step in range(30):
         group.step([[g * (1 + step) for g in mine] for mine in noise(3, step)])
@@ -88,26 +119,27 @@ def test_layer_factors_stay_in_their_bounds_and_move_slowly():
 
 
 def test_a_power_of_two_in_front_of_a_layer_changes_nothing():
-    """Why no scale unites the layers: momentum of a layer 64 times as large is 64 times as large in every bit."""
+    """Why no scale unites the layers: what travels of a layer 64 times as large has the same bits."""
     one, two = replicas(eps=0.0), replicas(eps=0.0)
     for step in range(12):
         gradients = noise(3, step)
         one.step(gradients)
         two.step([[64 * mine[0], *mine[1:]] for mine in gradients])
     m, n = one.optimizers[0], two.optimizers[0]
-    assert torch.equal(64 * m._momenta[0], n._momenta[0])
-    assert all(torch.equal(a, b) for a, b in zip(m._momenta[1:], n._momenta[1:], strict=True))
+    assert torch.equal(64 * 64 * m._variances[0], n._variances[0])
+    assert torch.equal(m.momentum, n.momentum)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters[0], two.parameters[0], strict=True))
 
 
 def test_momentum_telescopes_over_all_layers():
     group = replicas()
     for step in range(5):
         group.step(noise(3, step))
-    exact, total = group.momentum(), 0.0
+    exact, total, r = group.momentum(), 0.0, group.reciprocal()
     for step in range(5, 25):
         gradients = noise(3, step)
         group.step(gradients)
-        exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0)
+        exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0) * r
         total = total + group.momentum() - exact
     np.testing.assert_allclose(
         (1 - BETA1) * total + BETA1 * (group.momentum() - exact), -group.owed(), atol=2e-5
@@ -115,18 +147,19 @@ def test_momentum_telescopes_over_all_layers():
 
 
 def test_one_layer_moves_along_its_preconditioned_momentum():
-    group = replicas(3, ((40, 50),), weight_decay=0.0)
+    group = replicas(3, ((40, 50),), weight_decay=0.0, rates="frozen")
     for step in range(9):
         before = group.parameters[0][0].detach().clone()
         group.step(noise(3, step, ((40, 50),)))
     o = group.optimizers[0]
-    step = LR * o.coefficient[0] * o.factor[0] * o._momenta[0] / (o._variances[0].sqrt() + EPS)
+    step = LR * o.coefficient[0] * o.factor[0] * o._momenta[0]
     torch.testing.assert_close(before - group.parameters[0][0].detach(), step, rtol=1e-3, atol=1e-6)
 
 
-def test_layers_of_zeros_and_empty_ones_do_no_harm():
+@pytest.mark.parametrize("rates", ["live", "frozen"])
+def test_layers_of_zeros_and_empty_ones_do_no_harm(rates):
     shapes = ((40, 50), (0,), (30,))
-    group = replicas(2, shapes)
+    group = replicas(2, shapes, rates=rates)
     for step in range(10):
         gradients = noise(2, step, shapes)
         for mine in gradients:
@@ -138,7 +171,7 @@ def test_layers_of_zeros_and_empty_ones_do_no_harm():
 
 def test_rows_without_gradients_do_not_raise_the_layers_factor():
     """Their fresh variance decays, and so does nothing else: the floor holds for both variances."""
-    group, full = (replicas(2, ((40, 50),), variance_floor=1e-3) for _ in range(2))
+    group, full = (replicas(2, ((40, 50),), variance_floor=1e-3, rates="frozen") for _ in range(2))
     for step in range(40):
         gradients = noise(2, step, ((40, 50),))
         full.step(gradients)
@@ -161,18 +194,21 @@ def test_the_fused_kernels_are_the_torch_operations():
             arithmetic.exact(flat.segments(range(4), given | {3: torch.zeros(3000)}), m, v, w, coefficient, rule)
         fresh.copy_(v)
         r = 1 / (v.sqrt() + EPS)
+        m.mul_(r)
+        course = m.clone()
         for _ in range(3):
             torch.mul(m, 0.9, out=w)
             m, w = w, m
+            arithmetic.live(flat.placed(range(4)), m, course, rule)
             arithmetic.frozen(flat.placed(range(4)), m, w, r, fresh, floor, coefficient, factor, rule)
-        results.append([*flat.weights, m, v, fresh, coefficient, factor])
+        results.append([*flat.weights, m, v, fresh, course, coefficient, factor])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("at", [3, 5, 9])
-def test_resuming_continues_in_every_bit(at, tmp_path):
-    group, other = replicas(3), replicas(3)
+@pytest.mark.parametrize(("at", "rates"), [(3, "live"), (5, "live"), (9, "live"), (9, "frozen")])
+def test_resuming_continues_in_every_bit(at, rates, tmp_path):
+    group, other = replicas(3, rates=rates), replicas(3, rates=rates)
     for step in range(at):
         group.step(noise(3, step))
     for rank, (o, q) in enumerate(zip(group.optimizers, other.optimizers, strict=True)):
@@ -202,5 +238,7 @@ def test_volume_with_a_warm_up_of_16_percent():
 def test_bad_arguments_are_named():
     with pytest.raises(InvalidArgument, match="coefficients"):
         replicas(coefficients=(2.0, 1.0))
+    with pytest.raises(InvalidArgument, match="rates"):
+        replicas(rates="quick")
     with pytest.raises(InvalidArgument, match="factor_change"):
         replicas(factor_change=1.5)

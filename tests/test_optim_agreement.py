@@ -48,10 +48,11 @@ def test_one_clip_factor_for_all_ranks():
         free.step(gradients)
         if step == 4:
             ratio = group.optimizers[0].facts.norm_ratio
-    m, g = group.momentum(), flat(mean(gradients))
+    m, g = group.momentum(), flat(mean(gradients)) * group.reciprocal()  # frozen: momentum is in units of its √v
     pushed = (m - BETA1 * before) / (1 - BETA1)
     factor = pushed @ g / (g @ g)
     np.testing.assert_allclose(pushed, factor * g, atol=1e-5)
+    pushed = pushed / group.reciprocal()
     norms = np.mean([np.sum(flat(mine) ** 2) for mine in gradients]) ** 0.5
     assert factor == pytest.approx(1 / (ratio * norms), rel=1e-3)
     assert 0.5 < np.linalg.norm(pushed) < 2.0, "after the freeze the threshold means what it meant before"

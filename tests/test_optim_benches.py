@@ -14,18 +14,27 @@ def test_bench_optimizer(compiled, tmp_path):
     assert main(["bench", "optimizer", *TINY, "--steps", "3", "--json", str(file)]) == 0
     names = [row["name"] for row in json.loads(file.read_text())["rows"]]
     assert names[0] == "AdamW(fused=True)"
-    assert len(names) == 9
+    assert len(names) == 10
 
 
 @pytest.mark.slow
 def test_bench_loss(compiled, tmp_path):
-    file = tmp_path / "rows.json"
-    options = ["--ranks", "2", "--length", "16", "--steps", "12", "--warmup", "4", "--variants", "plain,onebit,zero-one"]
-    assert main(["bench", "loss", *TINY, *options, "--target", "1", "--json", str(file)]) == 0
-    rows = {row["variant"]: row for row in json.loads(file.read_text())["rows"]}
-    assert not any(row["reached"] for row in rows.values())
-    if rows["plain"]["sent_bytes"] is not None:
-        assert rows["onebit"]["sent_bytes"] < rows["plain"]["sent_bytes"]
+    file, curves = tmp_path / "rows.json", tmp_path / "curves.json"
+    options = ["--ranks", "2", "--length", "16", "--train", "14", "--warmup", "4", "--losses", str(curves)]
+    options += ["--rounds", "1", "--steps", "2", "--variants", "plain,powersgd1,onebit,onebit-int8,zero-one-int8"]
+    assert main(["bench", "loss", *TINY, *options, "--no-times"]) == 0
+    first = json.loads(curves.read_text())["curves"]
+    assert all(len(curve["losses"]) == len(curve["kinds"]) == 14 for curve in first)
+    assert main(["bench", "loss", *TINY, *options, "--target", "5.6", "--json", str(file)]) == 0
+    assert json.loads(curves.read_text())["curves"] == first
+    content = json.loads(file.read_text())
+    took, rows = content["step_seconds"], {row["variant"]: row for row in content["rows"]}
+    assert set(took) >= {"plain", "powersgd1", "exact", "exact-int8", "onebit, compressed", "zero-one, compressed"}
+    for row in rows.values():
+        if row["seconds"] is not None:
+            assert row["seconds"] == pytest.approx(sum(took[kind] * count for kind, count in row["kinds"].items()))
+    if content["step_bytes"]["plain"] is not None:
+        assert content["step_bytes"]["onebit, compressed"] < content["step_bytes"]["plain"]
 
 
 def test_bench_convergence(compiled, tmp_path, capsys):

@@ -46,12 +46,16 @@ def test_elastic_states_keep_what_is_owed(size):
         for step in range(9, 20):
             gradients = noise(size, step)
             other.step(gradients)
-            exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0)
+            exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0) * other.reciprocal()
             total = total + other.momentum() - exact
         left = (1 - BETA1) * total + BETA1 * (other.momentum() - exact)
         np.testing.assert_allclose(left, before - other.owed(), atol=2e-5)
-    else:
+    else:  # one rank goes on as Adam: its momentum is in gradients' units again
+        before, r = group.momentum(), group.reciprocal()
         other.step(noise(1, 9))
+        wanted = BETA1 * before / r + (1 - BETA1) * flat(noise(1, 9)[0])
+        np.testing.assert_allclose(other.momentum(), wanted, rtol=1e-5, atol=1e-6)
+        assert not other.optimizers[0].frozen
     assert other.agree()
 
 

@@ -11,11 +11,14 @@ from commpress.codecs import policy_of
 from commpress.codecs.low_rank import LowRankCodec
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
+from commpress.collectives.frame import HEADER
 from commpress.collectives.hierarchical import Hierarchy, hierarchy_of, reduce_routes, routes
+from commpress.collectives.links import Link, Links, Stack
 from commpress.collectives.loopback import Loopback, Recorded, simulate
 from commpress.collectives.low_rank import RowsOnly, matrices_of, plan_matrices, reduce_matrices
+from commpress.collectives.topology import Topology
 from commpress.plan.clock import Clock, Cores, Line
-from commpress.plan.cluster import Cluster, Node, parse_link, parse_nodes
+from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link, parse_nodes
 from commpress.plan.costs import Cost, Costs, device_costs
 from commpress.plan.model import Bucket, Model, Shape, transformer
 from commpress.plan.simulator import Training, simulate_calls, simulate_step
@@ -250,3 +253,22 @@ def test_a_model_of_a_count_has_about_that_many_parameters():
         assert 0.95 * count < model.numel <= count
         assert sum(b.numel for b in model.buckets()) == model.numel
         assert sum(model.shares()) == pytest.approx(1)
+
+
+def test_what_was_probed_comes_out_again():
+    """The shortest exchange and the library's shortest all-reduce take what they took when they were measured."""
+    wire = Link(1e-3, 1e8, 1e8)
+    for ranks, cores in ((2, 0), (4, 2)):
+        stack = Stack(exchange=2e-3, message=1e-4, byte=1e-10, ring=1.2e-3, cores=cores)
+        machines = measured_cluster(Links(Topology.of(*[1] * ranks), None, wire, stack))
+        assert machines.machine_cores == cores
+
+        def exchange(transport, workspace, buffer):
+            rows = torch.zeros(2, transport.size, HEADER + 8, dtype=torch.uint8)
+            return [iter([transport.all_to_all(rows[0], rows[1], 0)])]
+
+        assert simulate_calls(machines, COSTS, exchange, 64).seconds == pytest.approx(2e-3, rel=0.01)
+        least = simulate_calls(machines, COSTS, buffer_by("plain", 1, COSTS), 64).seconds
+        assert least == pytest.approx(1.2e-3, rel=0.01)
+    old = measured_cluster(Links(Topology.of(2, 2), wire, wire))
+    assert (old.latency, old.machine_cores, old.message_seconds) == (5e-4, 0, 0)

@@ -5,9 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commpress.codecs import ByName, SketchCodec, policy_of
+from commpress.collectives.allreduce import Workspace
+from commpress.collectives.buckets import Span
 from commpress.collectives.loopback import Loopback, Recorded, simulate
-from commpress.collectives.sketch import MESSAGES, Sketch, sketch_allreduce
-from commpress.errors import InvalidArgument
+from commpress.collectives.sketch import SketchPlan, load_quanta, plan_sketches, reduce_sketch
+from commpress.errors import InvalidArgument, StateMismatch
+from commpress.feedback import ErrorFeedback
 from commpress.kernels import cpu_sketch
 
 
@@ -59,66 +63,113 @@ def test_nothing_gives_nothing():
 # ---------------------------------------------------------------- over ranks
 
 
-def reduce(sketches, inputs, step):
-    ranks = len(inputs)
-    transports, buffers = [Recorded(t) for t in Loopback(ranks).transports()], [x.clone() for x in inputs]
-    finite = simulate(
-        [
-            sketch_allreduce(buffers[r], sketches[r], transport=transports[r], sequence=MESSAGES * step)
-            for r in range(ranks)
-        ]
-    )
-    return buffers, finite, transports[0].sent_bytes
+class Ranks:
+    """Several ranks in one process that sketch the same two tensors, of unlike magnitude."""
+
+    def __init__(self, ranks, numel, codec):
+        spans = [Span("a", 0, numel // 3), Span("exact", numel // 3, 0), Span("b", numel // 3, numel - numel // 3)]
+        self.quanta = [{} for _ in range(ranks)]
+        self.plans = [plan_sketches(spans, policy_of(codec), ranks, quanta)[0] for quanta in self.quanta]
+        self.feedbacks = [ErrorFeedback.zeros(plan.message.pieces) for plan in self.plans]
+        self.workspaces = [Workspace() for _ in range(ranks)]
+
+    def reduce(self, inputs, step, gain=1.0):
+        transports, buffers = [Recorded(t) for t in Loopback(len(inputs)).transports()], [x.clone() for x in inputs]
+        outcomes = simulate(
+            [
+                reduce_sketch(
+                    buffer, feedback, plan=plan, transport=transport, workspace=workspace, gain=gain, key=step,
+                    sequence=SketchPlan.MESSAGES * step,
+                )
+                for buffer, feedback, plan, transport, workspace in zip(
+                    buffers, self.feedbacks, self.plans, transports, self.workspaces, strict=True
+                )
+            ]
+        )  # fmt: skip
+        for outcome in outcomes:
+            outcome.commit() if outcome.finite else outcome.discard()
+        return buffers, [outcome.finite for outcome in outcomes], transports[0].sent_bytes
+
+    @property
+    def dense(self):
+        return [workspace.dense_sketches for workspace in self.workspaces]
+
+
+def inputs_of(ranks, numel, step):
+    x = torch.randn(ranks, numel, generator=torch.Generator().manual_seed(step))
+    x[:, : numel // 3] *= 1e-3
+    return list(x)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_nothing_is_lost(ranks):
     numel = 20_011
-    sketches = [Sketch.zeros(numel, density=1 / 64, transport=t) for t in Loopback(ranks).transports()]
+    group = Ranks(ranks, numel, "sketch-64")
     sent, wanted = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
     for step in range(10):
-        inputs = list(torch.randn(ranks, numel, generator=torch.Generator().manual_seed(step)))
-        before = sketches[0].fallbacks
-        outputs, finite, count = reduce(sketches, inputs, step)
-        dense = step == 0 or sketches[0].fallbacks > before
+        inputs, before = inputs_of(ranks, numel, step), group.dense[0]
+        outputs, finite, count = group.reduce(inputs, step)
         assert all(finite)
         assert all(torch.equal(outputs[0], other) for other in outputs)
         sent += outputs[0]
         wanted += torch.stack(inputs).double().mean(0)
-        assert ranks == 1 or dense or count < 0.3 * 8 * numel * (ranks - 1) / ranks
-    owed = torch.stack([s.residual for s in sketches]).double().mean(0)
+        assert ranks == 1 or group.dense[0] > before or count < 0.3 * 8 * numel * (ranks - 1) / ranks
+    owed = torch.stack([f.sent for f in group.feedbacks]).double().mean(0)
     assert float((sent + owed - wanted).abs().max()) < 1e-4
-    assert {s.fallbacks for s in sketches} <= {0, 1, 2}
-    assert all(s.quantum == sketches[0].quantum for s in sketches)
+    assert group.dense[0] in (1, 2, 3)
+    assert len(set(group.dense)) == 1
+    assert all(quanta == group.quanta[0] for quanta in group.quanta)
+    assert group.quanta[0]["a"] < group.quanta[0]["b"] / 100  # each its own
 
 
-def test_a_union_that_does_not_fit_is_sent_densely():
-    """Same elements kept everywhere need few cells; ranks that keep more than foreseen need the dense way."""
-    numel, ranks = 4096, 2
-    sketches = [Sketch.zeros(numel, density=1 / 8, transport=t) for t in Loopback(ranks).transports()]
-    for one in sketches:
-        one.cells = Sketch.zeros(numel, density=1 / 64, transport=Loopback(ranks).transport(0)).cells
-    inputs = list(torch.randn(ranks, numel, generator=torch.Generator().manual_seed(0)))
-    first, _, _ = reduce(sketches, inputs, 0)
-    outputs, _, _ = reduce(sketches, inputs, 1)
-    assert [s.fallbacks for s in sketches] == [1, 1]
-    owed = torch.stack([s.residual for s in sketches]).mean(0)
-    torch.testing.assert_close(first[0] + outputs[0] + owed, 2 * torch.stack(inputs).mean(0), atol=1e-5, rtol=1e-5)
+def test_the_cells_say_what_a_dense_exchange_says():
+    """Whole multiples of quanta: both ways give the same bits, so it is of no matter who shares cells with whom."""
+    numel, ranks = 5000, 2
+    cells, dense = Ranks(ranks, numel, "sketch-32"), Ranks(ranks, numel, "sketch-32")
+    for plan in dense.plans:
+        plan.cells = plan_sketches([Span("a", 0, 300)], policy_of("sketch-32"), ranks, {})[0].cells  # far too few
+    for step in range(5):
+        one, two = cells.reduce(inputs_of(ranks, numel, step), step)[0], dense.reduce(inputs_of(ranks, numel, step), step)[0]
+        assert torch.equal(one[0], two[0])
+    assert cells.dense[0] < dense.dense[0] == 5
+
+
+def test_a_loss_scale_changes_nothing():
+    plain, scaled = Ranks(2, 3000, "sketch-16"), Ranks(2, 3000, "sketch-16")
+    for step in range(4):
+        inputs = inputs_of(2, 3000, step)
+        one, other = plain.reduce(inputs, step)[0], scaled.reduce([64 * x for x in inputs], step, gain=1 / 64)[0]
+        assert torch.equal(one[0], other[0] / 64)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_gradient_changes_nothing(bad):
-    sketches = [Sketch.zeros(1000, density=1 / 16, transport=t) for t in Loopback(2).transports()]
-    inputs = list(torch.randn(2, 1000))
-    reduce(sketches, inputs, 0)
-    before = [s.residual.clone() for s in sketches]
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_bad_gradient_changes_nothing(bad, step):
+    group = Ranks(2, 1000, "sketch-16")
+    for before in range(step):
+        group.reduce(inputs_of(2, 1000, before), before)
+    kept, quanta = [f.sent.clone() for f in group.feedbacks], dict(group.quanta[0])
+    inputs = inputs_of(2, 1000, step)
     inputs[1][3] = bad
-    outputs, finite, _ = reduce(sketches, inputs, 1)
+    outputs, finite, _ = group.reduce(inputs, step)
     assert finite == [False, False]
-    assert all(torch.equal(s.residual, kept) for s, kept in zip(sketches, before, strict=True))
+    assert all(torch.equal(f.sent, was) for f, was in zip(group.feedbacks, kept, strict=True))
     assert torch.equal(outputs[0], inputs[0])
+    assert group.quanta[0] == group.quanta[1] == quanta
 
 
-def test_too_few_cells_are_refused():
+def test_tensors_of_other_codecs_are_left_alone():
+    policy = ByName({"head": "int8"}, policy_of("sketch-64"))
+    spans = [Span("body", 0, 500), Span("head", 500, 100), Span("tail", 600, 200)]
+    (plan,) = plan_sketches(spans, policy, 2, {})
+    assert plan.names == ("body", "tail")
+    assert [tuple(run) for run in plan.message.pieces.kept_runs] == [(0, 500, 0), (600, 200, 500)]
+
+
+def test_too_few_cells_and_other_mistakes_are_refused():
     with pytest.raises(InvalidArgument, match=r"cells is 1\.1, expected at least 1\.25"):
-        Sketch.zeros(100, density=0.1, transport=Loopback(1).transport(0), cells=1.1)
+        SketchCodec(cells=1.1)
+    with pytest.raises(InvalidArgument, match="compresses whole tensors"):
+        _ = SketchCodec().kind
+    with pytest.raises(StateMismatch, match="expected a number above 0"):
+        load_quanta({}, {"a": float("nan")})

@@ -26,7 +26,7 @@ def tried(trial, seconds_of):
 
 def test_every_way_has_its_turns_and_the_fastest_stays():
     ways, (chosen, why) = tried(Trial(), {"plain": 1.0, "int8": 0.5, "int4": 0.3, "sign": 0.2})
-    assert {way: ways[UNTIMED:].count(way) for way in WAYS} == dict.fromkeys(WAYS, 9)
+    assert {way: ways[UNTIMED:].count(way) for way in WAYS} == dict.fromkeys(WAYS, 12)
     assert chosen == "sign"
     assert "plain 1000 ms" in why
     assert "sign 200 ms" in why
@@ -35,7 +35,7 @@ def test_every_way_has_its_turns_and_the_fastest_stays():
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
     [
-        ({"plain": 1.0, "int8": 0.98, "int4": 1.2, "sign": 1.3}, "plain"),  # too little to be worth it
+        ({"plain": 1.0, "int8": 0.95, "int4": 1.2, "sign": 1.3}, "plain"),  # without a hook plain is faster than in the trial
         ({"plain": 1.0, "int8": 0.5, "int4": 0.49, "sign": 0.5}, "int8"),  # as good as the others, and finer
         ({"plain": 1.0, "int8": 1.1, "int4": 1.1, "sign": 1.1}, "plain"),
     ],
@@ -122,39 +122,47 @@ def test_all_ranks_choose_alike_and_stay_equal(pool):
     assert first[0].split(",")[0] in ("plain", "int8", "sign")
     assert "chosen: " in first[1]
     assert first[2]
-    assert first[3] == Trial(("plain", "int8", "sign")).steps + 4
+    steps = Trial(("plain", "int8", "sign")).steps
+    assert first[3] == steps + (1 if first[0].startswith("plain") else 4), "without a hook nothing counts"
 
 
-def paid():
+class Linear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1003))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def paid(topology):
     """Gradients of a linear loss are known, so the sum of all outputs tells what was lost."""
-    parameter = torch.nn.Parameter(torch.zeros(1003))
     x = torch.randn(1003, generator=torch.Generator().manual_seed(dist.get_rank()))
-
-    class Linear(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = parameter
-
-        def forward(self):
-            return (self.weight * x).sum()
-
-    ddp = DistributedDataParallel(Linear())
-    state = commpress.compress(ddp, "auto:sign")
+    ddp = DistributedDataParallel(Linear(), gradient_as_bucket_view=True)
+    state = commpress.compress(ddp, "auto:sign,int8", topology=topology)
     state._trial.decide = lambda seconds: ("plain", "told to")
     total, steps = torch.zeros(1003, dtype=torch.float64), state._trial.steps + 3
+    hooked = []
     for _ in range(steps):
-        parameter.grad = None
-        ddp().backward()
-        total += parameter.grad.double()
+        ddp.zero_grad()
+        ddp(x).backward()
+        hooked.append(len(ddp._comm_hooks))
+        total += ddp.module.weight.grad.double()
     mean = x.clone()
     dist.all_reduce(mean)
-    return float((total - steps * mean.double() / 2).norm() / (steps * mean.norm() / 2)), state.counters.plain_steps
+    mean /= dist.get_world_size()
+    lost = float((total - steps * mean.double()).norm() / (steps * mean.norm()))
+    return lost, state.counters.plain_steps, hooked, torch.allclose(ddp.module.weight.grad, mean, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_is_lost_when_a_trial_ends_without_compression(pool):
-    for lost, plain_steps in pool.run(paid, size=2):
+@pytest.mark.parametrize(("size", "topology"), [(2, None), (3, "2,1"), (4, "2x2")])
+def test_nothing_is_lost_when_a_trial_ends_without_compression(pool, size, topology):
+    trial = Trial(("plain", "sign", "int8"))
+    for lost, plain_steps, hooked, exact in pool.run(paid, topology, size=size):
         assert lost < 1e-6
-        assert plain_steps >= 3
+        assert exact
+        assert plain_steps == UNTIMED + trial.turn * trial.rounds + 1
+        assert hooked == [1] * (trial.steps + 1) + [0] * 2, "one step to pay what is owed, then DDP is alone"
 
 
 def planned(path):
@@ -169,6 +177,6 @@ def test_the_hook_follows_a_plan(pool, tmp_path):
     assert (some, plain_steps) == (3 * 64 * 64, 0)
     assert "tested" in choice
     (none, plain_steps, choice, _), _ = pool.run(planned, tmp_path / "none.json", size=2)
-    assert (none, plain_steps) == (0, 3)
+    assert (none, plain_steps) == (0, 0), "DDP has no hook"
     assert "too fast" in choice
     assert json.loads((tmp_path / "none.json").read_text())["codec"] == "plain"

@@ -19,6 +19,15 @@ class Slot:
     length: int
 
 
+@dataclass
+class Crossing:
+    """Bytes copied between host memory and where a model computes: over PCIe, if that is a device. On a processor, which is
+    both, those that would be."""
+
+    up: int = 0  # to the model
+    down: int = 0  # and from it
+
+
 class Arena:
     """``capacity`` bytes in host memory (huge pages where the kernel has them) or on a device. Not thread-safe."""
 

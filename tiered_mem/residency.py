@@ -12,7 +12,7 @@ from commpress.tiered_mem.batch import Batch
 from commpress.tiered_mem.blocks import Block
 from commpress.tiered_mem.claims import Claims
 from commpress.tiered_mem.manifest import Chunk, Extent
-from commpress.tiered_mem.memory import Arena, Slot, padded
+from commpress.tiered_mem.memory import Arena, Crossing, Slot, padded
 from commpress.tiered_mem.pending import Pending
 from commpress.tiered_mem.schedule import Schedule
 from commpress.tiered_mem.sizes import show_bytes
@@ -39,6 +39,7 @@ class Residency:
             self.resident[device] = {}
         self._waiting: set[object] = set()
         self.read_seconds, self.read_bytes, self.written_bytes = 0.0, 0, 0
+        self.crossing = Crossing()
         self.timeline: Timeline | None = None  # who watches
 
     # ---------------------------------------------------------------- room in memory
@@ -219,6 +220,10 @@ class Residency:
         try:
             block.settle()
             arena.flat(slot)[: block.size].copy_(block.arena.flat(block.slot)[: block.size])
+            if arena is self.host:
+                self.crossing.down += block.size
+            else:
+                self.crossing.up += block.size
         finally:
             self.changed.acquire()
         return slot

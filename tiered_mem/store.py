@@ -19,6 +19,7 @@ from commpress.tiered_mem.copying import copy_snapshot
 from commpress.tiered_mem.figures import Counters, Info, Place, Usage, info, places, usage
 from commpress.tiered_mem.layer import FileLayer
 from commpress.tiered_mem.lending import Borrow, Lending, Tier
+from commpress.tiered_mem.memory import Crossing
 from commpress.tiered_mem.opening import Budgets, Parts, assemble, restore
 from commpress.tiered_mem.options import Options, Paths
 from commpress.tiered_mem.pending import Pending, caller
@@ -226,6 +227,17 @@ class TieredStore:
     def traffic(self) -> tuple[int, int]:
         """Bytes of tensors read from disk and written to it since the store was opened."""
         return self._residency.read_bytes, self._residency.written_bytes
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its device tier is."""
+        arena = self._residency.device
+        return None if arena is None else arena.bytes.device
+
+    @property
+    def crossing(self) -> Crossing:
+        """Bytes between host memory and the device; ``Offloaded`` and ``stream`` count theirs here too."""
+        return self._residency.crossing
 
     @property
     def timeline(self) -> Timeline | None:

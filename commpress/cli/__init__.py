@@ -17,6 +17,8 @@ Train over slow networks: gradients cross the wire in one bit instead of thirty-
   commpress bench io               how fast the tiered store reads and writes here, beside fio
   commpress bench train            a training step: which share of it waits for the network
   commpress bench powersgd         our PowerSGD against torch's
+  commpress bench plan             whether a plan picks what is fastest here
+  commpress bench simulate         how far off the simulator is here
   commpress plan                   what to use here and what it gains, or that nothing should be compressed
   commpress simulate               how long it would take on a cluster of up to thousands of ranks
   commpress probe                  how fast ranks reach each other inside a node and between nodes
@@ -45,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
         bench_loss,
         bench_observe,
         bench_optimizer,
+        bench_plan,
         bench_powersgd,
+        bench_simulate,
         bench_train,
         demo,
         doctor,
@@ -76,6 +80,8 @@ def parser() -> argparse.ArgumentParser:
     _add(benches, "io", bench_io)
     _add(benches, "train", bench_train)
     _add(benches, "powersgd", bench_powersgd)
+    _add(benches, "plan", bench_plan)
+    _add(benches, "simulate", bench_simulate)
     _add(benches, "optimizer", bench_optimizer)
     _add(benches, "convergence", bench_convergence)
     _add(benches, "loss", bench_loss)

@@ -26,7 +26,7 @@ from commpress.cli import outputs, ranks, rounds, sizes, table
 from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
 from commpress.collectives.loopback import Recorded
-from commpress.collectives.transport import TorchTransport
+from commpress.collectives.transport import own_transport
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import NUMEL, SHARD, SOURCE, WIDTH
 
@@ -106,8 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
-    group = dist.new_group(timeout=timedelta(minutes=5))
-    transport = Recorded(TorchTransport(group, timeout=timedelta(minutes=5)))
+    transport = Recorded(own_transport(timeout=timedelta(minutes=5)))
     measured = []
     if report is not None:
         report(None, f"{size} ranks")
@@ -168,7 +167,7 @@ class Checked(Reduced):
             if feedback is None:
                 continue
             feedback.settle(message.pieces)
-            for start, numel, kept in message.pieces.kept_runs():
+            for start, numel, kept in message.pieces.kept_runs:
                 owed[start : start + numel] += feedback.sent[kept : kept + numel]
             for line in message.pieces.table:
                 first = min(rank * line[WIDTH], line[NUMEL])

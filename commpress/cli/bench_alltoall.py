@@ -30,7 +30,7 @@ from commpress.codecs import codec_named
 from commpress.collectives.all_to_all import Way, compressed_all_to_all
 from commpress.collectives.loopback import Recorded
 from commpress.collectives.topology import Topology
-from commpress.collectives.transport import TorchTransport, Transport
+from commpress.collectives.transport import Transport, own_transport
 from commpress.errors import InvalidArgument
 from commpress.work import run as drive
 
@@ -108,7 +108,7 @@ def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None)
 
         inner = MpiTransport(timeout=PATIENT)
     else:
-        inner = TorchTransport(dist.new_group(timeout=PATIENT), timeout=PATIENT)
+        inner = own_transport(timeout=PATIENT)
     if report is not None:
         report(None, f"{size} ranks")
     measured = []

@@ -1,183 +1,304 @@
 """seconds to a target loss over a network, several ways of communicating side by side
 
-Trains one GPT per variant from equal weights on equal batches, one after the other, until the loss, averaged over the ranks
-and the last steps, is at most the target. Step times of all variants of one run share a machine and a network.
-  plain, bf16, powersgdN   torch's hooks with AdamW
-  onebit, zero-one         commpress, overlapped with backward; exact rounds travel as --exact-codec
+What a step does to the loss does not depend on the network, and what it costs does not depend on the loss. So both are
+measured where each is measured best, and multiplied:
+  losses   each variant trains one GPT from equal weights on equal batches for --steps steps; which kind each step was is
+           noted. --losses FILE keeps the curves: those that are in it are not trained again, whatever network is there
+  times    steps of every kind take turns over the network that is there; medians of the slowest rank's
+Seconds to the target are the sum of the times of the steps up to it, whatever their kinds.
+  plain, bf16, powersgdN   torch's hooks with AdamW; PowerSGD's first two steps are plain ones
+  onebit, zero-one         commpress, overlapped with backward; exact rounds in float32, or with onebit-int8, onebit-bf16,
+                           zero-one-int8 through that codec, error feedback included
 
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench loss --target 2.8
-  commpress bench loss --width 64 --layers 2 --variants plain,onebit --target 3.0 --steps 200
+  commpress bench loss --losses curves.json --no-times
+  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench loss --losses curves.json
 """
 
 import argparse
-from dataclasses import dataclass
-from time import perf_counter
+import json
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import outputs, ranks, table, text
+from commpress.cli import outputs, ranks, table, training
 from commpress.cli.bench_train import ONE_BUCKET, attach
-from commpress.cli.gpt import GPT
-from commpress.cli.wire import sent_bytes
 from commpress.errors import InvalidArgument
+from commpress.schedules import DoublingIntervals, Facts
 
-VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit,zero-one"
+VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit,onebit-bf16,onebit-int8,zero-one-int8"
 SMOOTH = 10  # steps whose mean loss is compared with the target
-HEAD = ["variant", "seconds", "steps", "s/step", "loss", "MB sent/rank", "against plain"]
+WARM = 3  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD and compressed rounds begin after two
+PLAIN_FIRST = 2  # steps before PowerSGD compresses
+FASTER, THAN_HOOKS = 8.0, 1.15
+HEAD = ["variant", "seconds", "steps", "exact", "compressed", "local", "loss", "against plain"]
+
+
+@dataclass
+class Curve:
+    """A training run: the mean loss over the ranks and the kind of each step."""
+
+    variant: str
+    losses: list[float] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+
+    def smooth(self) -> list[float]:
+        sums = [0.0, *accumulate(self.losses)]
+        return [(b - a) / SMOOTH for a, b in zip(sums, sums[SMOOTH:], strict=False)]
+
+    def steps_to(self, target: float) -> int | None:
+        reached = next((i for i, loss in enumerate(self.smooth()) if loss <= target), None)
+        return None if reached is None else reached + SMOOTH
 
 
 @dataclass(frozen=True)
 class Settings:
     variants: tuple[str, ...]
-    target: float
+    curves: tuple[Curve, ...]  # measured before
+    times: bool
     steps: int
-    width: int
-    layers: int
-    length: int
-    batch: int
     lr: float
     warmup: int
     codec: str
-    exact_codec: str
     bucket_mb: float
-    seed: int = 0
+    load: training.Load
 
 
 @dataclass
 class Measured:
     variant: str
-    reached: bool
-    seconds: float
+    seconds: float | None  # to the target; None where it is not reached
     steps: int
+    kinds: dict[str, int]
     loss: float
-    sent_bytes: float | None
+
+
+@dataclass
+class Results:
+    curves: list[Curve]
+    seconds: dict[str, float]  # of a step of each kind
+    sent: dict[str, float | None]  # bytes per step of each kind, mean over the ranks
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}")
     parser.add_argument("--target", type=float, default=2.6, metavar="LOSS", help="nats per byte (default 2.6)")
-    parser.add_argument("--steps", type=int, default=400, metavar="N", help="give up after so many (default 400)")
-    parser.add_argument("--width", type=int, default=384, metavar="N", help="of the model (default 384: 10.8 M parameters)")
-    parser.add_argument("--layers", type=int, default=6, metavar="N", help="of the model (default 6)")
-    parser.add_argument("--length", type=int, default=64, metavar="N", help="bytes of text in a window (default 64)")
-    parser.add_argument("--batch", type=int, default=4, metavar="N", help="windows per rank and step (default 4)")
+    parser.add_argument("--losses", metavar="FILE", help="curves: read if it exists, written with those that were missing")
+    parser.add_argument("--no-times", action="store_true", help="train missing curves and measure no steps")
+    parser.add_argument("--train", type=int, default=150, metavar="N", help="steps of each curve (default 150)")
     parser.add_argument("--lr", type=float, default=5e-4, metavar="R", help="default 5e-4, after 10 steps of warm-up")
-    parser.add_argument("--warmup", type=int, default=16, metavar="N", help="exact steps of onebit (default 16)")
+    parser.add_argument("--warmup", type=int, default=16, metavar="N", help="exact steps of ours (default 16)")
     parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
-    parser.add_argument("--exact-codec", default="int8", metavar="NAME", help="of exact rounds (default int8, with feedback)")
     parser.add_argument("--bucket-mb", type=float, default=8, metavar="MB", help="DDP's buckets (default 8)")
+    training.options(parser, rounds=3, steps=2, batch=4)
     ranks.add_options(parser)
-    outputs.options(parser, check="every variant reaches the target, and ours no later than plain")
+    outputs.options(
+        parser, check=f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times sooner than hooks"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     variants = tuple(dict.fromkeys(options.variants.split(",")))
     for name in variants:
-        if name not in ("plain", "bf16", "onebit", "zero-one") and not (name[:8] == "powersgd" and name[8:].isdigit()):
-            raise InvalidArgument(f"variant is {name!r}, expected one of {VARIANTS}")
-    if min(options.steps, options.width, options.layers, options.length, options.batch, options.warmup) < 1:
-        raise InvalidArgument("--steps, --width, --layers, --length, --batch and --warmup must be at least 1")
+        check_variant(name)
+    if min(options.train, options.warmup) < 1:
+        raise InvalidArgument("--train and --warmup must be at least 1")
     settings = Settings(
-        variants, options.target, options.steps, options.width, options.layers, options.length, options.batch, options.lr,
-        options.warmup, options.codec, options.exact_codec, options.bucket_mb,
+        variants, tuple(load(options.losses)), not options.no_times, options.train, options.lr, options.warmup,
+        options.codec, options.bucket_mb, training.load_of(options),
     )  # fmt: skip
-    measured = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
-    if measured is None:  # not rank 0 of a launcher
+    results = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
+    if results is None:  # not rank 0 of a launcher
         return 0
-    print(summary(measured))
-    return outputs.deliver(options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured, settings))
+    if options.losses:
+        table.write_json(options.losses, {"curves": [asdict(curve) for curve in results.curves]})
+    if options.no_times:
+        return 0
+    measured = [reached(curve, results.seconds, options.target) for curve in results.curves if curve.variant in variants]
+    print(step_table(results), summary(measured), sep="\n\n")
+    return outputs.deliver(
+        options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured, options.target),
+        step_seconds=results.seconds, step_bytes=results.sent,
+    )  # fmt: skip
 
 
-def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
-    of = {m.variant: m for m in measured}
-    bars = [(f"{m.variant} ends at {m.loss:.3f} after {m.steps} steps: the target or less", m.reached) for m in measured]
-    for name in ("onebit", "zero-one"):
-        if name in of and "plain" in of:
-            ours, plain = of[name].seconds, of["plain"].seconds
-            bars.append((f"{name} takes {ours:.1f} s, plain {plain:.1f} s", of[name].reached and ours <= plain))
-    return bars
+def check_variant(name: str) -> None:
+    hook = name in ("plain", "bf16") or (name.startswith("powersgd") and name[8:].isdigit())
+    if not hook and name.removesuffix("-bf16").removesuffix("-int8") not in ("onebit", "zero-one"):
+        raise InvalidArgument(f"variant is {name!r}, expected one of {VARIANTS}")
 
 
-def draw(path: str, measured: list[Measured], settings: Settings) -> None:
-    from commpress.cli import charts
-
-    names = [m.variant for m in measured]
-    with charts.chart(path, f"To a training loss of {settings.target:g} nats per byte", panels=2, share=True) as (time, sent):
-        reached = [m.seconds if m.reached else None for m in measured]
-        charts.bars(time, names, {"": reached}, "seconds (–: not reached)", show="{:.1f}")
-        megabytes = [m.sent_bytes / 1e6 if m.sent_bytes is not None else None for m in measured]
-        charts.bars(sent, names, {"": megabytes}, "MB sent per rank", show="{:.1f}")
+def load(file: str | None) -> list[Curve]:
+    if file is None or not Path(file).exists():
+        return []
+    return [Curve(**entry) for entry in json.loads(Path(file).read_text())["curves"]]
 
 
-def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
-    measured = []
+# ---------------------------------------------------------------- on every rank
+
+
+def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> Results:
+    curves = {curve.variant: curve for curve in settings.curves}
     for name in settings.variants:
-        measured.append(race(name, settings, rank))
-        if report is not None:
-            m = measured[-1]
-            report(f"{m.variant}: {m.seconds:.1f} s, {m.steps} steps, loss {m.loss:.3f}")
-    return measured
+        if name not in curves:
+            curves[name] = train(name, settings)
+            if report is not None:
+                report(f"{name}: loss {curves[name].smooth()[-1]:.3f} after {settings.steps} steps")
+    if not settings.times:
+        return Results(list(curves.values()), {}, {})
+    kinds = dict.fromkeys(kind for name in settings.variants for kind in curves[name].kinds)
+    trainees = {kind: trainee(kind, settings) for kind in kinds}
+    for one in trainees.values():
+        one.turn(WARM)
+    seconds, sent = training.race(trainees, settings.load)
+    return Results(list(curves.values()), {kind: float(took.median()) for kind, took in seconds.items()}, sent)
 
 
-def race(name: str, settings: Settings, rank: int) -> Measured:
-    torch.manual_seed(settings.seed)
-    model = GPT(width=settings.width, layers=settings.layers, length=settings.length)
-    bucket_mb = ONE_BUCKET if name.startswith("powersgd") else settings.bucket_mb
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
-    optimizer = optimizer_of(name, ddp, settings)
-    library, draws = text.standard_library(), torch.Generator().manual_seed(settings.seed * 4096 + rank)
-    losses: list[float] = []
-    dist.barrier()
-    before, start = sent_bytes(), perf_counter()
-    while len(losses) < settings.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, (len(losses) + 1) / 10)
-        loss = ddp(*text.batch(library, settings.batch, settings.length, draws))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)  # one number, for all variants alike
-        losses.append(float(mean) / dist.get_world_size())
-        if len(losses) >= SMOOTH and sum(losses[-SMOOTH:]) / SMOOTH <= settings.target:
-            break
-    seconds = perf_counter() - start
-    sent = (sent_bytes() or before) - before if before is not None else None
-    last = losses[-SMOOTH:]
-    final = sum(last) / len(last)
-    return Measured(name, final <= settings.target, seconds, len(losses), final, sent)
+def train(name: str, settings: Settings) -> Curve:
+    one, curve = learner(name, settings), Curve(name)
+    for step in range(settings.steps):
+        for group in one.optimizer.param_groups:
+            group["lr"] = settings.lr * min(1.0, (step + 1) / 10)
+        before = counts(one.optimizer)
+        one.step()
+        mean = torch.tensor(one.loss)
+        dist.all_reduce(mean)
+        curve.losses.append(round(float(mean) / dist.get_world_size(), 5))
+        curve.kinds.append(kind_of(name, step, before, counts(one.optimizer)))
+    return curve
 
 
-def optimizer_of(name: str, ddp: DistributedDataParallel, settings: Settings) -> torch.optim.Optimizer:
-    if name not in ("onebit", "zero-one"):
+def counts(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    own = getattr(optimizer, "counters", None)
+    return () if own is None else (own.exact_rounds, own.compressed_rounds, own.local_steps)
+
+
+def kind_of(name: str, step: int, before: tuple[int, ...], after: tuple[int, ...]) -> str:
+    """Steps of one kind take equally long, whichever variant they belong to."""
+    if not after:
+        return "plain" if name.startswith("powersgd") and step < PLAIN_FIRST else name
+    exact, compressed, _ = (b - a for a, b in zip(before, after, strict=True))
+    if exact:
+        return "exact" + codec_suffix(name)
+    return f"{name.removesuffix(codec_suffix(name))}, {'compressed' if compressed else 'local'}"
+
+
+def codec_suffix(name: str) -> str:
+    return next((suffix for suffix in ("-bf16", "-int8") if name.endswith(suffix)), "")
+
+
+def learner(name: str, settings: Settings) -> training.Trainee:
+    """As users would set it up."""
+    ddp = wrapped(name, settings)
+    if not name.startswith(("onebit", "zero-one")):
         attach(ddp, name)
-        return torch.optim.AdamW(ddp.parameters(), lr=settings.lr, fused=True)
-    named = list(ddp.module.named_parameters())
-    common = {"lr": settings.lr, "weight_decay": 0.01, "codec": settings.codec, "exact_codec": settings.exact_codec}
-    if name == "onebit":
-        optimizer = commpress.OneBitAdam(named, warmup_steps=settings.warmup, **common)  # type: ignore[arg-type]
-        return commpress.overlap(ddp, optimizer)
-    from commpress.schedules import DoublingIntervals
+        return training.Trainee(name, ddp, torch.optim.AdamW(ddp.parameters(), lr=settings.lr, fused=True), settings.load)
+    more: dict[str, object] = {}
+    if name.startswith("zero-one"):
+        sync = DoublingIntervals(start=2 * settings.warmup, period=4 * settings.warmup, longest=4)
+        more = {"variance_updates": 8, "sync": sync}
+    return ours(name, ddp, settings, warmup=settings.warmup, **more)
 
-    sync = DoublingIntervals(start=2 * settings.warmup, period=4 * settings.warmup, longest=4)
-    zero_one = commpress.ZeroOneAdam(named, variance_updates=8, sync=sync, **common)  # type: ignore[arg-type]
-    return commpress.overlap(ddp, zero_one)
+
+@dataclass(frozen=True)
+class Always:
+    """Windows of equal length, and a variance that is updated once."""
+
+    steps: int
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        return self.steps
+
+    def count(self, step: int) -> int:
+        return 1
+
+
+def trainee(kind: str, settings: Settings) -> training.Trainee:
+    """One that does steps of one kind only, after its first."""
+    ddp = wrapped(kind, settings)
+    if kind.startswith("exact"):
+        return ours("onebit" + codec_suffix(kind), ddp, settings, warmup=1 << 30)
+    if kind.startswith("onebit"):
+        return ours("onebit", ddp, settings, warmup=1)
+    if kind.startswith("zero-one"):
+        windows = Always(1 << 30 if kind.endswith("local") else 1)
+        return ours("zero-one", ddp, settings, warmup=1, variance_updates=windows, sync=windows)
+    attach(ddp, kind)
+    return training.Trainee(kind, ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=True), settings.load)
+
+
+def wrapped(name: str, settings: Settings) -> DistributedDataParallel:
+    size = ONE_BUCKET if name.startswith("powersgd") else settings.bucket_mb
+    return DistributedDataParallel(settings.load.model(), gradient_as_bucket_view=True, bucket_cap_mb=size)
+
+
+def ours(
+    name: str, ddp: DistributedDataParallel, settings: Settings, *, warmup: int, **more: object
+) -> training.Trainee:
+    cls = commpress.OneBitAdam if name.startswith("onebit") else commpress.ZeroOneAdam
+    optimizer = cls(
+        list(ddp.module.named_parameters()), lr=settings.lr, weight_decay=0.01, codec=settings.codec, warmup_steps=warmup,
+        exact_codec=codec_suffix(name)[1:] or "none", **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return training.Trainee(name, ddp, commpress.overlap(ddp, optimizer), settings.load)
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def reached(curve: Curve, seconds: dict[str, float], target: float) -> Measured:
+    steps = curve.steps_to(target)
+    kinds = curve.kinds[:steps]
+    of = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    total = None if steps is None else sum(seconds[kind] * count for kind, count in of.items())
+    return Measured(curve.variant, total, len(kinds), of, curve.smooth()[len(kinds) - SMOOTH])
+
+
+def step_table(results: Results) -> str:
+    rows = [
+        [kind, f"{took:.3f}", "-" if results.sent[kind] is None else f"{(results.sent[kind] or 0) / 1e6:.2f}"]
+        for kind, took in results.seconds.items()
+    ]
+    return table.render(["kind of step", "s", "MB sent/rank"], rows)
 
 
 def summary(measured: list[Measured]) -> str:
-    plain = next((m for m in measured if m.variant == "plain"), None)
+    plain = next((m.seconds for m in measured if m.variant == "plain"), None)
     rows = []
     for m in measured:
-        both = plain is not None and plain.reached and m.reached
+        of = [sum(n for kind, n in m.kinds.items() if word in kind) for word in ("exact", "compressed", "local")]
         rows.append(
             [
-                m.variant, f"{m.seconds:.1f}" if m.reached else f"not in {m.seconds:.1f}", str(m.steps),
-                f"{m.seconds / m.steps:.3f}", f"{m.loss:.3f}",
-                "-" if m.sent_bytes is None else f"{m.sent_bytes / 1e6:.1f}",
-                f"{plain.seconds / m.seconds:.2f}x" if both and plain is not None else "-",
+                m.variant, "not reached" if m.seconds is None else f"{m.seconds:.1f}", str(m.steps), *map(str, of),
+                f"{m.loss:.3f}", f"{plain / m.seconds:.2f}x" if plain and m.seconds else "-",
             ]
         )  # fmt: skip
     return table.render(HEAD, rows)
+
+
+def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
+    ours = [m for m in measured if m.variant.startswith(("onebit", "zero-one")) and m.seconds]
+    hooks = [m for m in measured if m.variant.startswith(("bf16", "powersgd")) and m.seconds]
+    plain = next((m for m in measured if m.variant == "plain" and m.seconds), None)
+    best = min(ours, key=lambda m: m.seconds or 0, default=None)
+    if best is None or best.seconds is None:
+        return [("one of ours reaches the target", False)]
+    bars = []
+    for bar, others in ((FASTER, [plain] if plain else []), (THAN_HOOKS, hooks)):
+        other = min(others, key=lambda m: m.seconds or 0, default=None)
+        if other is not None and other.seconds is not None:
+            ratio = other.seconds / best.seconds
+            bars.append((f"{best.variant} {ratio:.2f} times sooner than {other.variant}, at least {bar:g}", ratio >= bar))
+    return bars
+
+
+def draw(path: str, measured: list[Measured], target: float) -> None:
+    from commpress.cli import charts
+
+    names = [m.variant for m in measured]
+    with charts.chart(path, f"To a training loss of {target:g} nats per byte", size=(8, 4)) as (panel,):
+        charts.bars(panel, names, {"": [m.seconds for m in measured]}, "seconds (–: not reached)", show="{:.1f}")

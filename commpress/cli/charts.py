@@ -59,13 +59,24 @@ def over_sizes(
     """Seconds, or another figure, against bytes, both logarithmic; the first curve is the one to beat."""
     for i, (name, points) in enumerate(curves.items()):
         sizes, values = zip(*points, strict=True)
-        panel.plot(sizes, [scale * v for v in values], f"{MARKERS[i % len(MARKERS)]}-", color=COLOURS[i % len(COLOURS)],
-                   label=name, markersize=5, linewidth=3.0 if i == 0 and len(curves) > 1 else 1.7)  # fmt: skip
-    panel.set(xscale="log", yscale="log", xlabel="size of the buffer", ylabel=axis)
+        panel.plot(sizes, [scale * v for v in values], label=name, **curve(i, first=i == 0 and len(curves) > 1))
+    panel.set(xscale="log", xlabel="size of the buffer", ylabel=axis)
     ticks = sorted({size for points in curves.values() for size, _ in points})
     panel.set_xticks(ticks[:: -(-len(ticks) // 7)])
     panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: show_bytes(int(size))))
     panel.xaxis.set_minor_locator(NullLocator())
+    logarithmic(panel)
+
+
+def curve(i: int, *, first: bool = False) -> dict[str, Any]:
+    """How the i-th curve looks; the first one, if it is to be beaten, is thick."""
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5,
+            "linewidth": 3.0 if first else 1.7}  # fmt: skip
+
+
+def logarithmic(panel: Any) -> None:
+    """The y axis, with labels that people read: 20, not 2 × 10¹."""
+    panel.set_yscale("log")
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.yaxis.set_minor_formatter(FuncFormatter(_between))
 
@@ -89,7 +100,7 @@ def bars(
                 panel.text(0, at, " –", va="center", fontsize=8)
                 continue
             panel.barh(at, value, height=0.92 * height, color=colour, label=label if row == 0 else None)
-            panel.text(value, at, " " + show.format(value), va="center", fontsize=8)
+            panel.text(value, at, " " + _shown(show, value), va="center", fontsize=8)
             longest = max(longest, value)
     panel.set_yticks(range(len(names)), names)
     panel.set_ylim(len(names) - 0.5, -0.5)
@@ -97,19 +108,28 @@ def bars(
     panel.set_xlabel(axis)
 
 
-def stacked(panel: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], axis: str, *, show: str = "{:.0f}") -> None:
-    """Lying bars made of parts, with their sums."""
+def stacked(
+    panel: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], axis: str, *, show: str = "{:.0f}", first: int = 0,
+    colours: Sequence[str] = COLOURS,
+) -> None:  # fmt: skip
+    """Lying bars made of parts, with their sums; ``first``: of the colours."""
     left = [0.0] * len(names)
     for i, (label, values) in enumerate(parts.items()):
         shown = [max(v, 0.0) for v in values]
-        panel.barh(range(len(names)), shown, left=left, color=COLOURS[i], label=label, height=0.7)
+        panel.barh(range(len(names)), shown, left=left, color=colours[first + i], label=label or None, height=0.7)
         left = [a + b for a, b in zip(left, shown, strict=True)]
     for row, total in enumerate(left):
-        panel.text(total, row, " " + show.format(total), va="center", fontsize=9)
+        panel.text(total, row, " " + _shown(show, total), va="center", fontsize=9)
     panel.set_yticks(range(len(names)), names)
     panel.set_ylim(len(names) - 0.5, -0.5)
-    panel.set_xlim(0, 1.14 * max(left))
+    panel.set_xlim(0, 1.17 * max(left) or 1)
     panel.set_xlabel(axis)
+
+
+def _shown(show: str, value: float) -> str:
+    """Without powers of ten where ``show`` has fewer digits than the number."""
+    text = show.format(value)
+    return f"{value:.0f}" if "e+" in text else text
 
 
 def smooth(values: list[float]) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 
 from commpress.collectives.links import load_links
 from commpress.errors import InvalidArgument
-from commpress.plan.cluster import UNLIMITED, Cluster, Node, parse_link, parse_nodes
+from commpress.plan.cluster import UNLIMITED, Cluster, Node, measured_cluster, parse_link, parse_nodes
 from commpress.plan.costs import Costs, device_costs, measure_costs
 from commpress.plan.model import Model, transformer
 
@@ -65,16 +65,21 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     byte = (BYTE if on_cpu else 0.0) if options.byte_ns is None else 1e-9 * options.byte_ns
     cores = options.cores or UNLIMITED
     if options.links:
-        kinds, latency, inside_latency = _measured(options.links, cores)
+        known = measured_cluster(load_links(options.links), cores=cores)
+        kinds, latency, inside_latency = [*known.kinds], known.latency, known.inside_latency
+        message = message if options.message_us is not None else known.message_seconds or message
+        byte = byte if options.byte_ns is not None else known.byte_seconds or byte
     else:
+        known = None
         kinds, latency, inside_latency = _described(options, cores)
+    machine_cores, ring = options.machine_cores or (known.machine_cores if known else 0.0), known.ring_latency if known else 0.0
     if options.straggler != 1.0:
         node, count = kinds[0]
         slow = Node(node.ranks, node.nic, node.inside, node.cores, options.straggler, node.foreign)
         kinds = [(slow, 1), *([(node, count - 1)] if count > 1 else []), *kinds[1:]]
     return Cluster(
         tuple(kinds), latency=latency, inside_latency=inside_latency, message_seconds=message, byte_seconds=byte,
-        machine_cores=options.machine_cores, rack=options.rack, oversubscription=options.oversubscription,
+        machine_cores=machine_cores, ring_latency=ring, rack=options.rack, oversubscription=options.oversubscription,
     )  # fmt: skip
 
 
@@ -90,17 +95,6 @@ def _described(options: argparse.Namespace, cores: float) -> tuple[list[tuple[No
         for (count, ranks), (rate, _) in zip(shapes, links, strict=True)
     ]
     return kinds, max(latency for _, latency in links), inside_latency
-
-
-def _measured(path: str, cores: float) -> tuple[list[tuple[Node, int]], float, float]:
-    """From a file of links: its latency is of an exchange both ways, from a barrier on."""
-    links = load_links(path)
-    sizes = [len(node) for node in links.topology.nodes]
-    nic = links.between.together if links.between else UNLIMITED
-    inside = links.inside.together if links.inside else UNLIMITED
-    kinds = [(Node(size, nic, inside, cores), sizes.count(size)) for size in sorted(set(sizes))]
-    latency = links.between.latency / 2 if links.between else 0.0
-    return kinds, latency, links.inside.latency / 2 if links.inside else 0.0
 
 
 def costs_of(options: argparse.Namespace) -> Costs:

@@ -11,15 +11,19 @@ import torch
 
 from commpress.cli import outputs, rounds, text
 from commpress.cli.gpt import GPT
-from commpress.codecs import Codec, LowRankCodec, codec_named
+from commpress.codecs import Codec, LowRankCodec, SketchCodec, codec_named, policy_of
 from commpress.codecs.family import NAMES
-from commpress.kernels import cpu, cpu_low_rank
+from commpress.collectives.allreduce import Workspace
+from commpress.collectives.buckets import Span
+from commpress.collectives.sketch import keep, next_quanta, plan_sketches
+from commpress.feedback import ErrorFeedback
+from commpress.kernels import cpu, cpu_low_rank, cpu_sketch
 from commpress.kernels.matrices import Matrix, stack
 from commpress.kernels.pieces import Piece, cut
 
 ROWS = 4
 NAMED = (*NAMES, "terngrad", *(f"bits{b}" for b in range(2, 9)), "shift8", "topk-16", "topk-64", "topk-256", "randk-32",
-         "powersgd-2", "powersgd-8")  # fmt: skip
+         "sketch-64", "powersgd-2", "powersgd-8")  # fmt: skip
 HEAD = ("codec", "bits", "error", "output layer", "encode GB/s", "decode GB/s", "residual", "noise", "CUDA")
 STEPS, MIN_NUMEL = 60, 256
 
@@ -64,7 +68,10 @@ def measure() -> tuple[list[Line], dict[str, float]]:
         lines = []
         for name in NAMED:
             codec = codec_named(name)
-            lines.append(_matrices(name, codec, found) if isinstance(codec, LowRankCodec) else _rows(name, codec, found))
+            if isinstance(codec, LowRankCodec):
+                lines.append(_matrices(name, codec, found))
+            else:
+                lines.append(_sketch(name, codec, found) if isinstance(codec, SketchCodec) else _rows(name, codec, found))
         return lines, exponents(torch.cat([g.flatten() for g in found.values()]))
     finally:
         torch.set_num_threads(threads)
@@ -86,7 +93,7 @@ def _rows(name: str, codec: Codec, found: dict[str, torch.Tensor]) -> Line:
     return Line(
         name, 8 * wire.numel() / x.numel(), _error(x, out), _error(x[spans["head.weight"]], out[spans["head.weight"]]),
         gigabytes / encode, gigabytes / decode, codec.feedback and not codec.lossless,
-        codec.spec.startswith(("ternary", "randk", "shift")), codec.kind < 9,
+        codec.spec.startswith(("ternary", "randk", "shift")), True,
     )  # fmt: skip
 
 
@@ -123,6 +130,39 @@ def _matrices(name: str, codec: LowRankCodec, found: dict[str, torch.Tensor]) ->
     return Line(
         name, 32 * (matrices.left + matrices.right + exact) / x.numel(), _error(x, out), _error(x[head], out[head]),
         gigabytes / encode_seconds, gigabytes / decode_seconds, True, False, True,
+    )  # fmt: skip
+
+
+def _sketch(name: str, codec: SketchCodec, found: dict[str, torch.Tensor]) -> Line:
+    """One rank's way into the cells of ``ROWS`` ranks, and the peeling of what it put there. The quanta are known."""
+    x, spans, at = torch.cat([g.flatten() for g in found.values()]), [], 0
+    for key, g in found.items():
+        spans.append(Span(key, at, g.numel()))
+        at += g.numel()
+    (plan,) = plan_sketches(spans, policy_of(codec), ROWS, {})
+    old, new = (ErrorFeedback.zeros(plan.message.pieces) for _ in range(2))
+    workspace = Workspace()
+    kept, _ = keep(x, old, new, plan, workspace, 1.0)
+    plan.quanta.update(next_quanta(kept, plan))
+    factors, told = plan.factors(), torch.empty(x.numel(), dtype=torch.float64)
+    table, bitmap, out = torch.zeros(plan.cells.pieces.numel), torch.zeros(-(-x.numel() // 8), dtype=torch.uint8), x.clone()
+
+    def encode() -> None:
+        kept, _ = keep(x, old, new, plan, workspace, 1.0)
+        cpu_sketch.to_quanta(kept, new.sent, plan.starts, factors, plan.most)
+        table.zero_()
+        cpu_sketch.add(kept, table, bitmap)
+
+    def decode() -> None:
+        cpu_sketch.peel(table.double(), bitmap, told)
+        cpu_sketch.scaled(told, plan.starts, factors, out)
+
+    encode_seconds, decode_seconds = _seconds(encode), _seconds(decode)
+    (head,) = (slice(span.source, span.source + span.numel) for span in spans if span.name == "head.weight")
+    sent, gigabytes = plan.cells.pieces.row_bytes * ROWS + bitmap.numel(), 4e-9 * x.numel()
+    return Line(
+        name, 8 * sent / x.numel(), _error(x, out), _error(x[head], out[head]), gigabytes / encode_seconds,
+        gigabytes / decode_seconds, True, False, False,
     )  # fmt: skip
 
 

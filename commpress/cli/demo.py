@@ -9,7 +9,7 @@ standard library, so nothing is downloaded.
 
   commpress demo                                  about 3 minutes on 2 cores
   commpress demo --codec int4 --runs plain,commpress
-  commpress demo --no-error-feedback              what happens when what a bit leaves out is thrown away
+  commpress demo --error-feedback none            what happens when what a bit leaves out is thrown away
   commpress demo --seeds 3 --json demo.json       spread over seeds
 """
 
@@ -25,6 +25,7 @@ from commpress.cli.train import RUNS, Result, Settings, by_run, train
 from commpress.codecs import codec_named
 from commpress.errors import InvalidArgument, MissingPackage
 
+FEEDBACK: dict[str, bool | str] = {"kept": True, "ef21": "ef21", "none": False}
 _LINES = 10  # progress lines per run where there is no terminal
 
 
@@ -46,7 +47,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with so many seeds (default 1)")
     option("codec", "NAME", "of the run commpress: sign, sign-l1, ternary, int8, int4, fp8, bf16, fp16 or none", str)
     option("head_codec", "NAME", "of the output layer in that run", str)
-    parser.add_argument("--no-error-feedback", action="store_true", help="throw away what compression leaves out")
+    parser.add_argument("--error-feedback", choices=FEEDBACK, default="kept",
+                        help="what compression leaves out: kept and sent later (default), ef21: changes sent instead, or none")
     option("min_numel", "N", "smaller tensors travel exactly")
     option("exact_steps", "N", "first steps that travel exactly")
     option("width", "N", "of the model")
@@ -95,7 +97,7 @@ def _plan(options: argparse.Namespace) -> list[Settings]:
         raise InvalidArgument("--steps, --seeds, --batch and --length must be at least 1")
     codec_named(options.codec), codec_named(options.head_codec)
     same = {field.name: getattr(options, field.name) for field in fields(Settings) if hasattr(options, field.name)}
-    same |= {"error_feedback": not options.no_error_feedback}
+    same |= {"error_feedback": FEEDBACK[options.error_feedback]}
     return [Settings(**same | {"run": name, "seed": options.seed + i}) for i in range(options.seeds) for name in runs]
 
 
@@ -177,10 +179,10 @@ def _notes(results: list[Result]) -> list[str]:
 def _about(ours: Result, plain: Result | None) -> list[str]:
     """What commpress did in its first run, counted by itself and after the steps that it left exact."""
     settings, own = ours.settings, ours.counters["wire_bytes"] / len(ours.losses) / 1e6
-    feedback = "with" if settings.error_feedback else "without"
+    (feedback,) = (way for way, value in FEEDBACK.items() if value == settings.error_feedback)
     notes = [
-        f"commpress: codec {settings.codec}, {settings.head_codec} for the output layer, {feedback} error feedback. It counted "
-        f"{own:.4g} MB/step itself: messages and their headers, without those of TCP."
+        f"commpress: codec {settings.codec}, {settings.head_codec} for the output layer, error feedback: {feedback}. It "
+        f"counted {own:.4g} MB/step itself: messages and their headers, without those of TCP."
     ]
     exact, steps = settings.exact_steps, len(ours.losses)
     if 0 < exact < steps:

@@ -45,7 +45,9 @@ def _fill(by_step: Any, by_bytes: Any, results: list[Result]) -> None:
 
 def _title(result: Result) -> str:
     settings = result.settings
+    without = "" if settings.error_feedback else " without error feedback"
+    feedback = " with EF21" if settings.error_feedback == "ef21" else without
     return (
         f"GPT of {result.parameters / 1e6:.2g} M parameters on Python source, {result.ranks} ranks, SGD; commpress: codec "
-        f"{settings.codec}" + ("" if settings.error_feedback else " without error feedback")
+        f"{settings.codec}" + feedback
     )

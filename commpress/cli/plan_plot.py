@@ -2,34 +2,22 @@
 
 from collections.abc import Sequence
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
+from commpress.cli import charts
 from commpress.plan.candidates import TIERS, Candidate
-
-SHADES = {"device": "#1f77b4", "host": "#ff7f0e", "disk": "#8c564b"}
 
 
 def draw(found: Sequence[Candidate], chosen: Candidate, path: str, title: str) -> None:
-    figure, (times, memory) = pyplot.subplots(
-        1, 2, figsize=(12, 0.32 * len(found) + 1.6), sharey=True, layout="constrained"
-    )
     names = [c.name + ("" if c.fits else " (does not fit)") for c in found]
-    colors = ["#2ca02c" if c is chosen else "#7f7f7f" if c.codec else "#c7c7c7" for c in found]
-    bars = times.barh(names, [1e3 * c.seconds for c in found], color=colors)
-    times.bar_label(bars, [f"{1e3 * c.seconds:.4g}" for c in found], padding=3)
-    times.set_xlabel("ms a step (green: chosen; dark: what a plan can name)")
-    times.invert_yaxis()
-    times.margins(x=0.14)
-    start = [0.0] * len(found)
-    for tier in TIERS:
-        size = [c.memory.get(tier, 0.0) / 1e9 for c in found]
-        memory.barh(names, size, left=start, color=SHADES[tier], label=tier)
-        start = [a + b for a, b in zip(start, size, strict=True)]
-    memory.set_xlabel("GB on a rank, without activations")
-    memory.legend(frameon=False)
-    figure.suptitle(f"Predicted: {title}")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    kinds = {
+        "chosen": [c is chosen for c in found],
+        "a plan can name it": [c is not chosen and bool(c.codec) for c in found],
+        "done otherwise": [not c.codec for c in found],
+    }
+    seconds = {kind: [1e3 * c.seconds if is_it else 0.0 for c, is_it in zip(found, which, strict=True)]
+               for kind, which in kinds.items()}  # fmt: skip
+    memory = {tier: [c.memory.get(tier, 0.0) / 1e9 for c in found] for tier in TIERS}
+    memory = {tier: sizes for tier, sizes in memory.items() if any(sizes)}
+    with charts.chart(path, f"Predicted: {title}", panels=2, size=(6.6, 0.3 * len(found) + 1.8), share=True) as (times, room):
+        charts.stacked(times, names, seconds, "ms a step", show="{:.4g}", colours=("#2ca02c", "#1f77b4", "#c7c7c7"))
+        charts.stacked(room, names, memory, "GB on a rank, without activations", show="{:.3g}",
+                       colours=("#9467bd", "#ff7f0e", "#8c564b"))  # fmt: skip

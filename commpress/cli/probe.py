@@ -9,13 +9,17 @@ at a size; docs/hierarchy.md describes it.
 """
 
 import argparse
+import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from hashlib import sha256
 from itertools import combinations
+from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 
 import torch
 import torch.distributed as dist
@@ -23,15 +27,17 @@ import torch.distributed as dist
 from commpress.cli import ranks, table
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.hierarchical import Hierarchy, hierarchy_of
-from commpress.collectives.links import Link, Links
+from commpress.collectives.links import Link, Links, Stack
 from commpress.collectives.topology import Topology, agree
-from commpress.collectives.transport import TorchTransport, Transport
+from commpress.collectives.transport import Divisible, Transport, own_transport
 from commpress.errors import InvalidArgument
 from commpress.work import Steps, overlapped
 from commpress.work import run as drive
 
 TIMEOUT = timedelta(minutes=5)
 PAIRS = 4  # of each class that are measured alone
+SHORT = 100  # shortest exchanges in a row
+WORK = 3e-4  # seconds of work between two of them
 _LINES = 4  # progress lines where there is no terminal
 
 
@@ -74,6 +80,9 @@ def run(options: argparse.Namespace) -> int:
     ]
     print(f"nodes {links.topology}")
     print(table.render(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows))
+    if (stack := links.stack) is not None:
+        print(f"an exchange of all {1e6 * stack.exchange:.0f} us; of a core, {1e6 * stack.message:.0f} us for a message, "
+              f"{1e9 * stack.byte:.2f} ns for a byte at each end")  # fmt: skip
     print(f"saved: {options.out}")
     return 0
 
@@ -105,9 +114,9 @@ class Bar:
 # ---------------------------------------------------------------- on every rank
 
 
-def on_nodes(topology: str) -> tuple[TorchTransport, Hierarchy]:
+def on_nodes(topology: str) -> tuple[Divisible, Hierarchy]:
     """A transport of its own among all ranks, and the hierarchy on it."""
-    transport = TorchTransport(dist.new_group(timeout=TIMEOUT), timeout=TIMEOUT)
+    transport = own_transport(timeout=TIMEOUT)
     given = None if topology == "auto" else Topology.parse(topology)
     return transport, hierarchy_of(drive(agree(transport, given)), transport)
 
@@ -129,8 +138,23 @@ def measure(rank: int, size: int, settings: Settings, report: ranks.Report | Non
     for i, (_, what, task) in enumerate(tasks):
         task()
         if report is not None:
-            report(i + 1, len(tasks), what)
-    return probe.links(topology, settings.bytes)
+            report(i + 1, len(tasks) + 1, what)
+    stack = probe.stack(transport, settings.bytes)
+    if report is not None:
+        report(len(tasks) + 1, len(tasks) + 1, "what it costs processors")
+    return replace(probe.links(topology, settings.bytes), stack=stack)
+
+
+def machine_cores() -> int:
+    """Of the machine that all ranks run on, 0 if they run on several; collective."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    mine = int.from_bytes(sha256(boot.encode()).digest()[:7])
+    ends = torch.tensor([mine, -mine])
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    return (os.cpu_count() or 1) if ends[0] == -ends[1] else 0
 
 
 def pairs_of(topology: Topology) -> dict[str, list[tuple[int, int]]]:
@@ -164,6 +188,44 @@ class Probe:
         slowest = torch.tensor(took[1:], dtype=torch.float64)  # the first opens connections and touches memory
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return median(slowest.tolist())
+
+    def stack(self, transport: Transport, payload: int) -> Stack:
+        """All ranks with all others: short rows for messages, ``payload`` bytes of a rank in all for bytes.
+
+        Short exchanges alternate with work, as they do with encoding: a thread that sleeps is woken late on a busy processor.
+        """
+        peers, size, cores = transport.size - 1, transport.size, machine_cores()
+        crowd = max(size / cores, 1.0) if cores else 1.0
+        took, cost = self._in_a_row(lambda: self._work(transport), SHORT)
+        message = max(cost / size - WORK, 0.0) / peers
+        row = payload // peers
+        rows = torch.zeros(2, size, HEADER + row, dtype=torch.uint8)
+        cost = self._in_a_row(lambda: drive(self._exchange(transport, rows[0], rows[1], 0)), max(self.rounds, 2))[1]
+        byte = max(cost / size - 2 * peers * message, 0.0) / (2 * peers * row)
+        one = torch.zeros(1)
+        ring = self._in_a_row(lambda: dist.all_reduce(one), SHORT)[0]
+        return Stack(max(took - WORK * crowd, 0.0), message, byte, ring, cores)
+
+    def _work(self, transport: Transport) -> None:
+        start = thread_time()
+        while thread_time() < start + WORK:
+            pass
+        rows = torch.zeros(2, transport.size, HEADER + 8, dtype=torch.uint8)
+        drive(self._exchange(transport, rows[0], rows[1], 0))
+
+    def _in_a_row(self, call: Callable[[], object], calls: int) -> tuple[float, float]:
+        """Of one call: seconds of the slowest rank, and seconds of cores of all ranks together."""
+        for counts in (False, True):
+            dist.barrier()
+            start, busy = perf_counter(), process_time()
+            for _ in range(calls if counts else 2):
+                call()
+                self.sequence += 1
+            took, cost = perf_counter() - start, process_time() - busy
+        slowest, every = torch.tensor([took], dtype=torch.float64), torch.tensor([cost], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(every)
+        return float(slowest) / calls, float(every) / calls
 
     def _exchange(self, transport: Transport, out: torch.Tensor, inp: torch.Tensor, index: int) -> Steps[None]:
         packed = Frame(ALL_TO_ALL, transport.size, "probe", inp.shape[1], self.sequence, index).pack()

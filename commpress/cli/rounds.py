@@ -19,16 +19,20 @@ def in_turns(
     warm: int = 0,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, list[T]]:
-    """What each call returned in each of ``rounds`` rounds, after ``warm`` more that do not count."""
+    """What each call returned in each of ``rounds`` rounds, after ``warm`` more that do not count.
+
+    Each round begins with another call: who is first after a pause may find a faster disk than who comes last.
+    """
     figures: dict[str, list[T]] = {name: [] for name in calls}
-    total = (warm + rounds) * len(calls)
-    for i in range(total):
-        name = list(calls)[i % len(calls)]
-        if progress is not None:
-            progress(name, i / total)
-        figure = calls[name]()
-        if i >= warm * len(calls):
-            figures[name].append(figure)
+    names, total = list(calls), warm + rounds
+    for turn in range(total):
+        first = turn * max(len(names) // total, 1) % len(names)
+        for i, name in enumerate(names[first:] + names[:first]):
+            if progress is not None:
+                progress(name, (turn + i / len(names)) / total)
+            figure = calls[name]()
+            if turn >= warm:
+                figures[name].append(figure)
     return figures
 
 

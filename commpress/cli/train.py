@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class Settings:
     lr: float = 0.02  # peak, of SGD with momentum
     codec: str | Codec | Policy = "sign"
     head_codec: str = "int8"  # of the output layer, whose gradients are the spikiest
-    error_feedback: bool = True
+    error_feedback: bool | Literal["ef21"] = True
     min_numel: int = 256
     exact_steps: int = 450
     exclude: tuple[str, ...] = ()

@@ -4,6 +4,7 @@ from commpress.codecs.codec import Codec, codec_named
 from commpress.codecs.family import BlockCodec, CastCodec, SignCodec, TernaryCodec
 from commpress.codecs.low_rank import LowRankCodec
 from commpress.codecs.policy import ByName, ByRole, BySize, Policy, by_role, policy_of
+from commpress.codecs.sketch import SketchCodec
 from commpress.codecs.sparse import BitsCodec, RandomKCodec, TopKCodec
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Policy",
     "RandomKCodec",
     "SignCodec",
+    "SketchCodec",
     "TernaryCodec",
     "TopKCodec",
     "by_role",

@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import NoReturn, Protocol
 
 from commpress.errors import InvalidArgument
 
@@ -31,6 +32,32 @@ class Codec(Protocol):
         """Bytes of one row of ``width`` elements (a multiple of 8)."""
 
 
+class NotOfRows(ABC):
+    """A codec that needs more than a flat buffer: the hook of DDP gives it what it needs, other calls refuse it."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """As a codec's."""
+
+    @property
+    def kind(self) -> int:
+        self._refuse()
+
+    @property
+    def block(self) -> int:
+        self._refuse()
+
+    def row_bytes(self, width: int) -> int:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise InvalidArgument(
+            f"codec {self.spec!r} compresses whole tensors, and this call sees rows of a flat buffer: use it with "
+            "commpress.compress(ddp, codec=...), or choose a codec of rows such as 'int4' here"
+        )
+
+
 def codec_named(codec: "str | Codec") -> Codec:
     """The codec a string stands for; a codec stays itself."""
     from commpress.codecs.family import NAMES
@@ -51,18 +78,19 @@ def codec_named(codec: "str | Codec") -> Codec:
     )
 
 
-EXAMPLES = ("terngrad", "bits3", "shift8", "topk-64", "randk-32", "powersgd-4")  # of names that are patterns
+EXAMPLES = ("terngrad", "bits3", "shift8", "topk-64", "randk-32", "sketch-64", "powersgd-4")  # of names that are patterns
 
 
 def _numbered(name: str) -> "Codec | None":
-    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 (one of 32), powersgd-4 (rank 4)."""
+    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 and sketch-64 likewise, powersgd-4 (rank 4)."""
     from commpress.codecs.family import TernaryCodec
     from commpress.codecs.low_rank import LowRankCodec
+    from commpress.codecs.sketch import SketchCodec
     from commpress.codecs.sparse import BitsCodec, RandomKCodec, TopKCodec
 
     if name == "terngrad":
         return TernaryCodec(clip=2.5)
-    match = re.fullmatch(r"(bits|shift|topk-|randk-|powersgd-)([1-9]\d{0,3})", name)
+    match = re.fullmatch(r"(bits|shift|topk-|randk-|sketch-|powersgd-)([1-9]\d{0,3})", name)
     if not match:
         return None
     number = int(match[2])
@@ -70,6 +98,6 @@ def _numbered(name: str) -> "Codec | None":
         return BitsCodec(number)
     if match[1] == "shift":
         return BitsCodec(number, shifted=True)
-    if match[1] == "topk-":
-        return TopKCodec(1 / number)
+    if match[1] in ("topk-", "sketch-"):
+        return TopKCodec(1 / number) if match[1] == "topk-" else SketchCodec(1 / number)
     return RandomKCodec(number) if match[1] == "randk-" else LowRankCodec(number)

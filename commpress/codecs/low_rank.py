@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
+from commpress.codecs.codec import NotOfRows
 from commpress.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
-class LowRankCodec:
+class LowRankCodec(NotOfRows):
     """Rank ``rank`` for tensors of two and more dimensions, seen as matrices of shape[0] rows.
 
     A tensor of one dimension, and one whose factors would have more than 1 / ``min_rate`` of its elements, travels exactly.
@@ -38,20 +39,3 @@ class LowRankCodec:
     @property
     def spec(self) -> str:
         return f"powersgd/{self.rank}/{self.min_rate:g}"
-
-    @property
-    def kind(self) -> int:
-        self._refuse()
-
-    @property
-    def block(self) -> int:
-        self._refuse()
-
-    def row_bytes(self, width: int) -> int:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise InvalidArgument(
-            f"codec {self.spec!r} compresses matrices, and this call sees a flat buffer: use it with "
-            "commpress.compress(ddp, codec=...), or choose a codec of rows such as 'int4' here"
-        )

@@ -1,14 +1,23 @@
 """1-bit Adam: exact steps until the variance is known, then momentum in one bit under a frozen variance.
 
     exact       ḡ = mean g_i           m ← β1·m + (1 − β1)·ḡ        v ← β2·v + (1 − β2)·ḡ²       (torch's Adam)
-    compressed  m_i = β1·m + (1 − β1)·g_i      m ← mean of m_i, one bit both ways, error feedback both ways
-    both        x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · m / (√v̂ + ε)
+                x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · m·r          r = 1/(√v̂ + ε)
+    freeze      p ← m·r
+    compressed  p_i = β1·p + (1 − β1)·g_i·r      p ← mean of p_i, one bit both ways, error feedback both ways
+                x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · p
 
-Note: the trajectory. With R the residuals' total and d the difference between m and what an exact mean would have
+Note: what travels. Once r is frozen, momentum times r obeys the recursion of momentum. In p all elements are of one size,
+so one scale fits a block; sent as m, an element with a small variance would get its neighbours' magnitude and move by
+that times r. ``exp_avg`` in ``state`` is m before the freeze and p after it.
+
+Note: the trajectory. With R the residuals' total and d the difference between p and what an exact mean would have
 given, d_t = β1·d_{t−1} + R_{t−1} − R_t: compression delays momentum and never loses any.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
+
+import torch
 
 from commpress.codecs import Codec, codec_named
 from commpress.errors import InvalidArgument
@@ -75,7 +84,7 @@ class OneBitAdam(CompressedOptimizer):
         return Round.COMPRESSED if self.frozen and self.transport.size > 1 else Round.EXACT
 
     def prepare(self, group: dict[str, Any], segments: Segments, gain: float) -> None:
-        self.kernels.blend(segments, self.momentum, self.work, beta=group["betas"][0], gain=gain)
+        self.kernels.aim(segments, self.momentum, self.reciprocal, self.work, beta=group["betas"][0], gain=gain)
 
     def apply(self, kind: Round) -> None:
         if kind is Round.EXACT:
@@ -85,9 +94,14 @@ class OneBitAdam(CompressedOptimizer):
         for group, at in self.groups():
             correction = 1 - group["betas"][0] ** (self.steps_done + 1) if group["bias_correction"] else 1.0
             self.kernels.descend(
-                self._flat.placed(at), self.momentum, self.reciprocal,
-                step=float(group["lr"]) / correction, keep=1 - float(group["lr"]) * group["weight_decay"],
+                self._flat.placed(at), self.momentum, step=float(group["lr"]) / correction,
+                keep=1 - float(group["lr"]) * group["weight_decay"],
             )  # fmt: skip
+
+    def exact(self, gradients: Sequence[torch.Tensor]) -> None:
+        if self.frozen:
+            self.thaw()
+        super().exact(gradients)
 
     def after(self, kind: Round) -> None:
         if self.frozen or self.transport.size == 1:
@@ -100,6 +114,13 @@ class OneBitAdam(CompressedOptimizer):
         if self.freeze.freezes(self.steps_done, self.facts):
             self.frozen_at = self.steps_done
             self.thaw_or_freeze()
+            self.momentum.mul_(self.reciprocal)
+
+    def thaw(self) -> None:
+        """A state of several ranks goes on with one, which has nothing to compress: m = p/r, and Adam from here on."""
+        self.momentum.div_(self.reciprocal)
+        self.frozen_at = None
+        self.thaw_or_freeze()
 
     def thaw_or_freeze(self) -> None:
         """What follows from ``frozen_at`` and the variance: reciprocals, codecs, dead elements."""

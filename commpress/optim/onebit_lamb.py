@@ -1,18 +1,25 @@
-"""1-bit LAMB: exact LAMB steps until the variance is known, then momentum in one bit and layer rates that adapt to it.
+"""1-bit LAMB: exact LAMB steps until the variance is known, then momentum in one bit; layers keep rates of their own.
 
     exact       w = m/(√v + ε) + λx      c = clip(‖x‖ / ‖w‖)         x ← x − γ·c·w           c̄ ← β_c·c̄ + (1 − β_c)·c
-    compressed  m ← mean of m_i, one bit;  ĝ = (m − β1·m_before)/(1 − β1);  ṽ ← β2·ṽ + (1 − β2)·ĝ²
-                f = max (√v_frozen + ε)/(√ṽ + ε), damped and clipped; neither variance below its floor
-                x ← x − γ·c̄·f·(m/(√v_frozen + ε) + λx)
+    compressed  p as in ``OneBitAdam``
+      live        a ← β_c·a + (1 − β_c)·p      c = clip(‖x‖ / ‖a + λx‖)      x ← x − γ·c·(p + λx)
+      frozen      ĝ = (p − β1·p_before)/(1 − β1)/r      ṽ ← β2·ṽ + (1 − β2)·ĝ²
+                  f = max (√v_frozen + ε)/(√ṽ + ε), damped and clipped; neither variance below its floor
+                  x ← x − γ·c̄·f·(p + λx)
 
 Without bias corrections, which a layer's norm would divide away.
+
+Note: two ways to a layer's rate. ``frozen`` is the published one: rates of the warm-up times a factor from the variance. It
+multiplies a rate of long ago by the size of today's momentum, and where gradients grow tenfold, steps do. ``live`` is
+LAMB's own rule, which costs no message, since all ranks hold the same x and p. Its norm is that of an average of the last
+p: one bit makes each p too long, but what is too much in one is taken back in the next.
 
 Note: no united scale. The published form multiplies each layer's momentum so that one scale fits all of them. Here every
 tensor has scales of its own, and a power of two in front of a layer changes nothing.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,12 +28,15 @@ from commpress.kernels.lamb import LayerRule, lamb_arithmetic
 from commpress.optim.onebit_adam import OneBitAdam
 from commpress.optim.optimizer import Round
 
+STATE = ("coefficient", "factor", "fresh", "course")  # c̄, f, ṽ, a
+
 
 class OneBitLamb(OneBitAdam):
     """LAMB for large batches. Options not named here are those of ``OneBitAdam``.
 
-    - ``coefficients``: bounds of a layer's rate ‖x‖ / ‖w‖; ``coefficient_beta``: how slowly c̄ follows it.
-    - ``factors``: bounds of f; ``factor_change``: how much f may change in one step, relatively.
+    - ``rates``: of layers after the warm-up: "live" (default) or "frozen", the published rule; see above.
+    - ``coefficients``: bounds of a layer's rate; ``coefficient_beta``: β_c, how slowly averages follow.
+    - ``factors``: bounds of f; ``factor_change``: how much f may change in one step, relatively; of frozen rates.
     """
 
     def __init__(
@@ -37,12 +47,15 @@ class OneBitLamb(OneBitAdam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        rates: Literal["live", "frozen"] = "live",
         coefficients: tuple[float, float] = (0.01, 10.0),
         coefficient_beta: float = 0.9,
         factors: tuple[float, float] = (0.5, 4.0),
         factor_change: float = 0.1,
         **options: Any,
     ) -> None:
+        if rates not in ("live", "frozen"):
+            raise InvalidArgument(f"rates is {rates!r}, expected 'live' or 'frozen'")
         for name, (low, high) in {"coefficients": coefficients, "factors": factors}.items():
             if not 0 < low <= high:
                 raise InvalidArgument(f"{name} is {(low, high)!r}, expected two positive numbers in ascending order")
@@ -51,12 +64,14 @@ class OneBitLamb(OneBitAdam):
                 f"coefficient_beta is {coefficient_beta!r} and factor_change {factor_change!r}, expected numbers between 0 "
                 "and 1"
             )
-        self.coefficients, self.coefficient_beta = coefficients, coefficient_beta
+        self.rates, self.coefficients, self.coefficient_beta = rates, coefficients, coefficient_beta
         self.factors, self.factor_change = factors, factor_change
-        self.coefficient = self.factor = self.fresh = self.least = torch.empty(0)
+        self.coefficient = self.factor = self.fresh = self.course = self.least = torch.empty(0)
         super().__init__(params, lr, betas, eps, weight_decay, bias_correction=False, **options)
 
     def exact(self, gradients: Sequence[torch.Tensor]) -> None:
+        if self.frozen:
+            self.thaw()
         for group, at in self.groups():
             segments = self._flat.segments(at, {i: gradients[i] for i in at})
             self.layers.exact(
@@ -76,6 +91,9 @@ class OneBitLamb(OneBitAdam):
         self.take_mean()  # work now holds the momentum before
         for group, at in self.groups():
             of = slice(at.start, at.stop)
+            if self.rates == "live":
+                self.layers.live(self._flat.placed(at), self.momentum, self.course, self._rule(group))
+                continue
             self.layers.frozen(
                 self._flat.placed(at), self.momentum, self.work, self.reciprocal, self.fresh, self.least[of],
                 self.coefficient[of], self.factor[of], self._rule(group),
@@ -83,14 +101,26 @@ class OneBitLamb(OneBitAdam):
 
     # ------------------------------------------------------------ state
 
+    def after(self, kind: Round) -> None:
+        was = self.frozen
+        super().after(kind)
+        if self.frozen and not was:
+            if self.rates == "live":
+                self.course.copy_(self.momentum)
+            else:
+                self.fresh.copy_(self.variance)
+
     def thaw_or_freeze(self) -> None:
         super().thaw_or_freeze()
-        if self.frozen:
-            means = [v.mean() if v.numel() else v.sum() for v in self._variances]
-            self.least = self.frozen_variance.floor * torch.stack(means)
-        if self.frozen and self.fresh.numel() == 0:
-            self.fresh = self._flat.new()
-            self.fresh.copy_(self.variance)
+        self.fresh = self.course = self._empty
+        if not self.frozen:
+            return
+        if self.rates == "live":
+            self.course = self._flat.new()
+            return
+        self.fresh = self._flat.new()
+        means = [v.mean() if v.numel() else v.sum() for v in self._variances]
+        self.least = self.frozen_variance.floor * torch.stack(means)
 
     def allocate(self) -> None:
         self.layers = lamb_arithmetic(self._flat.device)
@@ -98,23 +128,20 @@ class OneBitLamb(OneBitAdam):
         self.coefficient = torch.zeros(count, device=self._flat.device)
         self.coefficient[: before.numel()] = before
         self.factor = torch.ones(count, device=self._flat.device)
-        self.fresh = self._empty
         super().allocate()
 
     def schedule_state(self) -> dict[str, Any]:
-        return super().schedule_state() | {
-            "coefficient": self.coefficient.clone(), "factor": self.factor.clone(), "fresh": self.fresh.clone(),
-        }  # fmt: skip
+        return super().schedule_state() | {name: getattr(self, name).clone() for name in STATE}
 
     def resume(self, schedule: dict[str, Any] | None) -> None:
-        self.fresh = self._empty
         super().resume(schedule)
         if schedule is None:
             return
-        for name in ("coefficient", "factor", "fresh"):
+        for name in STATE:
             mine, theirs = getattr(self, name), schedule[name]
             if mine.shape != theirs.shape:
                 raise StateMismatch(
-                    f"the state has {theirs.numel()} numbers as {name!r}, expected {mine.numel()}: load the state of this model"
+                    f"the state has {theirs.numel()} numbers as {name!r}, expected {mine.numel()}: load the state of this "
+                    "model into an optimizer with the same rates"
                 )
             mine.copy_(theirs)

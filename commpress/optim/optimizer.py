@@ -19,6 +19,7 @@ from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
+from commpress.feedback import check_feedback
 from commpress.kernels.adam import Segments, adam_arithmetic
 from commpress.optim import checkpoint
 from commpress.optim.agreement import Clipping, compare_replicas
@@ -68,6 +69,7 @@ class CompressedOptimizer(SteppingOptimizer):
         self.clipping, self.on_nonfinite, self.check_every, self.seed = (
             Clipping(max_grad_norm), on_nonfinite, check_every, seed,
         )  # fmt: skip
+        check_feedback(error_feedback)
         self.error_feedback = error_feedback
         self.flat: Flat | None = None
         self.facts = Facts()

@@ -170,10 +170,18 @@ def assign(
 ) -> Assignment:
     """The fewest bytes at a total error no larger than with ``uniform`` for every parameter."""
     codecs = tuple(dict.fromkeys([*options, uniform]))
-    errors = [errors_of(gradient, codecs) for gradient in gradients.values()]
-    costs = [[float(bytes_of(g.numel(), codec, ranks)) for codec in codecs] for g in gradients.values()]
+    errors = {name: errors_of(gradient, codecs) for name, gradient in gradients.items()}
+    numels = {name: gradient.numel() for name, gradient in gradients.items()}
+    return assign_by(errors, numels, codecs, ranks=ranks, uniform=uniform)
+
+
+def assign_by(
+    errors: Mapping[str, Sequence[float]], numels: Mapping[str, int], codecs: Sequence[str], *, ranks: int, uniform: str
+) -> Assignment:
+    """The same from errors of each of ``codecs``, ``uniform`` among them."""
+    costs = [[float(bytes_of(numels[name], codec, ranks)) for codec in codecs] for name in errors]
     at = codecs.index(uniform)
-    bound = sum(row[at] for row in errors)
-    found = cheapest(costs, errors, bound)
-    rules = {name: codecs[o] for name, o in zip(gradients, found.options, strict=True)}
+    bound = sum(row[at] for row in errors.values())
+    found = cheapest(costs, list(errors.values()), bound)
+    rules = {name: codecs[o] for name, o in zip(errors, found.options, strict=True)}
     return Assignment(rules, found.cost, found.error, sum(row[at] for row in costs), bound)

@@ -9,11 +9,13 @@ from functools import cached_property
 
 import numpy as np
 
+from commpress.collectives.links import Links
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
 
 TCP = 1448 / 1538  # of an Ethernet frame of 1500 bytes, its gap and preamble included, this share is payload
 UNLIMITED = 1e18
+LEAST = 1e-5  # seconds of a latency, where measured processor time leaves less
 _RATE = re.compile(r"([\d.]+)\s*([kmg]?)(bit|B/s)", re.IGNORECASE)
 _TIME = re.compile(r"([\d.]+)\s*(us|ms|s)")
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
@@ -44,6 +46,7 @@ class Cluster:
     latency: float = 50e-6  # between nodes, one way, with the waking of the receiver
     inside_latency: float = 20e-6
     message_seconds: float = 0.0  # of the sending thread for each message
+    ring_latency: float = 0.0  # of a step of the library's ring, processor time included (0: as of our messages)
     byte_seconds: float = 0.0  # of a core for each byte sent and for each received: the network stack
     machine_cores: float = 0.0  # > 0: all nodes lie on one machine and share its cores (network namespaces)
     rack: int = 0  # nodes below one switch (0: all)
@@ -113,6 +116,32 @@ def _alike(cluster: Cluster) -> Classes:
 def _each(cluster: Cluster) -> Classes:
     kinds = [kind for kind, (node, count) in enumerate(cluster.kinds) for _ in range(node.ranks * count)]
     return Classes(np.arange(cluster.size), tuple(Class(rank, kind, 1, 1) for rank, kind in enumerate(kinds)))
+
+
+def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
+    """From what ``commpress probe`` measured.
+
+    The shortest exchange of all ranks is P − 1 messages of processor time, stretched where ranks share cores, and a latency.
+    Files without a stack have only the latency of an exchange both ways, from a barrier on.
+    """
+    sizes = [len(node) for node in links.topology.nodes]
+    nic = links.between.together if links.between else UNLIMITED
+    inside = links.inside.together if links.inside else UNLIMITED
+    kinds = tuple((Node(size, nic, inside, cores), sizes.count(size)) for size in sorted(set(sizes)))
+    between, within = (link.latency / 2 if link else 0.0 for link in (links.between, links.inside))
+    stack = links.stack
+    if stack is None:
+        return Cluster(kinds, latency=between, inside_latency=within)
+    crowd = max(sum(sizes) / stack.cores, 1.0) if stack.cores else 1.0
+    waits = max(stack.exchange - (sum(sizes) - 1) * stack.message * crowd, LEAST)
+    if links.between:
+        between, within = waits, min(within, waits)
+    else:
+        within = waits
+    return Cluster(
+        kinds, latency=between, inside_latency=within, message_seconds=stack.message, byte_seconds=stack.byte,
+        ring_latency=stack.ring / (2 * sum(sizes) - 2), machine_cores=stack.cores,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- as a person types it

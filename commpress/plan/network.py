@@ -32,6 +32,7 @@ class Flow(NamedTuple):
     nbytes: float
     messages: float
     each: float = -1.0  # bytes that one rank of the other class receives, where not nbytes · n / m
+    latency: float = 0.0  # where it is not the cluster's; then it holds the processor time of the message as well
 
 
 @dataclass(eq=False)
@@ -50,7 +51,8 @@ class Posted:
 
     @property
     def messages(self) -> float:
-        return sum(flow.messages for flow in self.flows)
+        """That a thread pays for."""
+        return sum(flow.messages for flow in self.flows if not flow.latency)
 
 
 @dataclass
@@ -214,6 +216,7 @@ class Network:
         if cluster.byte_seconds:
             ends.append(self.compute(posted.cls, flow.nbytes * cluster.byte_seconds))
             ends.append(self.compute(flow.to, each * cluster.byte_seconds))
+        latency = flow.latency or latency
         self.clock.at(last, gone.fire)
         when_all(ends, lambda: self.clock.at(self.clock.now + latency, arrived.fire))
         return gone

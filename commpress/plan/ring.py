@@ -18,9 +18,10 @@ def ring_allreduce(nbytes: float, transport: SizedTransport, *, tag: int, arithm
     turns = min(steps, TURNS)
     per_turn = steps / turns
     cluster = transport.network.cluster
-    latency = cluster.inside_latency if len(cluster.topology.nodes) == 1 else cluster.latency
+    latency = cluster.ring_latency or (cluster.inside_latency if len(cluster.topology.nodes) == 1 else cluster.latency)
     ledger = transport.network.ledgers[transport.cls]
     flows, froms = neighbours(transport, nbytes / transport.size * per_turn, per_turn)
+    flows = [flow._replace(latency=cluster.ring_latency) for flow in flows]
     for turn in range(turns):
         yield transport.network.post(transport.cls, tag, flows, froms)
         if turn < turns / 2:

@@ -13,7 +13,7 @@ from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.hierarchical import hierarchy_of, reduce_routes, routes
-from commpress.collectives.low_rank import MESSAGES, RowsOnly, matrices_of, plan_matrices, reduce_matrices
+from commpress.collectives.low_rank import Plan, RowsOnly, matrices_of, plan_matrices, reduce_matrices
 from commpress.plan.costs import Costs
 from commpress.plan.model import Bucket, Model
 from commpress.plan.network import SizedTransport
@@ -79,7 +79,7 @@ def _flat(
             residuals = [no_residual() if m.pieces.kept else None for m in rows]
             steps.append(reduce_bucket(buffer, residuals, messages=rows, sequence=sequence, **options))
         jobs.append(overlapped(steps, limit=2) if len(steps) > 1 else steps[0])
-        sequence += len(rows) + (MESSAGES if matrices else 0)
+        sequence += len(rows) + (Plan.MESSAGES if matrices else 0)
     return jobs
 
 

@@ -1,6 +1,7 @@
 """One step of the user's optimizer for one chunk, on the store's own tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +10,17 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.zero.chunk import WEIGHT, Chunk
 from commpress.integrations.zero.stored_state import copied
 from commpress.integrations.zero.wrapper import follow
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch computes with so many in this thread. One that begins meanwhile has as many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class ChunkStep:

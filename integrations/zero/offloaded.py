@@ -9,14 +9,16 @@ would otherwise evict each just before it is needed. Only the others are read an
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
 
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.integrations.zero.chunk import WEIGHT, Chunk, chunks, readable
-from commpress.integrations.zero.chunk_step import ChunkStep
+from commpress.integrations.zero.chunk import WEIGHT, Chunk, Run, chunks
+from commpress.integrations.zero.chunk_gradients import ChunkGradients
+from commpress.integrations.zero.chunk_step import ChunkStep, threads
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.options import trainable
 from commpress.integrations.zero.placement import AHEAD, Meter, choose, report
@@ -96,10 +98,9 @@ class Offloaded(Wrapper):
         self.delayed = delayed
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="offloaded") if delayed else None
         self._pending: Future[None] | None = None
-        self._taken: dict[int, torch.Tensor] = {}
+        self._gradients = ChunkGradients(store, self.chunks, {} if delayed else None)
         self._next: dict[int, torch.Tensor] = {}  # new values that parameters do not have yet
         self._streams = gradients == "store" or self.streamed is not None
-        self._gradient = torch.zeros(max(c.numel for c in self.chunks))  # of the chunk that is updated
         self._versions: dict[int, int] = {}
         beside = self.streamed.room() if self.streamed is not None else 0
         choose(self.chunks, store, self._needed, beside=beside, device=device_budget, host=host_budget)
@@ -111,6 +112,7 @@ class Offloaded(Wrapper):
                 self._begin()
         agreed(self._every(self.steps_done))
         self._stored = StoredGradients(store, self.chunks, self._passes) if self._streams else None
+        self._gradients.stored = self._stored
         self._hooks = self._watch([p for group in places for p, _, _ in group]) if self._streams else []
         if delayed:
             self._next = {index: torch.empty_like(parameter) for parameter, index in self._index.items()}
@@ -137,45 +139,13 @@ class Offloaded(Wrapper):
         if self._stored is not None:
             self._stored.clear()
 
-    def _collect(self, chunk: Chunk) -> torch.Tensor:
-        """The gradient of a chunk in float32; zeros where there is none."""
-        flat = self._flat(chunk)
-        if self._stored is not None:
-            return self._stored.into(chunk, flat)
-        for run, gradient in zip(chunk.runs, self._plain(chunk), strict=True):
-            run.inside(flat).zero_() if gradient is None else run.inside(flat).copy_(run.of(gradient.contiguous()))
-        return flat
-
-    def _plain(self, chunk: Chunk) -> list[torch.Tensor | None]:
-        """The gradients of its runs' parameters, as backward left them."""
-        found = [self._taken.get(run.index) if self.delayed else run.parameter.grad for run in chunk.runs]
-        return [None if gradient is None else local(gradient) for gradient in found]
-
-    def _ready(self, chunk: Chunk, factor: torch.Tensor | None) -> list[torch.Tensor]:
-        """The clipped gradients of a chunk's runs; those of the parameters themselves where they can be read as they are."""
-        plain = self._plain(chunk)
-        if factor is None and not self._streams and all(readable(gradient) for gradient in plain):
-            return [run.of(gradient) for run, gradient in zip(chunk.runs, plain, strict=True) if gradient is not None]
-        flat = self._collect(chunk)
-        if factor is not None:
-            flat.mul_(factor)
-        return [run.inside(flat) for run in chunk.runs]
-
-    def _flat(self, chunk: Chunk) -> torch.Tensor:
-        flat = self._gradient[: chunk.numel]
-        return flat.zero_() if chunk.gaps else flat
-
     def _every(self, value: float) -> list[float]:
         """Of each rank that has other elements of the parameters."""
         return self.streamed.every(value) if self.streamed is not None else self._cut.every(value)
 
     def _norm(self) -> torch.Tensor:
-        """Summed in double, rounded once."""
-        if self._stored is not None:
-            total = self._stored.square_sum()
-        else:
-            total = sum(float(self._collect(chunk).norm(dtype=torch.float64)) ** 2 for chunk in self.chunks)
-        return torch.tensor(sum(self._every(total)) ** 0.5, dtype=torch.float32)
+        """Summed in double, where the gradients lie, and rounded once."""
+        return torch.tensor(sum(self._every(self._gradients.square_sum())) ** 0.5, dtype=torch.float32)
 
     # ------------------------------------------------------------ one step
 
@@ -186,7 +156,8 @@ class Offloaded(Wrapper):
             self._stored.settle()
         if self.delayed:
             self.finish()
-            self._take()
+            for parameter, index in self._index.items():
+                self._gradients.take(parameter, index)
         if self.max_grad_norm is not None:
             norm = self._norm()
             if not torch.isfinite(norm):
@@ -205,14 +176,6 @@ class Offloaded(Wrapper):
         if self.commit_every and self.steps_done % self.commit_every == 0:
             self.commit()
         return loss
-
-    def _take(self) -> None:
-        """The gradients are used beside the next backward, which begins with none."""
-        for parameter, index in self._index.items():
-            if parameter.grad is not None:
-                self._taken[index], parameter.grad = parameter.grad, None
-            else:
-                self._taken.pop(index, None)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -270,11 +233,16 @@ class Offloaded(Wrapper):
 
     def _update(self, chunk: Chunk, factor: torch.Tensor | None, written: set[int]) -> None:
         """``written``: parameters that somebody else has changed, such as ``load_state_dict``; their masters follow."""
-        gradients = self._ready(chunk, factor)
-        with self._coded.opened(chunk) as held:
+        misses = self.store.counters.misses
+        with ExitStack() as stack:
+            held = stack.enter_context(self._coded.opened(chunk))
+            if self.delayed or self.store.counters.misses > misses:  # leave the other cores to the model, or to the disk
+                stack.enter_context(threads(1))
+            gradients = self._gradients.ready(chunk, factor)
             for run in chunk.runs:
                 if run.index in written:
                     run.inside(held[WEIGHT]).copy_(run.of(run.parameter))
+                    self._count(chunk, run, down=True)
             states = self._chunk_step.step(chunk, gradients, held, self._groups)
             self._publish(chunk, held[WEIGHT])
         chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
@@ -295,6 +263,13 @@ class Offloaded(Wrapper):
         elif not chunk.piece:
             for run in chunk.runs:
                 run.of(self._next.get(run.index, run.parameter)).copy_(run.inside(weights))
+                self._count(chunk, run)
+
+    def _count(self, chunk: Chunk, run: Run, *, down: bool = False) -> None:
+        """A run's values cross between host memory and its parameter."""
+        if chunk.on == "host":
+            nbytes, crossing = run.numel * run.parameter.dtype.itemsize, self.store.crossing
+            crossing.down, crossing.up = crossing.down + nbytes * down, crossing.up + nbytes * (not down)
 
     def _needed(self, chunk: Chunk) -> int:
         moments = len(self._moments) * self._coded.nbytes(chunk.numel)
@@ -339,12 +314,13 @@ class Offloaded(Wrapper):
         self._versions = self._now()
 
     def _first(self, chunk: Chunk) -> torch.Tensor:
-        flat = self._flat(chunk)
+        flat = self._gradients.buffer(chunk)
         if chunk.piece:
             with self.store.borrow(chunk.piece, write=False) as values:
                 return flat.copy_(values)
         for run in chunk.runs:
             run.inside(flat).copy_(run.of(run.parameter))
+            self._count(chunk, run, down=True)
         return flat
 
     def _resume(self) -> None:

@@ -56,6 +56,7 @@ class StoredGradients:
                 for run, value in values.items():
                     own, value = run.inside(held), value.to(held.device)
                     own.add_(value) if run in there else own.copy_(value)
+        self._store.crossing.down += sum(value.nbytes for value in values.values())
         there.update(values)
         new.update(values)
         self._squares.pop(chunk, None)
@@ -88,6 +89,8 @@ class StoredGradients:
         """The gradient of a chunk; zeros where there is none."""
         if chunk not in self._there:
             return flat.zero_()
+        if chunk.on == "device":
+            self._store.crossing.up += flat.nbytes
         with self._store.borrow(chunk.name(GRADIENT), write=False) as held:
             return flat.copy_(held)
 

@@ -92,12 +92,14 @@ class Unit(Layout):
     def save(self, store: TieredStore) -> None:
         for piece in self.pieces:
             store.put(piece.name, piece.of(self.row))
+            store.crossing.down += piece.numel * self.dtype.itemsize
 
     def load(self, store: TieredStore, row: torch.Tensor) -> None:
         """The own row."""
         for piece in self.pieces:
             with store.borrow(piece.name, write=False) as held:
                 piece.of(row).copy_(held)
+            store.crossing.up += piece.numel * self.dtype.itemsize
 
     def gather(self, store: TieredStore, channel: Channel, sequence: int) -> Steps[None]:
         """The rows of all ranks, by way of scratch: kernels see tensors as arrays, whose storage then keeps its size."""

@@ -1,0 +1,148 @@
+"""whether a plan picks what is fastest here: a training step in every way, measured and as commpress plan predicts it
+
+Measures links, network stack and kernels as commpress probe does, then a step of a GPT of 10.9 M parameters under
+DistributedDataParallel in every way, in turns of a few steps, and without communication. Then plans with the figures of before
+and the step without communication, as commpress plan --links does, and compares the choice with the fastest way measured.
+  plain       torch's all-reduce of float32
+  bf16        torch's bf16_compress_hook; no plan can name it, but it counts as the fastest if it is
+  sign, ...   commpress with that codec
+
+  commpress bench plan --ranks 2                                          local processes
+  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench plan --check
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from commpress.cli import bench_train, modelled, outputs, ranks, table, training
+from commpress.codecs import codec_named
+from commpress.codecs.planned import PLAIN
+from commpress.plan import candidates
+from commpress.plan.model import Model
+
+WAYS = "plain,bf16,int8,int4,sign"
+PREDICTED = {"bf16": "bf16-ring"}
+COMPUTE = "compute"
+BUCKET_MB, WARM = 25.0, 3
+CLOSE = 0.10  # slower than the fastest way that was measured, at most
+HEAD = ["way", "measured ms", "predicted ms", "off by", ""]
+
+
+@dataclass(frozen=True)
+class Settings:
+    ways: tuple[str, ...]
+    load: training.Load
+
+
+@dataclass
+class Row:
+    way: str
+    seconds: float
+    predicted_seconds: float
+    chosen: bool = False
+
+    @property
+    def off(self) -> float:
+        return self.predicted_seconds / self.seconds - 1
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ways", default=WAYS, metavar="A,B", help=f"plain, bf16 and codecs (default {WAYS})")
+    training.options(parser, rounds=5, steps=3, batch=4)
+    ranks.add_options(parser)
+    says = f"the choice is at most {CLOSE:.0%} slower than the fastest way".replace("%", "%%")
+    outputs.options(parser, check=says)
+
+
+def run(options: argparse.Namespace) -> int:
+    ways = tuple(dict.fromkeys([PLAIN, *options.ways.split(",")]))
+    for way in ways:
+        if way not in (PLAIN, *PREDICTED):
+            codec_named(way)
+            bench_train.check_variant(way)
+    load = training.load_of(options)
+    found = ranks.on_ranks(bench, Settings(ways, load), print, ranks=options.ranks, threads=options.threads)
+    if found is None:  # not rank 0 of a launcher
+        return 0
+    machines, seconds = found
+    rows, why = planned(machines, seconds, load)
+    print(f"computing alone takes {1e3 * seconds[COMPUTE]:.1f} ms")
+    print(table.render(HEAD, [cells(row) for row in rows]))
+    print(f"the plan: {why}")
+    chosen, best = choice(rows)
+    print(f"chosen: {chosen.way}, fastest: {best.way}; the choice takes {chosen.seconds / best.seconds:.2f} of the fastest")
+    return outputs.deliver(
+        options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows), machines=machines.as_dict(),
+        why=why, seconds=seconds,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+def bench(
+    rank: int, size: int, settings: Settings, report: ranks.Report | None
+) -> tuple[modelled.Machines, dict[str, float]]:
+    """The machines, and the seconds of a step in every way: medians of the slowest rank's."""
+    codecs = [way for way in settings.ways if way not in (PLAIN, *PREDICTED)]
+    machines = modelled.measured(rank, size, ["none", *codecs])
+    if report is not None:
+        report(machines.summary())
+    trainees = {way: bench_train.trainee(way, BUCKET_MB, settings.load) for way in (COMPUTE, *settings.ways)}
+    for one in trainees.values():
+        one.turn(WARM)
+    took, _ = training.race(trainees, settings.load)
+    return machines, {way: float(seconds.median()) for way, seconds in took.items()}
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def planned(machines: modelled.Machines, seconds: dict[str, float], load: training.Load) -> tuple[list[Row], str]:
+    """Measured beside predicted, and what the plan says.
+
+    ``compute`` was measured on all ranks at once. Where they share cores, that is longer than a rank would take alone.
+    """
+    cluster, model = machines.cluster(), Model.of(load.model())
+    share = min(cluster.machine_cores / cluster.size, 1.0) if cluster.machine_cores else 1.0
+    ways = [PREDICTED.get(way, way) for way in seconds if way != COMPUTE]
+    settings = candidates.Settings(seconds[COMPUTE] * share, BUCKET_MB)
+    found = candidates.candidates(cluster, machines.costs, model, settings, ways)
+    chosen = candidates.recommended(found, ways)
+    predicted = {c.name: c.seconds for c in found}
+    rows = [
+        Row(way, took, predicted[PREDICTED.get(way, way)], chosen=way == chosen.codec)
+        for way, took in seconds.items() if way != COMPUTE
+    ]  # fmt: skip
+    return rows, candidates.plan_of(chosen, found, cluster, BUCKET_MB).why
+
+
+def choice(rows: list[Row]) -> tuple[Row, Row]:
+    """What was chosen, and the fastest."""
+    return next(row for row in rows if row.chosen), min(rows, key=lambda row: row.seconds)
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        row.way, f"{1e3 * row.seconds:.1f}", f"{1e3 * row.predicted_seconds:.1f}", f"{100 * row.off:+.0f} %",
+        "chosen" if row.chosen else "",
+    ]  # fmt: skip
+
+
+def judge(rows: list[Row]) -> list[tuple[str, bool]]:
+    chosen, best = choice(rows)
+    ratio = chosen.seconds / best.seconds
+    says = f"{chosen.way} takes {ratio:.2f} of the fastest, {best.way}; at most {1 + CLOSE:.2f}"
+    return [(says, ratio <= 1 + CLOSE)]
+
+
+def draw(path: str, rows: list[Row]) -> None:
+    from commpress.cli import charts
+
+    chosen, _ = choice(rows)
+    with charts.chart(path, f"A training step in every way; the plan takes {chosen.way}", size=(8, 4)) as (panel,):
+        charts.bars(
+            panel, [row.way for row in rows],
+            {"measured": [1e3 * row.seconds for row in rows], "predicted": [1e3 * row.predicted_seconds for row in rows]},
+            "one step, ms", show="{:.0f}",
+        )  # fmt: skip

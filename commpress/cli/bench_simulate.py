@@ -1,0 +1,153 @@
+"""how far off the simulator is: all-reduces as measured here, and as simulated with what was measured before them
+
+Measures links, network stack and kernels as commpress probe does, then all-reduces, then simulates these all-reduces with the
+figures of before: nothing is fitted to what it is compared with. Ranks that lie on one machine (network namespaces,
+containers, local processes) share its cores in the simulation as well.
+
+  commpress bench simulate --ranks 2
+  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench simulate --check
+"""
+
+import argparse
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from commpress.cli import modelled, outputs, ranks, rounds, table
+from commpress.cli.reduced import Reduced
+from commpress.codecs import codec_named
+from commpress.collectives.transport import TorchTransport
+from commpress.errors import InvalidArgument
+from commpress.plan.simulator import simulate_calls
+from commpress.plan.ways import buffer_by
+
+WAYS, SIZES = "plain,int8,sign", "1MiB,8MiB"
+TIMEOUT = timedelta(minutes=5)
+MEDIAN, WORST = 0.10, 0.25
+HEAD = ["way", "size", "measured ms", "simulated ms", "off by"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    ways: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rounds: int
+    calls: int
+
+
+@dataclass
+class Row:
+    ranks: int
+    way: str
+    size: int
+    seconds: float  # median over rounds of the slowest rank's, of one call among several back to back
+    simulated_seconds: float = 0.0
+
+    @property
+    def off(self) -> float:
+        return self.simulated_seconds / self.seconds - 1
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ways", default=WAYS, metavar="A,B", help=f"plain, and codecs (default {WAYS})")
+    parser.add_argument("--sizes", default=SIZES, metavar="A,B", help=f"of the buffer (default {SIZES})")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each, the median counts (default 5)")
+    parser.add_argument("--calls", type=int, default=3, metavar="N", help="back to back in a turn (default 3)")
+    ranks.add_options(parser)
+    outputs.options(parser, check=f"half are within {MEDIAN:.0%} and all within {WORST:.0%}".replace("%", "%%"))
+
+
+def run(options: argparse.Namespace) -> int:
+    ways = tuple(options.ways.split(","))
+    for way in ways:
+        if way != "plain":
+            codec_named(way)
+    settings = Settings(ways, tuple(map(table.parse_bytes, options.sizes.split(","))), options.rounds, options.calls)
+    if min(*settings.sizes, 4 * settings.rounds, 4 * settings.calls) < 4:
+        raise InvalidArgument("expected --rounds and --calls of at least 1 and --sizes of at least 4 bytes")
+    found = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
+    if found is None:  # not rank 0 of a launcher
+        return 0
+    machines, rows = found
+    simulate(machines, rows, settings.calls)
+    print(table.render(HEAD, list(map(cells, rows))))
+    offs = sorted(abs(row.off) for row in rows)
+    print(f"off by {100 * median(offs):.0f} % (median), {100 * offs[-1]:.0f} % (worst)")
+    return outputs.deliver(
+        options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows), machines=machines.as_dict()
+    )
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+def bench(
+    rank: int, size: int, settings: Settings, report: ranks.Report | None
+) -> tuple[modelled.Machines, list[Row]]:
+    machines = modelled.measured(rank, size, [way for way in settings.ways if way != "plain"] or ["none"])
+    if report is not None:
+        report(machines.summary())
+    transport, sequence = TorchTransport(dist.new_group(timeout=TIMEOUT), timeout=TIMEOUT), 0
+    rows = []
+    for nbytes in settings.sizes:
+        turns = {}
+        for i, way in enumerate(settings.ways):
+            if way == "plain":
+                buffer = torch.zeros(nbytes // 4)
+                turns[way] = partial(rounds.together, partial(dist.all_reduce, buffer), settings.calls)
+            else:
+                turns[way] = partial(turn, Reduced(nbytes // 4, way, transport, sequence + i * SPAN), settings.calls)
+        sequence += len(settings.ways) * SPAN
+        took = rounds.medians(rounds.slowest(rounds.in_turns(turns, settings.rounds, warm=1)))
+        rows += [Row(size, way, nbytes, took[way]) for way in settings.ways]
+    return machines, rows
+
+
+SPAN = 100_000  # sequence numbers of one buffer
+
+
+def turn(buffer: Reduced, calls: int) -> float:
+    buffer.fill()
+    return rounds.together(buffer.reduce, calls)
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def simulate(machines: modelled.Machines, rows: list[Row], calls: int) -> None:
+    for row in rows:
+        build = buffer_by(row.way, row.size // 4, machines.costs)
+        found = simulate_calls(machines.cluster(), machines.costs, build, row.size // 4, calls=calls)
+        row.simulated_seconds = found.seconds
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        row.way, table.show_bytes(row.size), f"{1e3 * row.seconds:.2f}", f"{1e3 * row.simulated_seconds:.2f}",
+        f"{100 * row.off:+.0f} %",
+    ]  # fmt: skip
+
+
+def judge(rows: list[Row]) -> list[tuple[str, bool]]:
+    offs = sorted(abs(row.off) for row in rows)
+    return [
+        (f"half are within {100 * median(offs):.0f} %, at most {100 * MEDIAN:.0f}", median(offs) <= MEDIAN),
+        (f"all are within {100 * offs[-1]:.0f} %, at most {100 * WORST:.0f}", offs[-1] <= WORST),
+    ]
+
+
+def draw(path: str, rows: list[Row]) -> None:
+    from commpress.cli import charts
+
+    ways = list(dict.fromkeys(row.way for row in rows))
+    with charts.chart(path, f"All-reduces among {rows[0].ranks} ranks, measured and simulated", panels=len(ways), share=True,
+                      size=(4.6, 4.2)) as panels:  # fmt: skip
+        for panel, way in zip(panels, ways, strict=True):
+            mine = [row for row in rows if row.way == way]
+            charts.over_sizes(panel, {"measured": [(r.size, r.seconds) for r in mine],
+                                      "simulated": [(r.size, r.simulated_seconds) for r in mine]})  # fmt: skip
+            panel.set_title(way, fontsize=10)

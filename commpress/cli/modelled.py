@@ -1,0 +1,43 @@
+"""The machines a benchmark runs on, as the simulator sees them: links, network stack and kernels, measured on the ranks."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from commpress.cli import probe
+from commpress.collectives.links import Links
+from commpress.plan.cluster import Cluster, measured_cluster
+from commpress.plan.costs import Costs, measure_costs
+
+PAYLOAD, ROUNDS = 4 << 20, 5
+
+
+@dataclass(frozen=True)
+class Machines:
+    links: Links
+    costs: Costs
+
+    def cluster(self) -> Cluster:
+        return measured_cluster(self.links)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"summary": self.summary()}
+
+    def summary(self) -> str:
+        cluster = self.cluster()
+        node, _ = cluster.kinds[0]
+        latency = cluster.latency if self.links.between else cluster.inside_latency
+        cores = f", {cluster.machine_cores:.0f} cores for all" if cluster.machine_cores else ""
+        return (
+            f"{cluster.size} ranks: {min(node.nic, node.inside) / 1e6:.1f} MB/s, latency {1e6 * latency:.0f} us; of a core "
+            f"{1e6 * cluster.message_seconds:.0f} us for a message, {1e9 * cluster.byte_seconds:.2f} ns for a byte{cores}"
+        )
+
+
+def measured(rank: int, size: int, codecs: Sequence[str]) -> Machines:
+    """Collective. Kernels run on all ranks at once: two busy threads of one core are slower than one."""
+    links = probe.measure(rank, size, probe.Settings("auto", PAYLOAD, ROUNDS), None)
+    dist.barrier()
+    return Machines(links, measure_costs(codecs))

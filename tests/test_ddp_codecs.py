@@ -1,0 +1,250 @@
+"""PowerSGD, the sketch and EF21 under DDP: ranks alike, buckets of no matter, checkpoints exact and elastic."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.codecs import LowRankCodec
+from commpress.errors import InvalidArgument, StateMismatch
+
+WAYS = {
+    "powersgd": {"codec": "powersgd-2"},
+    "sketch": {"codec": "sketch-8"},
+    "ef21": {"codec": "topk-8", "error_feedback": "ef21", "exact_steps": 1, "measure_every": 1},
+}
+every = pytest.mark.parametrize("way", WAYS)
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 10)).to(dtype)
+
+
+def train(steps, way="powersgd", *, dtype=torch.float32, load=None, bucket=25, bad=None, **options):
+    rank = torch.distributed.get_rank()
+    ddp = DistributedDataParallel(net(dtype), bucket_cap_mb=bucket)
+    state = commpress.compress(ddp, **{**WAYS[way], **options})
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    if load:
+        ddp.module.load_state_dict(load[rank]["model"])
+        state.load_state_dict(*([one["state"] for one in load] if load[0].get("elastic") else [load[rank]["state"]]))
+    losses = []
+    for step in range(state.step, state.step + steps):
+        draw = torch.Generator().manual_seed(step * 7 + rank)
+        x, y = torch.randn(16, 48, generator=draw).to(dtype), torch.randn(16, 10, generator=draw).to(dtype)
+        loss = (ddp(x) - y).square().mean() * (float("inf") if step == bad and rank == 1 else 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model = {name: p.detach().clone() for name, p in ddp.module.state_dict().items()}
+    return {
+        "model": model, "losses": losses, "state": state.state_dict(), "elastic_state": state.elastic_state_dict(),
+        "counters": state.counters.as_dict(),
+    }  # fmt: skip
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@every
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_hook_keeps_ranks_equal_and_compresses(pool, way, size):
+    results = pool.run(train, 8, way, size=size)
+    assert all(same(results[0]["model"], other["model"]) for other in results)
+    counters = results[0]["counters"]
+    assert counters["ratio"] > {"powersgd": 3, "sketch": 1, "ef21": 3}[way]  # an eighth of four ranks is nearly a half
+    assert counters["compressed_elements"] == (7 if way == "ef21" else 8) * (48 * 96 + 96 * 96 + 96 * 10)
+    assert counters["dense_sketches"] == 0 or (way == "sketch" and counters["dense_sketches"] <= 3)
+    assert all(0 < error < 1 for error in counters["errors"].values())
+    assert set(counters["errors"]) == {"0.weight", "2.weight", "4.weight"}
+
+
+@every
+def test_buckets_do_not_change_a_bit(pool, way):
+    wide, narrow = (pool.run(_train_bucket, way, bucket)[0] for bucket in (25, 0.01))
+    assert same(wide["model"], narrow["model"])
+
+
+def _train_bucket(way, megabytes):
+    return train(4, way, bucket=megabytes)
+
+
+def test_full_rank_follows_the_plain_run(pool):
+    full = pool.run(_train_full, 6)[0]
+    plain = pool.run(_train_plain, 6)[0]
+    for name in plain["model"]:
+        torch.testing.assert_close(full["model"][name], plain["model"][name], atol=1e-5, rtol=1e-4)
+
+
+def _train_full(steps):
+    return train(steps, codec=LowRankCodec(96, min_rate=0.1))
+
+
+def _train_plain(steps):
+    return train(steps, codec="none")
+
+
+@every
+def test_bf16_gradients(pool, way):
+    results = pool.run(_train_bf16, 6, way)
+    assert same(results[0]["model"], results[1]["model"])
+    assert all(np.isfinite(results[0]["losses"]))
+
+
+def _train_bf16(steps, way):
+    return train(steps, way, dtype=torch.bfloat16)
+
+
+@every
+def test_a_resumed_run_continues_bit_for_bit(pool, way):
+    whole = pool.run(train, 6, way)
+    half = pool.run(train, 3, way)
+    resumed = pool.run(_resume, 3, way, half)
+    assert same(whole[0]["model"], resumed[0]["model"])
+    for rank in (0, 1):
+        was, now = whole[rank]["state"], resumed[rank]["state"]
+        assert same(was["bases"], now["bases"])
+        assert was["quanta"] == now["quanta"]
+        assert all(same(was["residuals"][key], now["residuals"][key]) for key in was["residuals"])
+    assert bool(whole[0]["state"]["quanta"]) == (way == "sketch")
+
+
+def _resume(steps, way, saved):
+    return train(steps, way, load=saved)
+
+
+@every
+def test_an_elastic_state_fits_more_ranks(pool, way):
+    """R is kept: the mean of the new sent residuals is that of the old. What EF21 knows of the mean is −R."""
+    half = pool.run(train, 3, way)
+    saved = [{"model": one["model"], "state": one["elastic_state"], "elastic": True} for one in (*half, *half)]
+    loaded = pool.run(_load_elastic, way, saved, size=4)
+    for key in half[0]["state"]["residuals"]:
+        owed = [one["state"]["residuals"][key] for one in half]
+        mean = sum(one["sent"] for one in owed) / 2
+        mean += torch.cat([one["reduced"] for one in owed])[: mean.numel()]
+        for residuals in loaded:
+            torch.testing.assert_close(residuals[key]["sent"], mean, atol=1e-6, rtol=1e-5)
+            if way == "ef21":
+                torch.testing.assert_close(-residuals[key]["sent"], owed[0]["known"], atol=1e-6, rtol=1e-5)
+
+
+def _load_elastic(way, saved):
+    rank = torch.distributed.get_rank()
+    ddp = DistributedDataParallel(net())
+    state = commpress.compress(ddp, **WAYS[way])
+    state.load_state_dict(*[one["state"] for one in saved[:2]])
+    ddp.module.load_state_dict(saved[rank]["model"])
+    return state.state_dict()["residuals"]
+
+
+def test_a_basis_of_another_rank_is_refused(pool):
+    half = pool.run(train, 2)
+    outcomes = pool.outcomes(_resume_wider, half)
+    assert all(isinstance(one, StateMismatch) and "basis of parameter" in str(one) for one in outcomes)
+
+
+def _resume_wider(saved):
+    return train(1, codec="powersgd-3", load=saved)
+
+
+def test_residuals_and_estimates_are_not_mixed_up(pool):
+    half = pool.run(train, 2, "ef21")
+    outcomes = pool.outcomes(_resume_with_residuals, half)
+    assert all(isinstance(one, StateMismatch) and "estimates (error_feedback='ef21')" in str(one) for one in outcomes)
+
+
+def _resume_with_residuals(saved):
+    return train(1, codec="topk-8", load=saved)
+
+
+def test_ef21_needs_a_codec_of_rows_that_leaves_something_out(pool):
+    for words in pool.run(_refusals)[0]:
+        assert "EF21 is for codecs of rows" in words or "needs a codec that stays" in words
+
+
+def _refusals():
+    ddp, words = DistributedDataParallel(net()), []
+    for codec in ("none", "terngrad", "powersgd-2", "sketch-8", "auto"):
+        with pytest.raises(InvalidArgument) as error:
+            commpress.compress(ddp, codec, error_feedback="ef21")
+        words.append(str(error.value))
+    return words
+
+
+def test_who_knows_residuals_only_refuses_ef21(pool):
+    for words in pool.run(_refused_elsewhere)[0]:
+        assert words.startswith("error_feedback is 'ef21', expected True or False")
+
+
+def _refused_elsewhere():
+    sharded, words = fully_shard(net()), []
+    for make in (
+        lambda: commpress.compress_fsdp(sharded, gradients="int8", error_feedback="ef21"),
+        lambda: commpress.FlatShardState("int8", error_feedback="ef21"),
+        lambda: commpress.OneBitAdam(net().parameters(), warmup_steps=2, error_feedback="ef21"),
+    ):
+        with pytest.raises(InvalidArgument) as error:
+            make()
+        words.append(str(error.value))
+    return words
+
+
+def test_ef21_with_a_loss_scale_skips_an_overflow(pool):
+    """Residuals in unscaled units: the scale that grows or falls changes nothing but rounding."""
+    results = pool.run(_train_scaled, 8)
+    assert same(results[0]["model"], results[1]["model"])
+    plain = pool.run(train, 8, "ef21")[0]
+    for name, value in results[0]["model"].items():
+        torch.testing.assert_close(value, plain["model"][name], atol=1e-5, rtol=1e-4)
+
+
+def _train_scaled(steps):
+    rank = torch.distributed.get_rank()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    ddp = DistributedDataParallel(net())
+    commpress.compress(ddp, **WAYS["ef21"], grad_scaler=scaler)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step * 7 + rank)
+        x, y = torch.randn(16, 48, generator=draw), torch.randn(16, 10, generator=draw)
+        for again in (True, False) if step == 2 else (False,):  # step 2 overflows at first
+            optimizer.zero_grad()
+            loss = (ddp(x) - y).square().mean()
+            scaler.scale(loss * (float("inf") if again and rank == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return {"model": {name: p.detach().clone() for name, p in ddp.module.state_dict().items()}}
+
+
+@every
+def test_the_hook_survives_a_bad_gradient(pool, way):
+    results = pool.run(_train_bad, 5, way)
+    assert same(results[0]["model"], results[1]["model"])
+    assert results[0]["counters"]["skipped_steps"] == 1
+    assert all(torch.isfinite(p).all() for p in results[0]["model"].values())
+
+
+def _train_bad(steps, way):
+    return train(steps, way, bad=2)
+
+
+def test_terngrad_end_to_end(pool):
+    """No residual, noise that follows from seed and step: a resumed run draws the same."""
+    whole, half = pool.run(_train_terngrad, 6, None), pool.run(_train_terngrad, 3, None)
+    resumed = pool.run(_train_terngrad, 3, half)
+    assert same(whole[0]["model"], whole[1]["model"])
+    assert same(whole[0]["model"], resumed[0]["model"])
+    assert whole[0]["counters"]["ratio"] > 8
+    assert not whole[0]["state"]["residuals"]
+    assert np.mean(whole[0]["losses"][3:]) < np.mean(whole[0]["losses"][:3])
+
+
+def _train_terngrad(steps, saved):
+    return train(steps, codec="terngrad", load=saved)
