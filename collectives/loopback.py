@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 
 from commpress.collectives.frame import HEADER, same
-from commpress.collectives.transport import Rows, Transport, rows_of
+from commpress.collectives.rows import Rows, rows_of
+from commpress.collectives.transport import Transport
 from commpress.errors import PeerFailure
 from commpress.work import Steps, Work
 

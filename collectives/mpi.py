@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from commpress.collectives.frame import AGREED, HEADER, same
-from commpress.collectives.transport import Rows, Transport, rows_of
+from commpress.collectives.rows import Rows, rows_of
+from commpress.collectives.transport import Transport
 from commpress.errors import CommunicationError, InvalidArgument, MissingPackage, PeerFailure
 from commpress.work import Work
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commpress.collectives.frame import HEADER
-from commpress.collectives.transport import Rows, Transport, rows_of
+from commpress.collectives.rows import Rows, rows_of
+from commpress.collectives.transport import Transport
 from commpress.work import Work
 
 

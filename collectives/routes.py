@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from commpress.collectives.frame import BETWEEN, FLAT, INSIDE, LENGTHS, Frame, checksums, pack_rows, verify_rows
-from commpress.collectives.transport import Rows, Transport
+from commpress.collectives.rows import Rows
+from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.work import Steps
 

@@ -1,10 +1,10 @@
 """Moving bytes between ranks through torch.distributed. Knows rows and headers, not codecs.
 
 Every row starts with a header of ``HEADER`` bytes (``frame``). Tensors are uint8[size, row]; row r goes to rank r or came
-from it. Rows of any length, and to some ranks only, are ``Rows``: headers and payloads apart. ``tag`` numbers the
-operation: two operations under way at once must not share one.
+from it; others are ``Rows``. ``tag`` numbers the operation: two operations under way at once must not share one.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from commpress.collectives.frame import HEADER, alike, same, unpack
+from commpress.collectives.rows import Rows, rows_of
+from commpress.collectives.sockets import Mesh, SocketTransport
 from commpress.collectives.threads import yielding
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from commpress.work import Work
@@ -29,21 +31,9 @@ _PARCELS = 8  # kept for later operations
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
-class Rows(NamedTuple):
-    """A header and a payload of any length for each rank in ``payloads``; a payload may be empty."""
-
-    headers: torch.Tensor  # uint8[size, HEADER]
-    payloads: Mapping[int, torch.Tensor]  # uint8[n], contiguous, by rank
-
-
 class _Parcels(NamedTuple):
     rows: tuple[torch.Tensor, ...]  # uint8[HEADER + small] for each rank
     table: np.ndarray  # the same memory: NumPy copies a few bytes in less time than torch
-
-
-def rows_of(wire: torch.Tensor) -> Rows:
-    """The rows of uint8[size, row], taken apart."""
-    return Rows(wire[:, :HEADER], dict(enumerate(wire[:, HEADER:])))
 
 
 class Transport(Protocol):
@@ -94,9 +84,7 @@ class TorchTransport:
         self.group, self.timeout = group, timeout
         self.members = tuple(members or range(group.size()))
         self.rank, self.size = self.members.index(group.rank()), len(self.members)
-        if point_to_point is None:  # where all of it is Gloo; its name is such as cpu:gloo,cuda:nccl
-            point_to_point = all(name.endswith("gloo") for name in dist.get_backend_config(group).split(","))
-        self.point_to_point = point_to_point
+        self.point_to_point = plainly_gloo(group) if point_to_point is None else point_to_point
         self.ordered = not self.point_to_point
         self.failure: str | None = None
         self._kept: list[Any] = []  # buffers of operations that a disagreement left unfinished
@@ -208,6 +196,8 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
         from commpress.collectives.mpi import MpiTransport
 
         return MpiTransport(communicator, timeout=patience)
+    if plainly_gloo(process_group) and os.environ.get("COMMPRESS_TRANSPORT") != "gloo":
+        return socket_transport(process_group, timeout=patience)
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     backend = plain_backend(dist.get_backend(process_group))
     make = partial(dist.new_group, ranks, timeout=patience, backend=backend, use_local_synchronization=True)
@@ -358,6 +348,24 @@ class _Batches:
     def _wait_all(self, works: list[dist.Work]) -> None:
         for work in works:
             _Checked(self.transport, work).wait()
+
+
+def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedelta) -> SocketTransport:
+    """Over connections of our own among the ranks of a group, by which they tell each other where they are."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+
+    def tell(here: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(here), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in ranks]
+        dist.all_gather(every, mine, group=group)
+        return [bytes(row.tolist()) for row in every]
+
+    return SocketTransport(Mesh(dist.get_rank(group), ranks, tell, timeout), timeout=timeout)
+
+
+def plainly_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether all of it is Gloo, or "commpress" over nothing else; its name is such as cpu:gloo,cuda:nccl."""
+    return all(name.endswith("gloo") for name in plain_backend(dist.get_backend_config(group)).split(","))
 
 
 def plain_backend(name: str) -> str:

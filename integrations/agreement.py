@@ -22,7 +22,7 @@ import torch
 
 RECORD = 64
 SAID = 60  # bytes of it that describe the call
-CALL, LEAVE, GAVE_UP, HELLO, PING, LISTENS = 1, 2, 3, 4, 5, 6  # kinds; LISTENS: waits to receive from anyone, or no longer
+CALL, LEAVE, GAVE_UP, LISTENS = 1, 2, 3, 6  # kinds, 4 and 5 are greetings; LISTENS: waits to receive from anyone, or no longer
 _LAYOUT = struct.Struct("<2sBBBBxxIiqqI24s")
 _MAGIC = b"ca"
 

@@ -14,10 +14,10 @@ from commpress.codecs import BlockCodec, codec_named
 from commpress.collectives.all_to_all import Way, all_to_all, compressed_all_to_all
 from commpress.collectives.frame import HEADER
 from commpress.collectives.loopback import Faulty, Loopback, Recorded, simulate
-from commpress.collectives.transport import TorchTransport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
 from commpress.kernels import reference
 from commpress.work import run
+from ways import WAYS, transport_by
 
 PATIENT = timedelta(seconds=60)
 ORDERS = ["inside-first", "between-first"]
@@ -215,20 +215,20 @@ def test_bytes_on_the_wire():
 # ---------------------------------------------------------------- real ranks
 
 
-def real(counts, ways, codecs, point_to_point):
-    transport = TorchTransport(dist.group.WORLD, timeout=PATIENT, point_to_point=point_to_point)
+def real(counts, ways, codecs, by):
+    transport = transport_by(by, PATIENT)
     ask = [(Way(*way), codec) for way in ways for codec in codecs]
     return [run(exchanged(counts, 70, transport, w, c, sequence=i)).numpy() for i, (w, c) in enumerate(ask)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("point_to_point", [None, False], ids=["point-to-point", "batches"])
-def test_gloo_equals_the_simulation(pool, size, point_to_point):
+@pytest.mark.parametrize("by", WAYS)
+def test_real_ranks_equal_the_simulation(pool, size, by):
     counts, codecs = splits_of(size, 11, top=300), [None, "int8", "bf16", "fp8"]
     nodes = [[0, size - 1], [r for r in range(1, size - 1)]]
     ways = [(), *((nodes, order) for order in ORDERS)]
     twins = {c: simulated(counts, 70, Way(), c) for c in codecs}
-    for rank, results in enumerate(pool.run(real, counts, ways, codecs, point_to_point, size=size)):
+    for rank, results in enumerate(pool.run(real, counts, ways, codecs, by, size=size)):
         for result, codec in zip(results, codecs * len(ways), strict=True):
             np.testing.assert_array_equal(result.view(np.uint32), twins[codec][rank].numpy().view(np.uint32))
 
@@ -236,9 +236,9 @@ def test_gloo_equals_the_simulation(pool, size, point_to_point):
 # ---------------------------------------------------------------- disagreement
 
 
-def disagree(point_to_point, mine):
+def disagree(by, mine):
     """Rank 1 differs from the others in one argument."""
-    transport = TorchTransport(dist.group.WORLD, timeout=timedelta(seconds=20), point_to_point=point_to_point)
+    transport = transport_by(by, timedelta(seconds=20))
     rank, size = transport.rank, transport.size
     counts = np.full((size, size), 4)
     ask = {"width": 8, "way": (), "codec": None, "sequence": 1} | (mine if rank == 1 else {})
@@ -264,10 +264,10 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-@pytest.mark.parametrize("point_to_point", [None, False], ids=["point-to-point", "batches"])
-def test_disagreement_is_named_on_both_sides(pool, what, point_to_point):
+@pytest.mark.parametrize("by", WAYS)
+def test_disagreement_is_named_on_both_sides(pool, what, by):
     mine, says = DISAGREEMENTS[what]
-    for rank, (error,) in enumerate(pool.run(disagree, point_to_point, mine)):
+    for rank, (error,) in enumerate(pool.run(disagree, by, mine)):
         assert type(error) is Mismatch, error
         assert error.ranks == (1 - rank,)
         assert (says if rank == 0 else "128 bytes") in str(error).split(", but it sent ")[1], error

@@ -21,6 +21,7 @@ from commpress.collectives.transport import TorchTransport
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from commpress.work import Done, run
 from ranks import meet
+from ways import transport_by
 
 PATIENT = timedelta(seconds=60)
 NUMEL = 5000
@@ -54,9 +55,9 @@ def caught(function, *args, **kwargs):
 # ---------------------------------------------------------------- disagreement
 
 
-def disagree(calls, point_to_point):
+def disagree(calls, way):
     """One good exchange, then what each rank takes to be the next one; then nothing goes any more."""
-    transport = TorchTransport(dist.group.WORLD, timeout=PATIENT, point_to_point=point_to_point)
+    transport = transport_by(way, PATIENT)
     reduce(transport, sequence=0)
     dist.barrier()
     outcome = caught(reduce, transport, **calls[dist.get_rank()])
@@ -75,13 +76,14 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_disagreement_is_named_on_both_sides_at_once(pool, what, size):
+@pytest.mark.parametrize("way", ["sockets", "messages"])
+def test_disagreement_is_named_on_both_sides_at_once(pool, what, size, way):
     """Rank 1 is the odd one out: it sees all others differ, they see only rank 1. Within 0.1 s of the last call."""
     ours, theirs = ({"sequence": 1, **call} for call in DISAGREEMENTS[what])
     calls = [theirs if rank == 1 else ours for rank in range(size)]
     seconds = []
     for _ in range(10):  # a loaded machine may hold a process up
-        outcomes = pool.run(disagree, calls, None, size=size)
+        outcomes = pool.run(disagree, calls, way, size=size)
         for rank, (error, _, _) in enumerate(outcomes):
             assert type(error) is Mismatch, error
             others = tuple(r for r in range(size) if calls[r] != calls[rank])
@@ -100,7 +102,7 @@ def test_disagreement_is_named_on_both_sides_at_once(pool, what, size):
 def test_torchs_collectives_are_not_entered_with_rows_of_different_size(pool, what):
     """They would hang or end the process."""
     calls = [{"sequence": 1, **call} for call in DISAGREEMENTS[what]]
-    for rank, (error, _, _) in enumerate(pool.run(disagree, calls, False)):
+    for rank, (error, _, _) in enumerate(pool.run(disagree, calls, "collectives")):
         assert type(error) is Mismatch, error
         assert error.ranks == (1 - rank,)
         mine, theirs = (frame(2, **calls[r]).describe() for r in (rank, 1 - rank))
@@ -110,21 +112,22 @@ def test_torchs_collectives_are_not_entered_with_rows_of_different_size(pool, wh
 
 def test_torchs_collectives_notice_rows_of_the_same_size_too(pool):
     calls = [{"sequence": 1, **call} for call in DISAGREEMENTS["order"]]
-    for rank, (error, _, _) in enumerate(pool.run(disagree, calls, False)):
+    for rank, (error, _, _) in enumerate(pool.run(disagree, calls, "collectives")):
         assert type(error) is Mismatch, error
         assert error.ranks == (1 - rank,)
 
 
-def go_on_after_a_mismatch():
-    transport = TorchTransport(dist.group.WORLD, timeout=PATIENT)
+def go_on_after_a_mismatch(way):
+    transport = transport_by(way, PATIENT)
     caught(reduce, transport, codec=["sign", "int8"][dist.get_rank()])
     dist.barrier()
     return caught(reduce, transport, codec="sign")[0]
 
 
-def test_after_a_mismatch_the_transport_is_not_used_again(pool):
+@pytest.mark.parametrize("way", ["sockets", "messages"])
+def test_after_a_mismatch_the_transport_is_not_used_again(pool, way):
     """Payloads that nobody took would be taken for those of the next call."""
-    for error in pool.outcomes(go_on_after_a_mismatch):
+    for error in pool.outcomes(go_on_after_a_mismatch, way):
         assert type(error) is CommunicationError
         assert "failed before: the ranks disagreed" in str(error)
         assert "build a new one" in str(error)
@@ -183,10 +186,10 @@ def test_backward_raises_the_error_itself(pool, options):
 # ---------------------------------------------------------------- death and silence
 
 
-def lose_a_rank(how, sequence, seconds, point_to_point=None):
+def lose_a_rank(how, sequence, seconds, way):
     """Rank 2 ends or stops itself before its operation number ``sequence``; the others say what they see."""
     timeout = timedelta(seconds=seconds)
-    transport = TorchTransport(dist.group.WORLD, timeout=timeout, point_to_point=point_to_point)
+    transport = transport_by(way, timeout)
     for i in range(sequence):
         reduce(transport, sequence=i)
     if dist.get_rank() == 2:
@@ -197,8 +200,9 @@ def lose_a_rank(how, sequence, seconds, point_to_point=None):
     return *outcome, again
 
 
-def test_a_dead_rank_is_named_without_waiting_for_the_timeout(mortal):
-    first, second, _ = mortal.outcomes(lose_a_rank, signal.SIGKILL, 2, 60, size=3, lost=[2])
+@pytest.mark.parametrize("way", ["sockets", "messages"])
+def test_a_dead_rank_is_named_without_waiting_for_the_timeout(mortal, way):
+    first, second, _ = mortal.outcomes(lose_a_rank, signal.SIGKILL, 2, 60, way, size=3, lost=[2])
     for error, start, end, again in (first, second):
         assert type(error) is PeerFailure, error
         assert error.ranks == (2,)
@@ -208,8 +212,9 @@ def test_a_dead_rank_is_named_without_waiting_for_the_timeout(mortal):
         assert "failed before" in str(again)
 
 
-def test_a_silent_rank_is_named_when_the_time_is_over(mortal):
-    first, second, _ = mortal.outcomes(lose_a_rank, signal.SIGSTOP, 2, 3, size=3, lost=[2])
+@pytest.mark.parametrize("way", ["sockets", "messages"])
+def test_a_silent_rank_is_named_when_the_time_is_over(mortal, way):
+    first, second, _ = mortal.outcomes(lose_a_rank, signal.SIGSTOP, 2, 3, way, size=3, lost=[2])
     for rank, (error, start, end, again) in enumerate((first, second)):
         assert type(error) is PeerFailure, error
         assert error.ranks == (2,)
@@ -263,7 +268,7 @@ def test_whoever_gives_up_first_is_not_taken_for_dead(mortal):
 
 def test_torchs_collectives_fail_typed_when_a_rank_dies(mortal):
     """Which rank it was they do not tell."""
-    first, second, _ = mortal.outcomes(lose_a_rank, signal.SIGKILL, 2, 60, False, size=3, lost=[2])
+    first, second, _ = mortal.outcomes(lose_a_rank, signal.SIGKILL, 2, 60, "collectives", size=3, lost=[2])
     for error, _, _, again in (first, second):
         assert type(error) is PeerFailure, error
         assert "a collective failed: " in str(error)

@@ -21,6 +21,7 @@ from commpress.collectives.loopback import Loopback, Recorded, simulate
 from commpress.collectives.transport import TorchTransport, own_transport
 from commpress.feedback import ErrorFeedback
 from commpress.work import Worker, run
+from ways import WAYS, transport_by
 
 TIMEOUT = timedelta(seconds=60)
 NUMELS = {"head.weight": 3001, "norm": 64, "fc.weight": 4096, "fc.bias": 37, "one": 1}
@@ -70,9 +71,8 @@ class Rank:
         return [o.numpy() for o in self.outputs] + residuals, self.transport.sent_bytes, self.transport.messages
 
 
-def real(plan, point_to_point):
-    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT, point_to_point=point_to_point)
-    assert transport.point_to_point == (point_to_point is not False)
+def real(plan, way):
+    transport = transport_by(way, TIMEOUT)
     rank = Rank(dist.get_rank(), transport, plan)
     for step in range(STEPS):
         run(rank.steps(step))
@@ -94,21 +94,21 @@ def assert_equal(results, twins):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("point_to_point", [None, False], ids=["point-to-point", "collectives"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "codec", [*NAMES.values(), SignCodec(block=0), SignCodec("l1", 0)], ids=lambda codec: codec.spec
 )
-def test_gloo_equals_the_simulation(pool, monkeypatch, codec, point_to_point, size):
+def test_real_ranks_equal_the_simulation(pool, monkeypatch, codec, way, size):
     plan = plan_of(codec, size, monkeypatch)
-    assert_equal(pool.run(real, plan, point_to_point, size=size), simulated(plan, size))
+    assert_equal(pool.run(real, plan, way, size=size), simulated(plan, size))
 
 
 # ---------------------------------------------------------------- several at once
 
 
-def hurried(plans):
+def hurried(plans, way):
     """All steps given to one worker at once; each rank dawdles at other places, so they resume in other orders."""
-    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT)
+    transport = transport_by(way, TIMEOUT)
     dawdle = random.Random(dist.get_rank())
     ranks = [Rank(dist.get_rank(), Shifted(transport, 1000 * i), plan) for i, plan in enumerate(plans)]
     worker = Worker("hurried", limit=4)
@@ -140,12 +140,13 @@ class Shifted:
         return self.inner.all_gather(out, inp, tag + self.by)
 
 
-def test_buckets_under_way_at_once_do_not_mix(pool, monkeypatch):
+@pytest.mark.parametrize("way", ["sockets", "messages"])
+def test_buckets_under_way_at_once_do_not_mix(pool, monkeypatch, way):
     plans = [
         plan_of(codec_named(name), 3, monkeypatch)
         for name in ("sign", "int8", "none", "int8", "ternary", "sign", "sign")
     ]
-    results = pool.run(hurried, plans, size=3)
+    results = pool.run(hurried, plans, way, size=3)
     for i, plan in enumerate(plans):
         ranks = [Rank(r, t, plan) for r, t in enumerate(Loopback(3).transports())]
         simulate([rank.steps(0) for rank in ranks])
@@ -155,9 +156,9 @@ def test_buckets_under_way_at_once_do_not_mix(pool, monkeypatch):
 # ---------------------------------------------------------------- sizes, groups, backends
 
 
-def means_of(numel, codec, inputs, sequences=(0,)):
+def means_of(way, numel, codec, inputs, sequences=(0,)):
     """The mean of constant buffers, one operation after another; every input and mean is exact in every codec."""
-    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT)
+    transport = transport_by(way, TIMEOUT)
     results = []
     for i, sequence in enumerate(sequences):
         buffer = torch.full((numel,), float(inputs[dist.get_rank()] + i))
@@ -166,38 +167,42 @@ def means_of(numel, codec, inputs, sequences=(0,)):
     return results
 
 
-def test_rows_longer_than_any_socket_buffer(pool):
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_longer_than_any_socket_buffer(pool, way):
     """16 MB in each direction at once: sends that waited for their receives would never end."""
-    assert pool.run(means_of, 1 << 22, "none", [1, 3], size=2) == [[2.0]] * 2
+    assert pool.run(means_of, way, 1 << 22, "none", [1, 3], size=2) == [[2.0]] * 2
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("numel", [1, 7, 8, 9])
-def test_fewer_elements_than_ranks_can_share(pool, numel):
-    assert pool.run(means_of, numel, "sign", [2, 4, 6, 8], size=4) == [[5.0]] * 4
+def test_fewer_elements_than_ranks_can_share(pool, numel, way):
+    assert pool.run(means_of, way, numel, "sign", [2, 4, 6, 8], size=4) == [[5.0]] * 4
 
 
-def test_operation_numbers_go_round_their_tags(pool):
+@pytest.mark.parametrize("way", WAYS)
+def test_operation_numbers_go_round_their_tags(pool, way):
     """Tags repeat after 8192 operations, and numbers need 32 bits: both pass unnoticed."""
     sequences = (0, 1, 8191, 8192, 8193, 0, 2**32 - 1, 2**32, 1)
-    assert pool.run(means_of, 8, "none", [0, 2], sequences, size=2) == [[float(i + 1) for i in range(9)]] * 2
+    assert pool.run(means_of, way, 8, "none", [0, 2], sequences, size=2) == [[float(i + 1) for i in range(9)]] * 2
 
 
-def in_a_subgroup(members):
+def in_a_subgroup(way, members):
     """Everything but the members only helps to make the group."""
     group = dist.new_group(members)
     if dist.get_rank() not in members:
         return None
-    transport = TorchTransport(group, timeout=TIMEOUT)
+    transport = transport_by(way, TIMEOUT, group)
     buffer = torch.full((100,), float(10 + dist.get_rank()))
     run(compressed_allreduce(buffer, codec="sign", transport=transport))
     return transport.rank, buffer.unique().tolist(), [transport.peer(r) for r in range(transport.size)]
 
 
-def test_a_subgroup_counts_its_own_ranks_and_names_the_global_ones(pool):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_subgroup_counts_its_own_ranks_and_names_the_global_ones(pool, way):
     names = ["rank 0 (global rank 1)", "rank 1 (global rank 3)"]
-    assert pool.run(in_a_subgroup, [1, 3], size=4) == [None, (0, [12.0], names), None, (1, [12.0], names)]
+    assert pool.run(in_a_subgroup, way, [1, 3], size=4) == [None, (0, [12.0], names), None, (1, [12.0], names)]
     names = ["rank 0", "rank 1", "rank 2 (global rank 3)"]
-    assert pool.run(in_a_subgroup, [0, 1, 3], size=4)[3][2] == names
+    assert pool.run(in_a_subgroup, way, [0, 1, 3], size=4)[3][2] == names
 
 
 def ways(backends):
@@ -208,6 +213,22 @@ def ways(backends):
 def test_gloo_is_recognised_however_it_was_asked_for(pool):
     """init_process_group() without a name calls its backend "undefined"."""
     assert pool.run(ways, ["gloo", "cpu:gloo", None], size=2) == [[True] * 3] * 2
+
+
+def own(backend, chosen):
+    import commpress.backend  # noqa: F401
+
+    os.environ["COMMPRESS_TRANSPORT"] = chosen
+    try:
+        return type(own_transport(dist.new_group(backend=backend), timeout=TIMEOUT)).__name__
+    finally:
+        del os.environ["COMMPRESS_TRANSPORT"]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "commpress"])
+def test_groups_of_gloo_get_sockets_unless_asked_otherwise(pool, backend):
+    assert pool.run(own, backend, "") == ["SocketTransport"] * 2
+    assert pool.run(own, backend, "gloo") == ["TorchTransport"] * 2
 
 
 # ---------------------------------------------------------------- Gloo's threads
@@ -226,7 +247,9 @@ def scheduling_of(make):
 def scheduled():
     import commpress.backend  # noqa: F401
 
+    os.environ["COMMPRESS_TRANSPORT"] = "gloo"
     ours = scheduling_of(own_transport), scheduling_of(lambda: dist.new_group(backend="commpress"))
+    del os.environ["COMMPRESS_TRANSPORT"]
     return ours, scheduling_of(lambda: dist.new_group(backend="gloo"))
 
 

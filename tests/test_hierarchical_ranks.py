@@ -13,10 +13,10 @@ from commpress.collectives.buckets import Span
 from commpress.collectives.hierarchical import hierarchy_of, reduce_routes, routes
 from commpress.collectives.loopback import Loopback, simulate
 from commpress.collectives.topology import Topology
-from commpress.collectives.transport import TorchTransport
 from commpress.errors import CommunicationError, Mismatch
 from commpress.work import run
 from test_gloo import TIMEOUT
+from ways import transport_by
 
 SPANS = [Span("weight", 0, 3001), Span("norm", 3001, 64), Span("bias", 3065, 37), Span("one", 3102, 1)]
 STEPS = 3
@@ -51,8 +51,8 @@ class Rank:
         return [t.numpy() for t in self.outputs + residuals]
 
 
-def real(topology, codec, point_to_point):
-    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT, point_to_point=point_to_point)
+def real(topology, codec, way):
+    transport = transport_by(way, TIMEOUT)
     rank = Rank(transport, topology, codec)
     for step in range(STEPS):
         run(rank.steps(step))
@@ -68,9 +68,10 @@ def simulated(topology, codec):
 
 @pytest.mark.parametrize("topology", ["2x2", "3,1", "1,2", "0 3|1 2"])
 @pytest.mark.parametrize("codec", [NAMES["sign"], SignCodec(block=0), NAMES["ternary"], EXACT], ids=lambda c: c.spec)
-def test_gloo_equals_the_simulation(pool, topology, codec):
+@pytest.mark.parametrize("way", ["sockets", "messages"])
+def test_real_ranks_equal_the_simulation(pool, topology, codec, way):
     topology = Topology.parse(topology)
-    results = pool.run(real, topology, codec, None, size=topology.size)
+    results = pool.run(real, topology, codec, way, size=topology.size)
     for arrays, twins in zip(results, simulated(topology, codec), strict=True):
         for array, twin in zip(arrays, twins, strict=True):
             np.testing.assert_array_equal(array.view(np.uint32), twin.view(np.uint32))
@@ -78,21 +79,22 @@ def test_gloo_equals_the_simulation(pool, topology, codec):
 
 @pytest.mark.parametrize("topology", [Topology.of(2, 2), Topology.of(1, 3)], ids=str)
 def test_torchs_own_collectives_equal_the_simulation(pool, topology):
-    results = pool.run(real, topology, NAMES["sign"], False, size=4)
+    results = pool.run(real, topology, NAMES["sign"], "collectives", size=4)
     for arrays, twins in zip(results, simulated(topology, NAMES["sign"]), strict=True):
         for array, twin in zip(arrays, twins, strict=True):
             np.testing.assert_array_equal(array.view(np.uint32), twin.view(np.uint32))
 
 
-def disagreeing(topology):
+def disagreeing(topology, way):
     """Rank 3 brings another codec: its node sees it first, the others hear of it when that node goes."""
-    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT / 20)
+    transport = transport_by(way, TIMEOUT / 20)
     rank = Rank(transport, topology, NAMES["int8" if dist.get_rank() == 3 else "sign"])
     run(rank.steps(0))
 
 
-def test_a_disagreement_is_an_error_on_every_rank(pool):
-    outcomes = pool.outcomes(disagreeing, Topology.of(2, 2), size=4)
+@pytest.mark.parametrize("way", ["sockets", "messages"])
+def test_a_disagreement_is_an_error_on_every_rank(pool, way):
+    outcomes = pool.outcomes(disagreeing, Topology.of(2, 2), way, size=4)
     assert all(isinstance(outcome, CommunicationError) for outcome in outcomes)
     assert isinstance(outcomes[2], Mismatch)
     assert "int8" in str(outcomes[2])

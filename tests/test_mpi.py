@@ -18,8 +18,8 @@ from commpress.collectives.all_to_all import Way
 from commpress.collectives.frame import HEADER, Frame, pack_rows
 from commpress.collectives.hierarchical import hierarchy_of
 from commpress.collectives.mpi import MpiTransport, Staged
+from commpress.collectives.rows import Rows
 from commpress.collectives.topology import Topology
-from commpress.collectives.transport import Rows
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
 from commpress.integrations.all_to_all import AllToAll
 from commpress.work import run

@@ -16,6 +16,7 @@ from commpress.collectives.transport import TorchTransport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch
 from commpress.work import run
 from test_gloo import TIMEOUT
+from ways import WAYS, transport_by
 
 HOST = socket.gethostname()
 
@@ -180,9 +181,9 @@ def test_over_gloo(pool):
     assert pool.run(on_gloo, Topology.of(3, 1), size=4) == [Topology.of(3, 1)] * 4
 
 
-def subsets(point_to_point):
+def subsets(way):
     """Transports among the even and the odd ranks."""
-    transport = TorchTransport(dist.group.WORLD, timeout=TIMEOUT, point_to_point=point_to_point)
+    transport = transport_by(way, TIMEOUT)
     even, odd = transport.subset([0, 2]), transport.subset([3, 1])
     assert (even is None) != (odd is None)
     mine = even or odd
@@ -191,9 +192,9 @@ def subsets(point_to_point):
     return mine.rank, mine.size, out[:, -1].tolist(), mine.peer(0)
 
 
-@pytest.mark.parametrize("point_to_point", [True, False])
-def test_subsets_of_a_group(pool, point_to_point):
+@pytest.mark.parametrize("way", WAYS)
+def test_subsets_of_a_group(pool, way):
     odd = "rank 0 (global rank 1)"
-    assert pool.run(subsets, point_to_point, size=4) == [
+    assert pool.run(subsets, way, size=4) == [
         (0, 2, [0, 2], "rank 0"), (0, 2, [1, 3], odd), (1, 2, [0, 2], "rank 0"), (1, 2, [1, 3], odd),
     ]  # fmt: skip

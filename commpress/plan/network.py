@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from commpress.collectives.frame import HEADER
-from commpress.collectives.transport import SMALL, Rows
+from commpress.collectives.rows import Rows
+from commpress.collectives.transport import SMALL
 from commpress.plan.clock import Clock, Cores, Line, Process, Signal
 from commpress.plan.cluster import Class, Classes, Cluster
 from commpress.plan.costs import Ledger
