@@ -26,6 +26,8 @@ from zlib import crc32
 import torch
 
 from commpress.errors import CommpressError
+from commpress.tiered_mem.engines import available
+from commpress.tiered_mem.layer import FileLayer
 from commpress.tiered_mem.options import Options
 from commpress.tiered_mem.store import TieredStore
 from simulated_disk import KINDS, SimulatedDisk
@@ -203,7 +205,8 @@ def enumerate_failures(stride: int = 1, offset: int = 0, cuts: int = 3) -> Count
 def busy(folder: Path, seed: int, report: int) -> None:
     """Change tensors and commit for ever, several threads at it; says on a pipe which commit begins and which is done."""
     draw = random.Random(seed)
-    with TieredStore.open(folder, host=4 << 20, engine=draw.choice(("threads", "io_uring", "libaio")), options=Options(
+    here = [name for name, missing in available(FileLayer()).items() if not missing and name != "aiofiles"]
+    with TieredStore.open(folder, host=4 << 20, engine=draw.choice(here), options=Options(
         chunk_bytes=256 << 10, pack_below=64 << 10, pack_bytes=128 << 10, segment_bytes=32 << 20
     )) as store:  # fmt: skip
         version = 1 + max((int(name.split()[1]) for name in store if name.startswith("version ")), default=0)
