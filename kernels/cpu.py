@@ -5,12 +5,6 @@ packed and stored before the next one is touched, so that a float is read once a
 those of ``reference`` bit for bit. ``docs/kernels.md`` says why Numba.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import pairwise
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -27,11 +21,12 @@ from commpress.kernels.cpu_blocks import (
     widened,
 )
 from commpress.kernels.cpu_heads import HEADS, block_head, decode_headed, encode_headed
-from commpress.kernels.cpu_signs import encode_signs, pack_signs
+from commpress.kernels.cpu_signs import encode_signs, mean_signs, pack_signs, stream_signs
+from commpress.kernels.cpu_threads import split
 from commpress.kernels.pieces import BITS, BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH
 from commpress.kernels.reference import BF16, CHUNK, SIGN_RMS
 
-_PARALLEL_NUMEL = 1 << 19  # below this a second thread costs more than it brings
+_LARGE = 1 << 20  # from here the caches will not keep a buffer until somebody reads it
 
 
 # ---------------------------------------------------------------- runs of blocks
@@ -136,7 +131,7 @@ def _encode(
     """
     c, tree, left = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     work, flags = np.empty(CHUNK + 4, np.float32), np.empty(CHUNK + 8, np.uint8)
-    word = np.empty(1, np.float32)
+    word, scales = np.empty(1, np.float32), np.empty(senders, np.float32)
     word_bytes = word.view(np.uint8)
     finite = True
     done = 0
@@ -159,12 +154,18 @@ def _encode(
             old = residual[kept : kept + n] if residual.size and feedback else residual[:0]
             lazy = stale[p * rows + r] if stale.size else np.float32(0)
             scale = np.float32(0)
-            if n == step and senders == 0 and kind <= SIGN_RMS and step >= 256:
+            if n == step and kind <= SIGN_RMS and step >= 256:
                 keeps = new_residual.size > 0 and feedback
                 keep, keep_at = (new_residual, kept) if keeps else (left, 0)
-                source = widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work)
+                source, factor = work[:n], np.float32(1)
+                if senders > 0:
+                    for s in range(senders):
+                        scales[s] = _load_float(wires[s * in_stride + line[COLUMN] :], scale_at, word, word_bytes)
+                    mean_signs(wires, in_stride, line[COLUMN] + head + code_at, scales, gain, n, source)
+                else:
+                    source, factor = widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work), gain
                 scale = encode_signs(
-                    source, gain, residual if old.size else residual[:0], kept, lazy, keep, keep_at, wire,
+                    source, factor, residual if old.size else residual[:0], kept, lazy, keep, keep_at, wire,
                     r * stride + line[COLUMN] + head + code_at, step, kind == SIGN_RMS, whole_row, keeps, c, tree,
                 )  # fmt: skip
             elif n > 0:
@@ -240,8 +241,11 @@ def _finish_rows(partial, table, rows, senders, rank, wire, stride, new_scale):
 
 
 @jit
-def _decode(wire, stride, out, gain, add, senders, rank, table, rows, start, stop):
-    """senders = 0: every row into the buffer, or added to it; senders > 0: the mean of row ``rank`` into the shard."""
+def _decode(wire, stride, out, gain, add, past, senders, rank, table, rows, start, stop):
+    """senders = 0: every row into the buffer, or added to it; senders > 0: the mean of row ``rank`` into the shard.
+
+    ``past``: nobody reads the buffer soon, signs may be stored past the caches.
+    """
     flags, work = np.empty(CHUNK + 8, np.uint8), np.empty(CHUNK + 4, np.float32)
     wide = np.empty(CHUNK, np.float32)
     word = np.empty(1, np.float32)
@@ -264,6 +268,10 @@ def _decode(wire, stride, out, gain, add, senders, rank, table, rows, start, sto
                 row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + head + width * bits // 8]
                 place = out[line[SOURCE] + at : line[SOURCE] + at + n]
                 values = widened(place, wide)
+                if past and kind <= SIGN_RMS and values.ctypes.data == place.ctypes.data:
+                    scale = _load_float(row, scale_at, word, word_bytes) * gain
+                    if stream_signs(row[head + code_at :], n, scale, values):
+                        continue
                 _decode_block(row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, values, add)
                 narrowed(values, place)
                 continue
@@ -298,21 +306,6 @@ def _settle(value, scale, table, rows, shard):
 
 _NONE = np.empty(0, np.float32)
 _NO_BYTES = np.empty(0, np.uint8)
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="commpress-kernel")
-
-
-def split(function: Callable[..., Any], blocks: int, numel: int, *args: Any) -> list[Any]:
-    """Run ``function(*args, start, stop)`` over all blocks, on as many threads as torch may use."""
-    threads = min(torch.get_num_threads(), blocks, max(numel // _PARALLEL_NUMEL, 1))
-    if threads <= 1:
-        return [function(*args, 0, blocks)]
-    edges = [blocks * i // threads for i in range(threads + 1)]
-    rest = [_pool().submit(function, *args, a, b) for a, b in pairwise(edges[1:])]
-    return [function(*args, 0, edges[1]), *(job.result() for job in rest)]
 
 
 def _floats(tensor: torch.Tensor | None) -> np.ndarray:
@@ -378,14 +371,15 @@ def serve(
 def decode(wire, out, pieces, *, gain=1.0, add=False):
     """out[n] := or += all rows; each scale is multiplied by ``gain`` before it meets a code. float32 or bfloat16."""
     rows = wire.shape[0]
+    past = not add and pieces.numel >= _LARGE
     split(_decode, rows * pieces.blocks, pieces.numel, _bytes(wire), wire.stride(0), _floats(out), np.float32(gain), add,
-          0, 0, pieces.table, rows)  # fmt: skip
+          past, 0, 0, pieces.table, rows)  # fmt: skip
 
 
 def decode_mean(wires, out, pieces, rank):
     """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
     split(_decode, pieces.blocks, pieces.numel, _bytes(wires), wires.stride(0), _floats(out), np.float32(1), False,
-          wires.shape[0], rank, pieces.table, 1)  # fmt: skip
+          False, wires.shape[0], rank, pieces.table, 1)  # fmt: skip
 
 
 def settle(value, scale, pieces, *, shard=False):

@@ -18,8 +18,8 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from commpress.kernels.adam import Segments
-from commpress.kernels.cpu import split
 from commpress.kernels.cpu_signs import jit, stream_64
+from commpress.kernels.cpu_threads import split
 
 _NONE = np.empty(0, np.float32)
 SHORT = 128  # elements that one loop handles before the next one does: long runs of few buffers each are slower

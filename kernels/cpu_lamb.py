@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from commpress.kernels.adam import Segments
-from commpress.kernels.cpu import split
 from commpress.kernels.cpu_adam import SHORT, gradient, part
 from commpress.kernels.cpu_signs import jit
+from commpress.kernels.cpu_threads import split
 from commpress.kernels.lamb import LayerRule
 
 

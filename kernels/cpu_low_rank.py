@@ -11,8 +11,9 @@ order of operations and no fused multiply-add: processors of different makes giv
 import numba
 import numpy as np
 
-from commpress.kernels.cpu import _floats, split
+from commpress.kernels.cpu import _floats
 from commpress.kernels.cpu_blocks import _uniform, jit
+from commpress.kernels.cpu_threads import split
 from commpress.kernels.matrices import LEFT, MARK, PLACE, RANK, RIGHT, SOURCE, TALL, WIDE, Matrices
 
 _loose = numba.njit(nogil=True, boundscheck=False, error_model="numpy", cache=True, fastmath={"reassoc", "contract"})

@@ -81,8 +81,8 @@ def _pack_64(typing, c, at, codes, byte):
 
 
 @intrinsic(prefer_literal=True)
-def _unpack_64(typing, codes, byte, scale, out, at, add):
-    """out[at : at + 64] := or += the scale where the bit is 1, minus the scale where it is 0."""
+def _unpack_64(typing, codes, byte, scale, out, at, add, past):
+    """out[at : at + 64] := or += the scale where the bit is 1, minus the scale where it is 0; ``past`` the caches."""
 
     def generate(*call):
         code = _Code(*call)
@@ -90,15 +90,15 @@ def _unpack_64(typing, codes, byte, scale, out, at, add):
         word = builder.load(code.place(0, code.args[1], _WORD), align=1)
         mask = builder.bitcast(builder.bswap(builder.bitreverse(word)), _MASK)
         value = code.signed(mask, code.spread(code.args[2]))
-        if literal:
+        if adding:
             value = builder.fadd(code.load(3, code.args[4]), value)
-        code.store(value, 3, code.args[4])
+        (code.stream if streaming else code.store)(value, 3, code.args[4])
         return code.nothing()
 
-    if not isinstance(add, types.BooleanLiteral):
+    if not (isinstance(add, types.BooleanLiteral) and isinstance(past, types.BooleanLiteral)):
         return None
-    literal = add.literal_value
-    return types.none(codes, types.intp, types.float32, out, types.intp, add), generate
+    adding, streaming = add.literal_value, past.literal_value
+    return types.none(codes, types.intp, types.float32, out, types.intp, add, past), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -222,6 +222,17 @@ def encode_signs(x, gain, residual, kept, stale, left, left_at, codes, byte, ste
 
 
 @jit
+def mean_signs(wires, stride, byte, scales, count, n, out):
+    """out[:n] := the sum of a block's rows, added in the order of their senders, divided by ``count``; n in whole words."""
+    for i in range(0, n, 64):
+        _unpack_64(wires, byte + i // 8, scales[0], out, i, False, False)
+        for s in range(1, scales.size):
+            _unpack_64(wires, s * stride + byte + i // 8, scales[s], out, i, True, False)
+    for i in range(n):
+        out[i] = out[i] / count
+
+
+@jit
 def pack_signs(c, n, flags, codes):
     wide = n // 64 * 64
     for i in range(0, wide, 64):
@@ -239,14 +250,24 @@ def pack_signs(c, n, flags, codes):
 
 
 @jit
+def stream_signs(codes, n, scale, out):
+    """``unpack_signs`` past the caches, if ``out`` begins with a line and ends with one; whether it does."""
+    if out.ctypes.data % 64 or n % 64:
+        return False
+    for i in range(0, n, 64):
+        _unpack_64(codes, i // 8, scale, out, i, False, True)
+    return True
+
+
+@jit
 def unpack_signs(codes, n, scale, flags, out, add):
     wide = n // 64 * 64
     if add:
         for i in range(0, wide, 64):
-            _unpack_64(codes, i // 8, scale, out, i, True)
+            _unpack_64(codes, i // 8, scale, out, i, True, False)
     else:
         for i in range(0, wide, 64):
-            _unpack_64(codes, i // 8, scale, out, i, False)
+            _unpack_64(codes, i // 8, scale, out, i, False, False)
     if wide == n:
         return
     words = flags.view(np.uint64)

@@ -268,6 +268,23 @@ def test_two_threads_change_no_bit():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("shift", [0, 1, 16])
+def test_signs_past_the_caches_are_the_same(monkeypatch, shift):
+    """Where a block of the result begins with a line (shift 0, 16) and where it does not."""
+    numel = 3 * 5120 + 37
+    pieces = cut([Piece(shift, numel, reference.SIGN_RMS, 512, 0)], 3)
+    wire, flag = framed(3, pieces.row_bytes, 0), torch.zeros(1, dtype=torch.uint8)
+    cpu.encode(torch.from_numpy(sample(shift + numel, 5)), wire, flag, pieces)
+    room = torch.zeros(shift + numel + 16)
+    aligned = room[(-room.data_ptr() % 64) // 4 :][: shift + numel]
+    plain = torch.zeros(shift + numel)
+    cpu.decode(wire, plain, pieces, gain=0.5)
+    monkeypatch.setattr(cpu, "_LARGE", 0)
+    cpu.decode(wire, aligned, pieces, gain=0.5)
+    assert torch.equal(aligned, plain)
+    assert plain.count_nonzero() == numel
+
+
 def test_golden_bytes():
     alternating = np.tile(np.float32([1, -1]), 8)
     assert reference.pack_signs(alternating).tolist() == [0xAA, 0xAA]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from commpress.kernels import adam, cpu, cpu_adam
+from commpress.kernels import adam, cpu_adam, cpu_threads
 from commpress.optim.flat import Flat
 from optim_twin import start
 
@@ -66,7 +66,7 @@ def test_the_fused_passes_are_the_torch_operations(compiled, monkeypatch, passes
     for mine, theirs in zip(alone, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     assert sum_alone == pytest.approx(squares, rel=1e-12)
-    monkeypatch.setattr(cpu, "_PARALLEL_NUMEL", 500)
+    monkeypatch.setattr(cpu_threads, "_PARALLEL_NUMEL", 500)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
