@@ -42,7 +42,7 @@ def allreduce(path):
 
 def alltoall(path):
     bench_alltoall.draw(path, [bench_alltoall.Measured(4, n, "int8", 2e-3, 3e-3, 1e-3, 4e-3, [2, 1], 0, 0.01) for n in SIZES])
-    return ["int8 on the way", "torch or MPI", "nodes, inside first", "nodes, between first"]
+    return ["int8 on the way", "torch, float32", "nodes, inside first", "nodes, between first"]
 
 
 def hierarchical(path):
@@ -151,7 +151,7 @@ def row(ranks, way, inside=0.0):
 
 def scaling(path):
     simulate_plot.draw([row(n, way) for n in (2, 4, 8) for way in ("plain", "sign", "sign/2")], path, "An all-reduce")
-    return ["An all-reduce", "ranks", "times faster than plain", "sign/2"]
+    return ["An all-reduce", "ranks", "times faster than plain", "sign, two levels"]
 
 
 def one_cluster(path):

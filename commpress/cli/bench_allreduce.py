@@ -206,6 +206,7 @@ def draw(path: str, measured: list[Measured]) -> None:
         curves = {"torch, float32": [(m.size, m.fp32_seconds) for m in plan]}
         charts.over_sizes(time, curves | {f"commpress, {first.codec}": [(m.size, m.seconds) for m in plan]})
         charts.over_sizes(gain, {"": [(m.size, m.speed_up) for m in plan]}, "times faster than torch", scale=1)
+        gain.lines[0].set_color(charts.COLOURS[1])  # ours, as on the left
         gain.set(yscale="linear", ylim=(0, 1.1 * max(1.0, *(m.speed_up for m in plan))))
         gain.axhline(1, color="#333333", linewidth=1, linestyle="--")
 

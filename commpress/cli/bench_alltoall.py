@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if measured is None:  # not rank 0 of a launcher
         return 0
     bars = partial(judge, measured, mpi=options.mpi)
-    return outputs.deliver(options, measured, judge=bars, draw=lambda path: draw(path, measured))
+    return outputs.deliver(options, measured, judge=bars, draw=lambda path: draw(path, measured, mpi=options.mpi))
 
 
 # ---------------------------------------------------------------- on every rank
@@ -198,11 +198,12 @@ def delivery(measured: list[Measured]) -> list[tuple[str, bool]]:
     return [(f"{codec} is {error:.1e} off what the rival delivers, at most {allowed:.1e}", 0 < error <= allowed)]
 
 
-def draw(path: str, measured: list[Measured]) -> None:
+def draw(path: str, measured: list[Measured], *, mpi: bool = False) -> None:
     from commpress.cli import charts
 
     first = measured[0]
-    curves = {"torch or MPI": [(m.size, m.rival) for m in measured], "flat": [(m.size, m.flat) for m in measured]}
+    rival = "MPI's Alltoall" if mpi else "torch, float32"
+    curves = {rival: [(m.size, m.rival) for m in measured], "flat": [(m.size, m.flat) for m in measured]}
     for name, label in (("inside", "nodes, inside first"), ("between", "nodes, between first")):
         if getattr(first, name) is not None:
             curves[label] = [(m.size, getattr(m, name)) for m in measured]

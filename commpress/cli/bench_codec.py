@@ -228,5 +228,6 @@ def draw(path: str, figures: list[Figure]) -> None:
             series = {
                 operation: [of[name, count, operation] for name in names] for operation in ("encode", "decode", "mean", "serve")
             }
-            charts.bars(panel, names, series, "GB of float32 per second", show="{:.1f}")
+            charts.bars(panel, names, series, "GB of float32 per second", show="{:.2g}")
             panel.set_title("one thread" if count == 1 else f"{count} threads")
+        charts.same_scale(panels)

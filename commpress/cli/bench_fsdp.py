@@ -262,7 +262,7 @@ def draw(path: str, measured: list[Measured]) -> None:
     names = [m.variant for m in measured]
     title = f"A training step of {measured[0].parameters / 1e6:.1f} M parameters under FSDP2"
     with charts.chart(path, title, panels=2) as (time, sent):
-        charts.bars(time, names, {"": [1e3 * m.step_seconds for m in measured]}, "one step, ms", show="{:.0f}")
+        charts.bars(time, names, {"": [1e3 * m.step_seconds for m in measured]}, "one step, ms")
         shares = {
             "gradients": [100 * m.gradients for m in measured], "weights": [100 * m.weights for m in measured],
             "together": [100 * m.of_plain for m in measured],

@@ -173,4 +173,6 @@ def draw(path: str, rows: list[dict[str, Any]], engine: str) -> None:
             if not any(series["fio"]):
                 del series["fio"]
             charts.bars(panel, [show_bytes(row["chunk"]) for row in of], series, "GB per second", show="{:.2f}")
-            panel.set(title=verb, ylabel="chunk")
+            panel.set_title(verb)
+        panels[0].set_ylabel("chunk")
+        charts.same_scale(panels)

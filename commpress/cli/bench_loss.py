@@ -301,4 +301,4 @@ def draw(path: str, measured: list[Measured], target: float) -> None:
 
     names = [m.variant for m in measured]
     with charts.chart(path, f"To a training loss of {target:g} nats per byte", size=(8, 4)) as (panel,):
-        charts.bars(panel, names, {"": [m.seconds for m in measured]}, "seconds (–: not reached)", show="{:.1f}")
+        charts.bars(panel, names, {"": [m.seconds for m in measured]}, "seconds (–: not reached)")

@@ -91,7 +91,8 @@ def draw(path: str, m: Measured) -> None:
     title = f"Watching a step of {1e3 * m.off_seconds:.0f} ms"
     with charts.chart(path, title, size=(8, 3)) as (panel,):
         shares = [100 * max(value, 0.0) / m.off_seconds for value in parts.values()]
-        charts.bars(panel, list(parts), {"": shares}, "% of an unwatched step")
+        charts.bars(panel, list(parts), {"": shares}, f"% of an unwatched step; dashed: at most {100 * MOST:.0f} %")
+        panel.set_xlim(0, max(panel.get_xlim()[1], 110 * MOST))
         panel.axvline(100 * MOST, color="#333333", linewidth=1, linestyle="--")
 
 

@@ -144,5 +144,5 @@ def draw(path: str, rows: list[Row]) -> None:
         charts.bars(
             panel, [row.way for row in rows],
             {"measured": [1e3 * row.seconds for row in rows], "predicted": [1e3 * row.predicted_seconds for row in rows]},
-            "one step, ms", show="{:.0f}",
+            "one step, ms",
         )  # fmt: skip

@@ -97,7 +97,7 @@ def draw(path: str, result: dict[str, dict[str, float]], settings: Settings) -> 
 
     title = f"PowerSGD of rank {settings.rank}: {settings.count} matrices of {settings.tall}×{settings.wide}"
     with charts.chart(path, title, panels=3, size=(5, 3.4), share=True) as (time, error, residual):
-        charts.bars(time, HOOKS, {"": [1e3 * result[name]["seconds"] for name in HOOKS]}, "one call, ms", show="{:.0f}")
+        charts.bars(time, HOOKS, {"": [1e3 * result[name]["seconds"] for name in HOOKS]}, "one call, ms")
         charts.bars(error, HOOKS, {"": [result[name]["error"] for name in HOOKS]}, "relative error of what was delivered")
         norms = {
             f"after {settings.walk // 4} steps": [result[name]["early"] for name in HOOKS],

@@ -216,5 +216,5 @@ def draw(path: str, measured: list[Measured]) -> None:
         charts.stacked(time, names, {"compute": hidden, "exposed communication": exposed}, "one step, ms")
         charts.bars(
             sent, names, {"": [None if m.sent_bytes is None else m.sent_bytes / 1e6 for m in measured]},
-            "MB sent per rank and step", show="{:.2f}",
+            "MB sent per rank and step", show="{:.3g}",
         )  # fmt: skip

@@ -14,8 +14,10 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from commpress.tiered_mem.sizes import show_bytes
 
 COLOURS = ("#999999", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
+ALONE = "#6b6f8a"  # of bars that no legend names
 MARKERS = "os^Dv<>P"
 PANEL = (6.4, 4.6)  # inches
+PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.0}  # behind a number that a line may cross
 
 
 @contextmanager
@@ -32,25 +34,27 @@ def chart(
             panel.grid(alpha=0.3)
             panel.set_axisbelow(True)
         _explain(figure, grid[0])
-        figure.suptitle(title)
+        figure.suptitle(title, wrap=True)
         figure.savefig(path, dpi=130)
     finally:
         pyplot.close(figure)
 
 
 def _explain(figure: Any, panels: Sequence[Any]) -> None:
-    """A legend in every panel of curves; below all panels where there are bars, which leave no room inside."""
-    if not any(panel.containers for panel in panels):
-        for panel in panels:
-            if len(panel.get_legend_handles_labels()[0]) > 1:
+    """A legend in every panel of curves; one below all panels where there are bars, or where all panels say the same."""
+    shown = [dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True)) for panel in panels]
+    differ = len(panels) == 1 or any(one.keys() != shown[0].keys() for one in shown)
+    if differ and not any(panel.containers for panel in panels):
+        for panel, one in zip(panels, shown, strict=True):
+            if len(one) > 1:
                 panel.legend(frameon=False)
         return
-    shown: dict[str, Any] = {}
-    for panel in panels:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            shown.setdefault(label, handle)
-    if len(shown) > 1:
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown), frameon=False)
+    every: dict[str, Any] = {}
+    for one in shown:
+        every |= one
+    if len(every) > 1:
+        columns = min(len(every), 4 * len(panels))
+        figure.legend(every.values(), every.keys(), loc="outside lower center", ncols=columns, frameon=False)
 
 
 def over_sizes(
@@ -95,12 +99,12 @@ def bars(
     for i, (label, values) in enumerate(series.items()):
         for row, value in enumerate(values):
             at = row + (i - (len(series) - 1) / 2) * height
-            colour = COLOURS[i % len(COLOURS) if len(series) > 1 else 2]
+            colour = COLOURS[i % len(COLOURS)] if len(series) > 1 else ALONE
             if value is None:
                 panel.text(0, at, " –", va="center", fontsize=8)
                 continue
             panel.barh(at, value, height=0.92 * height, color=colour, label=label if row == 0 else None)
-            panel.text(value, at, " " + _shown(show, value), va="center", fontsize=8)
+            panel.text(value, at, " " + _shown(show, value), va="center", fontsize=8, bbox=PAPER)
             longest = max(longest, value)
     panel.set_yticks(range(len(names)), names)
     panel.set_ylim(len(names) - 0.5, -0.5)
@@ -108,8 +112,15 @@ def bars(
     panel.set_xlabel(axis)
 
 
+def same_scale(panels: Sequence[Any]) -> None:
+    """One x axis for bars that are to be compared from panel to panel."""
+    right = max(panel.get_xlim()[1] for panel in panels)
+    for panel in panels:
+        panel.set_xlim(0, right)
+
+
 def stacked(
-    panel: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], axis: str, *, show: str = "{:.0f}", first: int = 0,
+    panel: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], axis: str, *, show: str = "{:.3g}", first: int = 0,
     colours: Sequence[str] = COLOURS,
 ) -> None:  # fmt: skip
     """Lying bars made of parts, with their sums; ``first``: of the colours."""

@@ -228,12 +228,35 @@ def _falls(errors: list[float]) -> bool:
 def draw(path: str, lines: list[Line]) -> None:
     from commpress.cli import charts
 
-    with charts.chart(path, "Codecs on the gradients of a small GPT: bits and error", size=(9, 6)) as (panel,):
+    title = "Codecs on the gradients of a small GPT: bits and error"
+    least = min((line.error for line in lines if line.error > 0), default=1e-3) / 3  # where errors of zero lie
+    with charts.chart(path, title, size=(9, 6)) as (panel,):
         for line in lines:
-            colour, at = charts.COLOURS[1 if line.residual else 2], (line.bits, max(line.error, 1e-4))
-            panel.plot(*at, "o", color=colour, markersize=5)
-            panel.annotate(line.codec, at, xytext=(5, 3), textcoords="offset points", fontsize=8)
+            colour = charts.COLOURS[1 if line.residual else 2]
+            panel.plot(line.bits, line.error or least, "o", color=colour, markersize=5)
+        places = {line.codec + ("" if line.error else " (exact)"): (line.bits, line.error or least) for line in lines}
+        for group in neighbours(places):
+            right = max(places[name][0] for name in group)
+            height = max(places[name][1] for name in group)
+            crowded = any(1 < x / right < 1.45 and 0.8 < y / height < 1.3 for x, y in places.values())
+            side = {"xytext": (-5, 3), "ha": "right"} if crowded else {"xytext": (5, 3), "ha": "left"}
+            panel.annotate(", ".join(group), (right, height), textcoords="offset points", fontsize=8, **side)
         for label, colour in (("with error feedback", charts.COLOURS[1]), ("without", charts.COLOURS[2])):
             panel.plot([], [], "o", color=colour, label=label)
         panel.set(xscale="log", yscale="log", xlabel="bits per element", ylabel="relative error of one encoding")
         panel.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16, 32], ["1/4", "1/2", "1", "2", "4", "8", "16", "32"])
+        panel.minorticks_off()
+        panel.set_xlim(right=64)
+
+
+def neighbours(places: dict[str, tuple[float, float]]) -> list[list[str]]:
+    """Names whose points lie so close together that their labels would cover each other."""
+    groups: list[list[str]] = []
+    for name, (x, y) in sorted(places.items(), key=lambda item: item[1]):
+        for group in groups:
+            if any(x < 1.25 * places[other][0] and 0.65 < y / places[other][1] < 1.55 for other in group):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups

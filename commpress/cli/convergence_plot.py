@@ -26,10 +26,14 @@ def draw(groups: "Groups", path: str) -> None:
 
 def _fill(panels: "dict[str, Any]", groups: "Groups") -> None:
     for task, panel in panels.items():
+        lowest, start = [], []
         for name, style in STYLES.items():
             runs = groups.get((task, name), [])
             if runs:
                 losses = charts.smooth([mean(step) for step in zip(*(r.losses for r in runs), strict=True)])
                 panel.plot(range(1, len(losses) + 1), losses, label=f"{name}: {mean(r.final for r in runs):.3f}", **style)
-                panel.set_ylim(top=losses[len(losses) // 20] * 1.02)
-        panel.set(title=task, xlabel="step", ylabel="training loss (smoothed)")
+                lowest.append(min(losses))
+                start.append(losses[len(losses) // 20])
+        margin = 0.05 * (max(start) - min(lowest))
+        panel.set_ylim(min(lowest) - margin - 1e-3, max(start) + margin + 1e-3)  # the first steps would flatten the rest
+        panel.set(title=task, xlabel="step", ylabel="training loss, nats (smoothed)")

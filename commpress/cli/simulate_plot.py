@@ -20,6 +20,10 @@ def draw(rows: "list[Row]", path: str, title: str) -> None:
             _bars(times, other, rows)
 
 
+def named(way: str) -> str:
+    return way.removesuffix("/2") + (", two levels" if way.endswith("/2") else "")
+
+
 def _scaling(times: Any, other: Any, rows: "list[Row]", sizes: list[int]) -> None:
     ways = list(dict.fromkeys(row.way for row in rows))
     flat = [way for way in ways if "/" not in way]
@@ -27,25 +31,25 @@ def _scaling(times: Any, other: Any, rows: "list[Row]", sizes: list[int]) -> Non
         mine = [row for row in rows if row.way == way]
         style = charts.curve(flat.index(way.partition("/")[0])) | ({"linestyle": "--"} if "/" in way else {})
         at = [row.ranks for row in mine]
-        times.plot(at, [1e3 * row.seconds for row in mine], label=way, **style)
-        other.plot(at, [row.plain_seconds / row.seconds for row in mine], label=way, **style)
+        times.plot(at, [1e3 * row.seconds for row in mine], label=named(way), **style)
+        other.plot(at, [row.plain_seconds / row.seconds for row in mine], label=named(way), **style)
     for panel in (times, other):
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [str(n) for n in sizes])
         panel.minorticks_off()
         panel.set_xlabel("ranks")
     charts.logarithmic(times)
-    times.set_ylabel("ms")
+    times.set_ylabel("time, ms")
     other.set_ylabel("times faster than plain")
     other.set_ylim(0, 1.1 * max(row.plain_seconds / row.seconds for row in rows))
 
 
 def _bars(times: Any, other: Any, rows: "list[Row]") -> None:
-    names = [row.way for row in rows]
+    names = [named(row.way) for row in rows]
     alone = [1e3 * (row.seconds - row.exposed_seconds) for row in rows]
     exposed = [1e3 * row.exposed_seconds for row in rows]
     parts = {"computing alone": alone, "exposed communication": exposed} if any(alone) else {"": exposed}
-    charts.stacked(times, names, parts, "ms", show="{:.3g}")
+    charts.stacked(times, names, parts, "time, ms", show="{:.3g}")
     out = [row.between_bytes / 1e6 for row in rows]
     inside = [(row.sent_bytes - row.between_bytes) / 1e6 for row in rows]
     if any(inside):
