@@ -5,7 +5,8 @@ The file that ``commpress probe`` writes is JSON of at most 64 KiB:
     {"format": "commpress links", "version": 1, "nodes": [[0, 1], [2, 3]],
      "inside":  {"latency": 3e-5, "bandwidth": 2e9, "together": 1e9},
      "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7},
-     "stack":   {"exchange": 4e-4, "message": 1e-4, "byte": 2e-10, "ring": 2e-4, "cores": 2}}
+     "stack":   {"exchange": 4e-4, "message": 1e-4, "byte": 2e-10, "ring": 2e-4, "cores": 2, "ring_byte": 4e-10,
+                 "half_byte": 6e-10, "reduce": 2e-3}}
 
 One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the smallest exchange of a
 pair, from a barrier of all ranks on: so it holds what ranks come late, which a collective's phases wait for as well.
@@ -17,7 +18,7 @@ simulator; files without it are older.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -60,6 +61,9 @@ class Stack:
     byte: float  # seconds of a core for a byte, at each end
     ring: float  # seconds of torch's smallest all-reduce
     cores: int  # of the one machine that all nodes lie on (namespaces, containers), 0 if they are several
+    ring_byte: float = 0.0  # seconds of a core for a byte that torch's all-reduce of float32 sends: both ends and the sum
+    half_byte: float = 0.0  # the same of bfloat16; 0 where it was not measured
+    reduce: float = 0.0  # seconds of the shortest compressed all-reduce, between pieces of work
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -105,10 +109,11 @@ def load_links(path: str | Path) -> Links:
 
 
 def _part(path: str | Path, content: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
-    found, wanted = content.get(name), [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    found, every = content.get(name), fields(kind)  # type: ignore[arg-type]
+    wanted = [f.name for f in every if f.default is MISSING]
     if found is None:
         return None
-    if not isinstance(found, dict) or found.keys() != set(wanted):
+    if not isinstance(found, dict) or not set(wanted) <= found.keys() <= {f.name for f in every}:
         raise InvalidArgument(f"{path} has {name} {found!r}, expected {', '.join(wanted[:-1])} and {wanted[-1]}")
     return kind(**found)
 

@@ -23,7 +23,7 @@ FAST, SLOW = Link(3e-5, 2e9, 1e9), Link(1e-3, 1.2e7, 1.2e7)
 CLUSTER = Links(Topology.of(2, 2), FAST, SLOW)
 positive = st.floats(1e-9, 1e12)
 links = st.builds(Link, positive, positive, positive)
-stacks = st.builds(Stack, positive, positive, positive, positive, st.integers(0, 64))
+stacks = st.builds(Stack, positive, positive, positive, positive, st.integers(0, 64), positive, positive)
 
 
 # ---------------------------------------------------------------- the file
@@ -38,6 +38,12 @@ def test_what_is_saved_is_loaded(tmp_path_factory, sizes, inside, between, stack
     saved = Links(Topology.of(*sizes), inside, between, stack)
     saved.save(file)
     assert load_links(file) == saved
+
+
+def test_a_file_from_before_rings_were_measured_is_loaded(tmp_path):
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps(changed(stack={"exchange": 1, "message": 1, "byte": 0, "ring": 1, "cores": 2})))
+    assert load_links(file).stack == Stack(1, 1, 0, 1, 2)
 
 
 def changed(**what):
@@ -59,6 +65,7 @@ def changed(**what):
         (changed(inside={"latency": 1, "bandwidth": 1}), "expected latency, bandwidth and together"),
         (changed(inside={"latency": "1", "bandwidth": 1, "together": 1}), "latency of a link is '1'"),
         (changed(inside={"latency": 1, "bandwidth": 0, "together": 1}), "expected a positive number"),
+        (changed(stack={"exchange": 1, "message": 1, "byte": 0, "ring": 1, "cores": 2, "wings": 1}), "expected exchange"),
         (changed(stack={"exchange": 1}), "expected exchange, message, byte, ring and cores"),
         (changed(stack={"exchange": 1, "message": -1, "byte": 0, "ring": 1, "cores": 2}), "message of the stack is -1"),
         ('{"format": "commpress links", "version": 1, "nodes": [[0]], "inside": '

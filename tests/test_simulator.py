@@ -259,7 +259,7 @@ def test_what_was_probed_comes_out_again():
     """The shortest exchange and the library's shortest all-reduce take what they took when they were measured."""
     wire = Link(1e-3, 1e8, 1e8)
     for ranks, cores in ((2, 0), (4, 2)):
-        stack = Stack(exchange=2e-3, message=1e-4, byte=1e-10, ring=1.2e-3, cores=cores)
+        stack = Stack(exchange=2e-3, message=1e-4, byte=1e-10, ring=1.2e-3, cores=cores, reduce=6e-3)
         machines = measured_cluster(Links(Topology.of(*[1] * ranks), None, wire, stack))
         assert machines.machine_cores == cores
 
@@ -267,8 +267,20 @@ def test_what_was_probed_comes_out_again():
             rows = torch.zeros(2, transport.size, HEADER + 8, dtype=torch.uint8)
             return [iter([transport.all_to_all(rows[0], rows[1], 0)])]
 
-        assert simulate_calls(machines, COSTS, exchange, 64).seconds == pytest.approx(2e-3, rel=0.01)
-        least = simulate_calls(machines, COSTS, buffer_by("plain", 1, COSTS), 64).seconds
-        assert least == pytest.approx(1.2e-3, rel=0.01)
+        bare = replace(machines, post_seconds=0.0)  # no collective around it
+        assert simulate_calls(bare, COSTS, exchange, 64).seconds == pytest.approx(2e-3, rel=0.01)
+        for way, seconds in (("plain", 1.2e-3), ("none", 6e-3)):
+            least = simulate_calls(machines, COSTS, buffer_by(way, 64, COSTS), 64).seconds
+            assert least == pytest.approx(seconds, rel=0.02)
     old = measured_cluster(Links(Topology.of(2, 2), wire, wire))
     assert (old.latency, old.machine_cores, old.message_seconds) == (5e-4, 0, 0)
+
+
+def test_the_librarys_ring_costs_the_processor_time_that_was_probed():
+    """Of one core for two ranks: every byte that either sends, both ends and the sum."""
+    wire, numel = Link(1e-9, 1e15, 1e15), 1 << 20
+    stack = Stack(exchange=0.0, message=0.0, byte=1e-7, ring=0.0, cores=1, ring_byte=2e-9, half_byte=3e-9)
+    machines = measured_cluster(Links(Topology.of(1, 1), None, wire, stack))
+    for way, byte, size in (("plain", 2e-9, 4), ("bf16-ring", 3e-9, 2)):
+        found = simulate_calls(machines, FREE, buffer_by(way, numel, FREE), numel)
+        assert found.seconds == pytest.approx(2 * size * numel * byte, rel=0.01)

@@ -64,22 +64,24 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     message = (MESSAGE if on_cpu else 5e-6) if options.message_us is None else 1e-6 * options.message_us
     byte = (BYTE if on_cpu else 0.0) if options.byte_ns is None else 1e-9 * options.byte_ns
     cores = options.cores or UNLIMITED
+    measured: dict[str, float] = {}
     if options.links:
         known = measured_cluster(load_links(options.links), cores=cores)
+        measured = {n: getattr(known, n) for n in ("ring_latency", "ring_byte", "half_byte", "machine_cores")}
         kinds, latency, inside_latency = [*known.kinds], known.latency, known.inside_latency
         message = message if options.message_us is not None else known.message_seconds or message
         byte = byte if options.byte_ns is not None else known.byte_seconds or byte
     else:
-        known = None
         kinds, latency, inside_latency = _described(options, cores)
-    machine_cores, ring = options.machine_cores or (known.machine_cores if known else 0.0), known.ring_latency if known else 0.0
+    if options.machine_cores:
+        measured["machine_cores"] = options.machine_cores
     if options.straggler != 1.0:
         node, count = kinds[0]
         slow = Node(node.ranks, node.nic, node.inside, node.cores, options.straggler, node.foreign)
         kinds = [(slow, 1), *([(node, count - 1)] if count > 1 else []), *kinds[1:]]
     return Cluster(
         tuple(kinds), latency=latency, inside_latency=inside_latency, message_seconds=message, byte_seconds=byte,
-        machine_cores=machine_cores, ring_latency=ring, rack=options.rack, oversubscription=options.oversubscription,
+        rack=options.rack, oversubscription=options.oversubscription, **measured,
     )  # fmt: skip
 
 

@@ -16,15 +16,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
-from itertools import combinations
+from itertools import combinations, cycle
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time, thread_time
+from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
 
 from commpress.cli import ranks, table
+from commpress.cli.reduced import Reduced
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.hierarchical import Hierarchy, hierarchy_of
 from commpress.collectives.links import Link, Links, Stack
@@ -37,7 +38,7 @@ from commpress.work import run as drive
 TIMEOUT = timedelta(minutes=5)
 PAIRS = 4  # of each class that are measured alone
 SHORT = 100  # shortest exchanges in a row
-WORK = 3e-4  # seconds of work between two of them
+WORK = 1 << 20  # bytes copied between two of them
 _LINES = 4  # progress lines where there is no terminal
 
 
@@ -81,8 +82,10 @@ def run(options: argparse.Namespace) -> int:
     print(f"nodes {links.topology}")
     print(table.render(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows))
     if (stack := links.stack) is not None:
-        print(f"an exchange of all {1e6 * stack.exchange:.0f} us; of a core, {1e6 * stack.message:.0f} us for a message, "
-              f"{1e9 * stack.byte:.2f} ns for a byte at each end")  # fmt: skip
+        print(f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed all-reduce {1e6 * stack.reduce:.0f}, "
+              f"torch's {1e6 * stack.ring:.0f}")  # fmt: skip
+        print(f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns for a byte at each end, "
+              f"{1e9 * stack.ring_byte:.2f} ns for a byte of torch's all-reduce")  # fmt: skip
     print(f"saved: {options.out}")
     return 0
 
@@ -192,26 +195,42 @@ class Probe:
     def stack(self, transport: Transport, payload: int) -> Stack:
         """All ranks with all others: short rows for messages, ``payload`` bytes of a rank in all for bytes.
 
-        Short exchanges alternate with work, as they do with encoding: a thread that sleeps is woken late on a busy processor.
+        Short calls alternate with work, as they do with encoding: a thread that sleeps is woken late on a busy processor, and
+        what it needs has left the caches.
         """
-        peers, size, cores = transport.size - 1, transport.size, machine_cores()
-        crowd = max(size / cores, 1.0) if cores else 1.0
-        took, cost = self._in_a_row(lambda: self._work(transport), SHORT)
-        message = max(cost / size - WORK, 0.0) / peers
+        peers, size = transport.size - 1, transport.size
+        fresh = cycle(torch.ones(16, 2, WORK, dtype=torch.uint8))
+
+        def work() -> None:
+            into, source = next(fresh)
+            into.copy_(source)
+
+        def beside(call: Callable[[], object]) -> tuple[float, float]:
+            """What a call costs, the work not counted."""
+            both = self._in_a_row(lambda: (work(), call()), SHORT)
+            return max(both[0] - alone[0], 0.0), max(both[1] - alone[1], 0.0)
+
+        alone = self._in_a_row(work, SHORT)
+        short = torch.zeros(2, size, HEADER + 8, dtype=torch.uint8)
+        exchange, cost = beside(lambda: drive(self._exchange(transport, short[0], short[1], 0)))
+        message = cost / size / peers
         row = payload // peers
         rows = torch.zeros(2, size, HEADER + row, dtype=torch.uint8)
         cost = self._in_a_row(lambda: drive(self._exchange(transport, rows[0], rows[1], 0)), max(self.rounds, 2))[1]
         byte = max(cost / size - 2 * peers * message, 0.0) / (2 * peers * row)
         one = torch.zeros(1)
-        ring = self._in_a_row(lambda: dist.all_reduce(one), SHORT)[0]
-        return Stack(max(took - WORK * crowd, 0.0), message, byte, ring, cores)
+        ring = beside(lambda: dist.all_reduce(one))[0]
+        reduced = Reduced(64 * size, "sign", transport, 0)
+        reduced.fill()
+        reduce = beside(reduced.reduce)[0]
+        kinds = [self._ring_byte(size, payload, kind) for kind in (torch.float32, torch.bfloat16)]
+        return Stack(exchange, message, byte, ring, machine_cores(), *kinds, reduce)
 
-    def _work(self, transport: Transport) -> None:
-        start = thread_time()
-        while thread_time() < start + WORK:
-            pass
-        rows = torch.zeros(2, transport.size, HEADER + 8, dtype=torch.uint8)
-        drive(self._exchange(transport, rows[0], rows[1], 0))
+    def _ring_byte(self, size: int, payload: int, kind: torch.dtype) -> float:
+        """Of cores for a byte sent by torch's own all-reduce, of gradients that no cache holds any more."""
+        gradients = cycle(torch.zeros(8, payload // kind.itemsize, dtype=kind))
+        cost = self._in_a_row(lambda: dist.all_reduce(next(gradients)), max(self.rounds, 2))[1]
+        return cost / (2 * (size - 1) * payload)
 
     def _in_a_row(self, call: Callable[[], object], calls: int) -> tuple[float, float]:
         """Of one call: seconds of the slowest rank, and seconds of cores of all ranks together."""

@@ -12,6 +12,7 @@ import numpy as np
 from commpress.collectives.links import Links
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
+from commpress.plan.costs import CALL
 
 TCP = 1448 / 1538  # of an Ethernet frame of 1500 bytes, its gap and preamble included, this share is payload
 UNLIMITED = 1e18
@@ -46,8 +47,11 @@ class Cluster:
     latency: float = 50e-6  # between nodes, one way, with the waking of the receiver
     inside_latency: float = 20e-6
     message_seconds: float = 0.0  # of the sending thread for each message
+    post_seconds: float = 0.0  # of the same for each exchange of ours besides: steps of generators, headers, checks
     ring_latency: float = 0.0  # of a step of the library's ring, processor time included (0: as of our messages)
     byte_seconds: float = 0.0  # of a core for each byte sent and for each received: the network stack
+    ring_byte: float = 0.0  # of a core for a byte that the library's ring sends in float32, both ends and the sum (0: derived)
+    half_byte: float = 0.0  # the same in bfloat16
     machine_cores: float = 0.0  # > 0: all nodes lie on one machine and share its cores (network namespaces)
     rack: int = 0  # nodes below one switch (0: all)
     oversubscription: float = 1.0  # a rack's uplink carries its nodes' rates divided by this
@@ -122,6 +126,7 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
     """From what ``commpress probe`` measured.
 
     The shortest exchange of all ranks is P − 1 messages of processor time, stretched where ranks share cores, and a latency.
+    The shortest all-reduce is two of them and three kernels; what it takes besides is the work of whoever posts them.
     Files without a stack have only the latency of an exchange both ways, from a barrier on.
     """
     sizes = [len(node) for node in links.topology.nodes]
@@ -141,6 +146,8 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
     return Cluster(
         kinds, latency=between, inside_latency=within, message_seconds=stack.message, byte_seconds=stack.byte,
         ring_latency=stack.ring / (2 * sum(sizes) - 2), machine_cores=stack.cores,
+        ring_byte=stack.ring_byte, half_byte=stack.half_byte,
+        post_seconds=max(stack.reduce / 2 - stack.exchange - 1.5 * CALL * crowd, 0.0) / crowd,
     )  # fmt: skip
 
 

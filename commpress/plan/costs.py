@@ -20,6 +20,7 @@ from commpress.kernels.matrices import RANK, TALL, WIDE, Matrices, Matrix, stack
 from commpress.kernels.pieces import KIND, NUMEL, WIDTH, Pieces
 
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "sign", "sign-l1", "ternary", "terngrad", "bits4")
+CALL = 2e-5
 _NUMEL, _ROWS, _RANK = 1 << 23, 4, 4  # longer than caches: gradients and residuals come from memory
 
 
@@ -39,7 +40,7 @@ class Costs:
     codecs: Mapping[int, Cost]  # by kernel kind; kinds not listed cost as much as the dearest that is
     memory: float  # seconds per byte that is read or written
     product: float  # seconds per multiply-add of a low-rank product
-    call: float = 2e-5  # seconds of one kernel call, whatever its size
+    call: float = CALL  # seconds of one kernel call, whatever its size
 
     def of(self, kind: int) -> Cost:
         if kind in self.codecs:
@@ -48,7 +49,7 @@ class Costs:
         return same[0] if same else max(self.codecs.values(), key=lambda cost: cost.encode)
 
 
-def device_costs(memory_bandwidth: float, *, call: float = 2e-5) -> Costs:
+def device_costs(memory_bandwidth: float, *, call: float = CALL) -> Costs:
     """Of an accelerator: every kernel is one pass over memory at ``memory_bandwidth`` bytes per second."""
     byte = 1 / memory_bandwidth
     codecs = {}

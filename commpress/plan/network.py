@@ -34,6 +34,7 @@ class Flow(NamedTuple):
     messages: float
     each: float = -1.0  # bytes that one rank of the other class receives, where not nbytes · n / m
     latency: float = 0.0  # where it is not the cluster's; then it holds the processor time of the message as well
+    byte: float = -1.0  # seconds of a core for each byte at each end, where they are not the cluster's
 
 
 @dataclass(eq=False)
@@ -104,6 +105,7 @@ class SizedTransport:
                 both[0] += HEADER + payload.numel()
                 both[1] += 2 if payload.numel() > SMALL else 1
         flows = [Flow(*where, *both) for where, both in held.items()]
+        self._prepare()
         froms = {self.network.where(me, int(self.members[r])) for r in out.payloads if r != self.rank}
         return self.network.post(self.cls, tag, flows, froms)
 
@@ -118,7 +120,11 @@ class SizedTransport:
         """``ahead``: a header goes first, with the payload if that is short, as over Gloo."""
         each = 2 if ahead and row - HEADER > SMALL else 1
         flows = [Flow(*where, count * row, count * each) for where, count in self._groups.items()]
+        self._prepare()
         return self.network.post(self.cls, tag, flows, set(self._groups))
+
+    def _prepare(self) -> None:
+        self.network.ledgers[self.cls].seconds += self.network.cluster.post_seconds
 
 
 class Network:
@@ -214,9 +220,10 @@ class Network:
             traffic.between += flow.nbytes
             last, latency = self._between(source, sink, flow, each), cluster.latency
         ends = [gone]
-        if cluster.byte_seconds:
-            ends.append(self.compute(posted.cls, flow.nbytes * cluster.byte_seconds))
-            ends.append(self.compute(flow.to, each * cluster.byte_seconds))
+        byte = cluster.byte_seconds if flow.byte < 0 else flow.byte
+        if byte:
+            ends.append(self.compute(posted.cls, flow.nbytes * byte))
+            ends.append(self.compute(flow.to, each * byte))
         latency = flow.latency or latency
         self.clock.at(last, gone.fire)
         when_all(ends, lambda: self.clock.at(self.clock.now + latency, arrived.fire))

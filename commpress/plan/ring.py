@@ -10,8 +10,10 @@ from commpress.work import Steps, Work
 TURNS = 64  # of a longer ring, several steps are taken as one turn: the same bytes, the same latencies
 
 
-def ring_allreduce(nbytes: float, transport: SizedTransport, *, tag: int, arithmetic: float = 0.0) -> Steps[None]:
-    """``arithmetic``: seconds that the additions of a rank take in all."""
+def ring_allreduce(
+    nbytes: float, transport: SizedTransport, *, tag: int, arithmetic: float = 0.0, byte: float = -1.0
+) -> Steps[None]:
+    """``arithmetic``: seconds that a rank computes in all; ``byte``: of a core for each byte at each end, if known."""
     steps = 2 * (transport.size - 1)
     if steps == 0:
         return
@@ -21,7 +23,7 @@ def ring_allreduce(nbytes: float, transport: SizedTransport, *, tag: int, arithm
     latency = cluster.ring_latency or (cluster.inside_latency if len(cluster.topology.nodes) == 1 else cluster.latency)
     ledger = transport.network.ledgers[transport.cls]
     flows, froms = neighbours(transport, nbytes / transport.size * per_turn, per_turn)
-    flows = [flow._replace(latency=cluster.ring_latency) for flow in flows]
+    flows = [flow._replace(latency=cluster.ring_latency, byte=byte) for flow in flows]
     for turn in range(turns):
         yield transport.network.post(transport.cls, tag, flows, froms)
         if turn < turns / 2:
