@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from commpress.cli import probe
 from commpress.collectives.links import Links
 from commpress.plan.cluster import Cluster, measured_cluster
-from commpress.plan.costs import Costs, measure_costs
+from commpress.plan.costs import Costs, measure_costs, slower
 
 PAYLOAD, ROUNDS = 4 << 20, 5
 
@@ -37,7 +38,9 @@ class Machines:
 
 
 def measured(rank: int, size: int, codecs: Sequence[str]) -> Machines:
-    """Collective. Kernels run on all ranks at once: two busy threads of one core are slower than one."""
+    """Collective. Kernels run on all ranks at once, since busy cores slow each other down; the slowest rank's count."""
     links = probe.measure(rank, size, probe.Settings("auto", PAYLOAD, ROUNDS), None)
     dist.barrier()
-    return Machines(links, measure_costs(codecs))
+    every: list[Costs] = [measure_costs(codecs)] * size
+    dist.all_gather_object(every, every[rank])
+    return Machines(links, reduce(slower, every))

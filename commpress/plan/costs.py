@@ -5,7 +5,8 @@ what the real ones took per element when they were measured. So the generators o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from statistics import median
 from time import thread_time
 from typing import Any
 
@@ -89,13 +90,13 @@ def _cost(codec: Codec, numel: int) -> Cost:
             new_residual=new and new.sent, new_scale=new and new.sent_scale,
         )  # fmt: skip
 
-    add, decode = _best(lambda: kernels.decode_mean(wire, out, pieces, 0)), _best(lambda: kernels.decode(wire, x, pieces))
-    return Cost(_best(encode) / numel, add / numel, decode / numel)
+    add, decode = _usual(lambda: kernels.decode_mean(wire, out, pieces, 0)), _usual(lambda: kernels.decode(wire, x, pieces))
+    return Cost(_usual(encode) / numel, add / numel, decode / numel)
 
 
 def _memory(numel: int) -> float:
     a, b = torch.ones(numel), torch.ones(numel)
-    return _best(lambda: a.copy_(b)) / (8 * numel)
+    return _usual(lambda: a.copy_(b)) / (8 * numel)
 
 
 def _product() -> float:
@@ -103,18 +104,24 @@ def _product() -> float:
     side = 1024
     matrices = stack([Matrix(0, side, side, _RANK)])
     x, m, p, q = torch.ones(side * side), torch.zeros(side * side), torch.zeros(side * _RANK), torch.ones(side * _RANK)
-    took = _best(lambda: kernels.project(x, None, m, p, q, matrices)) + _best(lambda: kernels.fold(m, p, q, matrices))
+    took = _usual(lambda: kernels.project(x, None, m, p, q, matrices)) + _usual(lambda: kernels.fold(m, p, q, matrices))
     return took / (3 * _RANK * side * side)
 
 
-def _best(call: Any, rounds: int = 3) -> float:
+def slower(a: Costs, b: Costs) -> Costs:
+    """Of two processors that wait for each other: the larger of every cost."""
+    codecs = {k: Cost(*(max(pair) for pair in zip(astuple(a.codecs[k]), astuple(b.codecs[k]), strict=True))) for k in a.codecs}
+    return Costs(codecs, max(a.memory, b.memory), max(a.product, b.product), max(a.call, b.call))
+
+
+def _usual(call: Any, rounds: int = 5) -> float:
     """Of this thread alone, so that others who use the processor count little."""
     took = []
     for _ in range(rounds + 1):
         start = thread_time()
         call()
         took.append(thread_time() - start)
-    return min(took[1:])
+    return median(took[1:])
 
 
 # ---------------------------------------------------------------- instead of computing
