@@ -6,7 +6,7 @@ The file that ``commpress probe`` writes is JSON of at most 64 KiB:
      "inside":  {"latency": 3e-5, "bandwidth": 2e9, "together": 1e9},
      "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7},
      "stack":   {"exchange": 4e-4, "message": 1e-4, "byte": 2e-10, "ring": 2e-4, "cores": 2, "ring_byte": 4e-10,
-                 "half_byte": 6e-10, "reduce": 2e-3}}
+                 "half_byte": 6e-10, "reduce": 2e-3, "busy": 3e-3}}
 
 One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the smallest exchange of a
 pair, from a barrier of all ranks on: so it holds what ranks come late, which a collective's phases wait for as well.
@@ -64,6 +64,7 @@ class Stack:
     ring_byte: float = 0.0  # seconds of a core for a byte that torch's all-reduce of float32 sends: both ends and the sum
     half_byte: float = 0.0  # the same of bfloat16; 0 where it was not measured
     reduce: float = 0.0  # seconds of the shortest compressed all-reduce, between pieces of work
+    busy: float = 0.0  # seconds of the smallest exchange of all ranks while every rank computes
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -284,3 +284,14 @@ def test_the_librarys_ring_costs_the_processor_time_that_was_probed():
     for way, byte, size in (("plain", 2e-9, 4), ("bf16-ring", 3e-9, 2)):
         found = simulate_calls(machines, FREE, buffer_by(way, numel, FREE), numel)
         assert found.seconds == pytest.approx(2 * size * numel * byte, rel=0.01)
+
+
+def test_a_rank_that_wakes_up_among_busy_ones_does_so_late():
+    slow, numel = Costs({0: Cost(1e-6, 0.0, 0.0)}, 0.0, 0.0, 0.0), 10_000
+    build = buffer_by("sign", numel, slow)
+    alike = of(3, 1, nic=1e15, latency=1e-3, machine_cores=2)
+    straggler = cluster((Node(1, 1e15, slowdown=3.0), 2), (Node(1, 1e15), 1), latency=1e-3, machine_cores=2)
+    for shape, late in ((alike, False), (straggler, True)):  # two that still encode leave no core to the third
+        usual = simulate_calls(shape, slow, build, numel).seconds
+        busy = simulate_calls(replace(shape, busy_latency=0.5), slow, build, numel).seconds
+        assert (busy > usual + 0.4) == late

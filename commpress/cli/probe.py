@@ -12,7 +12,9 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
@@ -148,6 +150,24 @@ def measure(rank: int, size: int, settings: Settings, report: ranks.Report | Non
     return replace(probe.links(topology, settings.bytes), stack=stack)
 
 
+@contextmanager
+def computing() -> Iterator[None]:
+    """One more thread of this process that computes, as backward does while gradients travel."""
+    ended, factor = threading.Event(), torch.ones(384, 384)
+
+    def multiply() -> None:
+        while not ended.is_set():
+            factor @ factor
+
+    thread = threading.Thread(target=multiply, name="commpress-computing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def machine_cores() -> int:
     """Of the machine that all ranks run on, 0 if they run on several; collective."""
     try:
@@ -207,7 +227,12 @@ class Probe:
 
         def beside(call: Callable[[], object]) -> tuple[float, float]:
             """What a call costs, the work not counted."""
-            both = self._in_a_row(lambda: (work(), call()), SHORT)
+
+            def both_of_them() -> None:
+                work()
+                call()
+
+            both = self._in_a_row(both_of_them, SHORT)
             return max(both[0] - alone[0], 0.0), max(both[1] - alone[1], 0.0)
 
         alone = self._in_a_row(work, SHORT)
@@ -219,12 +244,14 @@ class Probe:
         cost = self._in_a_row(lambda: drive(self._exchange(transport, rows[0], rows[1], 0)), max(self.rounds, 2))[1]
         byte = max(cost / size - 2 * peers * message, 0.0) / (2 * peers * row)
         few = torch.zeros(64 * size)  # Gloo halves what a rank passes on, and sends no empty halves
-        ring = beside(lambda: dist.all_reduce(few))[0]
+        ring = self._in_a_row(lambda: dist.all_reduce(few), SHORT)[0]
         reduced = Reduced(64 * size, "sign", transport, 0)
         reduced.fill()
         reduce = beside(reduced.reduce)[0]
-        kinds = [self._ring_byte(size, payload, kind) for kind in (torch.float32, torch.bfloat16)]
-        return Stack(exchange, message, byte, ring, machine_cores(), *kinds, reduce)
+        with computing():
+            busy = self._in_a_row(lambda: drive(self._exchange(transport, short[0], short[1], 0)), SHORT // 2)[0]
+        whole, half = (self._ring_byte(size, payload, kind) for kind in (torch.float32, torch.bfloat16))
+        return Stack(exchange, message, byte, ring, machine_cores(), whole, half, reduce, busy)
 
     def _ring_byte(self, size: int, payload: int, kind: torch.dtype) -> float:
         """Of cores for a byte sent by torch's own all-reduce, of gradients that no cache holds any more."""

@@ -103,6 +103,11 @@ class Cores:
         self._next()
         return signal
 
+    @property
+    def taken(self) -> bool:
+        """Whether who wakes up now finds no core idle."""
+        return sum(threads for _, threads in self._running) >= self.cores
+
     def _speed(self) -> float:
         return min(1.0, self.cores / sum(threads for _, threads in self._running))
 

@@ -46,6 +46,7 @@ class Cluster:
     kinds: tuple[tuple[Node, int], ...]
     latency: float = 50e-6  # between nodes, one way, with the waking of the receiver
     inside_latency: float = 20e-6
+    busy_latency: float = 0.0  # of either, at least, where the receiver finds no core idle
     message_seconds: float = 0.0  # of the sending thread for each message
     post_seconds: float = 0.0  # of the same for each exchange of ours besides: steps of generators, headers, checks
     ring_latency: float = 0.0  # of a step of the library's ring, processor time included (0: as of our messages)
@@ -139,6 +140,8 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
         return Cluster(kinds, latency=between, inside_latency=within)
     crowd = max(sum(sizes) / stack.cores, 1.0) if stack.cores else 1.0
     waits = max(stack.exchange - (sum(sizes) - 1) * stack.message * crowd, LEAST)
+    twice = max(2 * sum(sizes) / stack.cores, 1.0) if stack.cores else 1.0  # every rank has two threads then
+    busy = max(stack.busy - (sum(sizes) - 1) * stack.message * twice, 0.0)
     if links.between:
         between, within = waits, min(within, waits)
     else:
@@ -147,7 +150,7 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
         kinds, latency=between, inside_latency=within, message_seconds=stack.message, byte_seconds=stack.byte,
         ring_latency=stack.ring / (2 * sum(sizes) - 2), machine_cores=stack.cores,
         ring_byte=stack.ring_byte, half_byte=stack.half_byte,
-        post_seconds=max(stack.reduce / 2 - stack.exchange - 1.5 * CALL * crowd, 0.0) / crowd,
+        busy_latency=busy, post_seconds=max(stack.reduce / 2 - stack.exchange - 1.5 * CALL * crowd, 0.0) / crowd,
     )  # fmt: skip
 
 

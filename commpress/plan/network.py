@@ -221,9 +221,14 @@ class Network:
         if byte:
             ends.append(self.compute(posted.cls, flow.nbytes * byte))
             ends.append(self.compute(flow.to, each * byte))
-        latency = flow.latency or latency
+        cores, _ = self.cores(sink)
+
+        def arrive() -> None:
+            late = cluster.busy_latency if cores.taken else 0.0
+            self.clock.at(self.clock.now + (flow.latency or max(latency, late)), arrived.fire)
+
         self.clock.at(last, gone.fire)
-        when_all(ends, lambda: self.clock.at(self.clock.now + latency, arrived.fire))
+        when_all(ends, arrive)
         return gone
 
     def _between(self, source: Class, sink: Class, flow: Flow, each: float) -> float:
