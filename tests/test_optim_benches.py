@@ -20,21 +20,30 @@ def test_bench_optimizer(compiled, tmp_path):
 @pytest.mark.slow
 def test_bench_loss(compiled, tmp_path):
     file, curves = tmp_path / "rows.json", tmp_path / "curves.json"
-    options = ["--ranks", "2", "--length", "16", "--train", "14", "--warmup", "4", "--losses", str(curves)]
-    options += ["--rounds", "1", "--steps", "2", "--variants", "plain,powersgd1,onebit,onebit-int8,zero-one-int8"]
-    assert main(["bench", "loss", *TINY, *options, "--no-times"]) == 0
+    options = ["--ranks", "2", "--length", "16", "--train", "14", "--losses", str(curves), "--rounds", "1", "--steps", "2"]
+    options += ["--variants", "plain,powersgd1,onebit-4,onebit-int4-4,zero-one-int8-4", "--target", "1"]
+    assert main(["bench", "loss", *TINY, *options, "--lr", "1e-3,4e-3", "--no-times"]) == 0
     first = json.loads(curves.read_text())["curves"]
+    assert [(curve["variant"], curve["lr"]) for curve in first[:3]] == [("plain", 1e-3), ("plain", 4e-3), ("powersgd1", 1e-3)]
     assert all(len(curve["losses"]) == len(curve["kinds"]) == 14 for curve in first)
-    assert main(["bench", "loss", *TINY, *options, "--target", "5.6", "--json", str(file)]) == 0
+    assert all(curve["finer"] for curve in first if curve["bytes"])
+    options[-1] = "5.6"
+    assert main(["bench", "loss", *TINY, *options, "--lr", "1e-3", "--json", str(file)]) == 0
     assert json.loads(curves.read_text())["curves"] == first
     content = json.loads(file.read_text())
     took, rows = content["step_seconds"], {row["variant"]: row for row in content["rows"]}
-    assert set(took) >= {"plain", "powersgd1", "exact", "exact-int8", "onebit, compressed", "zero-one, compressed"}
+    assert set(took) >= {"plain", "powersgd1", "exact", "exact-int4", "onebit-int4-4, compressed"}
     for row in rows.values():
         if row["seconds"] is not None:
             assert row["seconds"] == pytest.approx(sum(took[kind] * count for kind, count in row["kinds"].items()))
     if content["step_bytes"]["plain"] is not None:
-        assert content["step_bytes"]["onebit, compressed"] < content["step_bytes"]["plain"]
+        assert content["step_bytes"]["onebit-4, compressed"] < content["step_bytes"]["plain"]
+    content = json.loads(curves.read_text())
+    for curve in content["curves"]:
+        curve["finer"] = []
+    curves.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match="bytes here, but sent"):
+        main(["bench", "loss", *TINY, *options, "--lr", "1e-3"])
 
 
 def test_bench_convergence(compiled, tmp_path, capsys):

@@ -1,0 +1,208 @@
+"""Loss curves of one GPT under several ways of communicating, as ``commpress bench loss`` compares them."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.cli import training
+from commpress.cli.bench_train import ONE_BUCKET, attach
+from commpress.codecs import ByName, codec_named, policy_of
+from commpress.errors import InvalidArgument
+from commpress.optim.optimizer import CompressedOptimizer
+from commpress.schedules import DoublingIntervals, Facts
+
+SMOOTH = 10  # steps whose mean loss is compared with the target
+RISING = 10  # steps over which the learning rate rises
+PLAIN_FIRST = 2  # steps before PowerSGD compresses
+SPIKY = "int8"
+_OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4))?(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``onebit-int8-12``: 1-bit Adam whose twelve exact rounds travel in int8."""
+
+    name: str
+    family: str
+    exact_codec: str = "none"
+    warmup: int = 0
+
+    @property
+    def ours(self) -> bool:
+        return self.family in ("onebit", "zero-one")
+
+    @property
+    def exact(self) -> str:
+        return "exact" if self.exact_codec == "none" else f"exact-{self.exact_codec}"
+
+
+def variant_of(name: str, warmup: int) -> Variant:
+    if name in ("plain", "bf16") or re.fullmatch(r"powersgd\d+", name):
+        return Variant(name, name)
+    match = _OURS.fullmatch(name)
+    if match is None:
+        raise InvalidArgument(
+            f"variant is {name!r}, expected plain, bf16, powersgdN or onebit or zero-one, with or without the codec and "
+            "number of its exact rounds: onebit-int8-12"
+        )
+    return Variant(name, match[1], match[2] or "none", int(match[3] or warmup))
+
+
+@dataclass
+class Curve:
+    """A training run: the mean loss over the ranks and the kind of each step."""
+
+    variant: str
+    lr: float
+    losses: list[float] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    bytes: dict[str, int] = field(default_factory=dict)  # of the last step of each kind, as the optimizer counts; ours only
+    finer: list[str] = field(default_factory=list)  # parameters that travel in eight bits, being spiky
+
+    def smooth(self) -> list[float]:
+        sums = [0.0, *accumulate(self.losses)]
+        return [(b - a) / SMOOTH for a, b in zip(sums, sums[SMOOTH:], strict=False)]
+
+    def steps_to(self, target: float) -> int | None:
+        reached = next((i for i, loss in enumerate(self.smooth()) if loss <= target), None)
+        return None if reached is None else reached + SMOOTH
+
+
+@dataclass(frozen=True)
+class Settings:
+    variants: tuple[Variant, ...]
+    rates: tuple[float, ...]
+    file: str | None
+    target: float
+    times: bool
+    steps: int
+    codec: str
+    bucket_mb: float
+    load: training.Load
+
+
+def load(file: str | None) -> list[Curve]:
+    if file is None or not Path(file).exists():
+        return []
+    return [Curve(**entry) for entry in json.loads(Path(file).read_text())["curves"]]
+
+
+def save(file: str, curves: Sequence[Curve]) -> None:
+    lines = ",\n".join(json.dumps(asdict(curve)) for curve in curves)
+    Path(file).write_text(f'{{"curves": [\n{lines}\n]}}\n')
+
+
+def best(curves: Sequence[Curve], target: float) -> Curve:
+    """The one that needs the fewest steps, or, where none reaches the target, that ends lowest."""
+    return min(curves, key=lambda curve: (curve.steps_to(target) or float("inf"), curve.smooth()[-1]))
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+def train(variant: Variant, lr: float, settings: Settings) -> Curve:
+    """Up to the target, or for all the steps."""
+    one, curve = learner(variant, settings), Curve(variant.name, lr)
+    own = one.optimizer if isinstance(one.optimizer, CompressedOptimizer) else None
+    while len(curve.losses) < settings.steps and curve.steps_to(settings.target) is None:
+        step = len(curve.losses)
+        for group in one.optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / RISING)
+        before = None if own is None else replace(own.counters)
+        one.step()
+        mean = torch.tensor(one.loss)
+        dist.all_reduce(mean)
+        curve.losses.append(round(float(mean) / dist.get_world_size(), 5))
+        if own is None or before is None:
+            curve.kinds.append("plain" if variant.family.startswith("powersgd") and step < PLAIN_FIRST else variant.name)
+            continue
+        compressed = own.counters.compressed_rounds > before.compressed_rounds
+        local = own.counters.local_steps > before.local_steps
+        kind = compressed_kind(variant) if compressed else local_kind(variant) if local else variant.exact
+        curve.kinds.append(kind)
+        curve.bytes[kind] = own.counters.wire_bytes - before.wire_bytes
+    if own is not None and own.flat is not None:
+        spiky = codec_named(SPIKY)
+        sizes = zip(own.flat.names, own.flat.places, strict=True)
+        curve.finer = [name for name, (_, numel) in sizes if own.quantized.policy.choose(name, numel) == spiky]
+    return curve
+
+
+def compressed_kind(variant: Variant) -> str:
+    return f"{variant.name}, compressed"
+
+
+def local_kind(variant: Variant) -> str:
+    return f"{variant.family}, local"
+
+
+def learner(variant: Variant, settings: Settings) -> training.Trainee:
+    """As users would set it up."""
+    ddp = wrapped(variant, settings)
+    if not variant.ours:
+        return theirs(variant, ddp, settings)
+    more: dict[str, object] = {}
+    if variant.family == "zero-one":
+        sync = DoublingIntervals(start=variant.warmup, period=variant.warmup, longest=4)
+        more = {"variance_updates": 2, "sync": sync}
+    return ours(variant, ddp, settings, warmup_steps=variant.warmup, codec=settings.codec, spiky_codec=SPIKY, **more)
+
+
+@dataclass(frozen=True)
+class Always:
+    """Windows of equal length, and a variance that is updated once."""
+
+    steps: int
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        return self.steps
+
+    def count(self, step: int) -> int:
+        return 1
+
+
+def repeater(kind: str, variant: Variant, curve: Curve, settings: Settings) -> training.Trainee:
+    """One that does steps of one kind only, after its first, with the codecs that the run of ``curve`` came to.
+
+    Left to choose, it would find every tensor spiky whose first gradient is.
+    """
+    ddp = wrapped(variant, settings)
+    if not variant.ours:
+        return theirs(variant, ddp, settings)
+    if kind == variant.exact:
+        return ours(replace(variant, family="onebit"), ddp, settings, warmup_steps=1 << 30, codec=settings.codec)
+    more: dict[str, object] = {}
+    if variant.family == "zero-one":
+        always = Always(1 << 30 if kind == local_kind(variant) else 1)
+        more = {"variance_updates": always, "sync": always}
+    policy = ByName({f"^{re.escape(name)}$": SPIKY for name in curve.finer}, policy_of(settings.codec, min_numel=256))
+    return ours(variant, ddp, settings, warmup_steps=1, codec=policy, spiky_codec=None, **more)
+
+
+def wrapped(variant: Variant, settings: Settings) -> DistributedDataParallel:
+    size = ONE_BUCKET if variant.family.startswith("powersgd") else settings.bucket_mb
+    return DistributedDataParallel(settings.load.model(), gradient_as_bucket_view=True, bucket_cap_mb=size)
+
+
+def theirs(variant: Variant, ddp: DistributedDataParallel, settings: Settings) -> training.Trainee:
+    attach(ddp, variant.name)
+    return training.Trainee(
+        variant.name, ddp, torch.optim.AdamW(ddp.parameters(), lr=settings.rates[0], fused=True), settings.load
+    )
+
+
+def ours(variant: Variant, ddp: DistributedDataParallel, settings: Settings, **more: object) -> training.Trainee:
+    cls = commpress.OneBitAdam if variant.family == "onebit" else commpress.ZeroOneAdam
+    optimizer = cls(
+        list(ddp.module.named_parameters()), lr=settings.rates[0], weight_decay=0.01, exact_codec=variant.exact_codec,
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return training.Trainee(variant.name, ddp, commpress.overlap(ddp, optimizer), settings.load)
