@@ -94,20 +94,26 @@ def accumulate(
 def wander(
     segments: Segments, m: torch.Tensor, u: torch.Tensor, a: torch.Tensor, r: torch.Tensor, *, beta: float, gain: float,
     lr: float, keep: float, kept: float, begins: bool,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """A local step: m := β·m + (1 − β)·gain·g, u := keep·u + lr·m, x := kept·a − u·r.
 
-    Where a window ``begins``, what u and a held does not count: u is zero and a := x.
+    Where a window ``begins``, what u and a held does not count: u is zero and a := x. Where g is not finite, m stays as it
+    is; returns whether all of g was finite.
     """
+    finite = []
     for x, g, m_, u_, a_, r_ in segments.runs(m, u, a, r):
         if begins:
             a_.copy_(x.view(-1))
             u_.zero_()
-        m_.mul_(beta)
-        if g is not None:
-            m_.add_(g, alpha=(1 - beta) * gain)
+        if g is None:
+            m_.mul_(beta)
+        else:
+            good = g.isfinite()
+            finite.append(good.all())
+            m_.copy_(torch.where(good, (m_ * beta).add_(g, alpha=(1 - beta) * gain), m_))
         u_.mul_(keep).add_(m_, alpha=lr)
         torch.mul(a_, kept, out=x).addcmul_(u_, r_, value=-1)
+    return not finite or bool(torch.stack(finite).all())
 
 
 def gather(

@@ -2,8 +2,8 @@
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
 having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``_put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 16, ``wander`` 36 (40 where a
-window begins), ``gather`` 20, ``square_sum`` 4.
+elements do (``_put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 16, ``wander`` 32, ``gather`` 20,
+``square_sum`` 4.
 
 Numba walks a table of addresses, because gradients live wherever autograd put them. Every function is that of ``adam``
 with the same name; results do not depend on the number of threads.
@@ -141,44 +141,63 @@ def _accumulate(table, m, u, out, beta, alpha, lr, keep, past, start, stop):
 
 
 @jit
-def _set_out(table, m, u, a, r, beta, alpha, lr, keep, kept, start, stop):
-    """``_wander`` where a window begins."""
-    done = 0
-    for s in range(table.shape[0]):
-        x, first = part(table, s, done, start, stop)
-        g, _, share = gradient(table, s, m, alpha, done, start, stop)
-        for at in range(0, x.size, SHORT):
-            x_, g_ = x[at : at + SHORT], g[at : at + SHORT]
-            low, high = first + at, first + at + x_.size
-            m_, u_, a_, r_ = m[low:high], u[low:high], a[low:high], r[low:high]
-            for i in range(g_.size):
-                m_[i] = beta * m_[i] + share * g_[i]
-            for i in range(u_.size):
-                u_[i] = lr * m_[i]
-            for i in range(a_.size):
-                a_[i] = x_[i]
-            for i in range(x_.size):
-                x_[i] = kept * x_[i] - u_[i] * r_[i]
-        done += table[s, 3]
+def _go_on(m, g, beta, share):
+    """m := β·m + share·g where g is finite; returns how often it is not."""
+    bad = 0
+    for i in range(g.size):
+        bad += not np.abs(g[i]) < np.inf
+    if bad == 0:
+        for i in range(g.size):
+            m[i] = beta * m[i] + share * g[i]
+        return 0
+    for i in range(g.size):
+        if np.abs(g[i]) < np.inf:
+            m[i] = beta * m[i] + share * g[i]
+    return bad
 
 
 @jit
-def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, start, stop):
-    done = 0
+def _set_out(table, m, u, a, r, beta, alpha, lr, keep, kept, past, start, stop):
+    """``_wander`` where a window begins."""
+    done, bad, work = 0, 0, np.empty(SHORT, np.float32)
     for s in range(table.shape[0]):
         x, first = part(table, s, done, start, stop)
         g, _, share = gradient(table, s, m, alpha, done, start, stop)
+        stream = past and _begins_line(u, first) and _begins_line(a, first)
         for at in range(0, x.size, SHORT):
             x_, g_ = x[at : at + SHORT], g[at : at + SHORT]
             low, high = first + at, first + at + x_.size
+            m_, r_ = m[low:high], r[low:high]
+            bad += _go_on(m_, g_, beta, share)
+            _put(x_, x_.size, a, low, stream)
+            for i in range(m_.size):
+                work[i] = lr * m_[i]
+            _put(work, x_.size, u, low, stream)
+            for i in range(x_.size):
+                x_[i] = kept * x_[i] - work[i] * r_[i]
+        done += table[s, 3]
+    return bad
+
+
+@jit
+def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, past, start, stop):
+    done, bad, work = 0, 0, np.empty(SHORT, np.float32)
+    for s in range(table.shape[0]):
+        x, first = part(table, s, done, start, stop)
+        g, _, share = gradient(table, s, m, alpha, done, start, stop)
+        stream = past and _begins_line(x, 0)
+        for at in range(0, x.size, SHORT):
+            g_ = g[at : at + SHORT]
+            low, high = first + at, first + at + g_.size
             m_, u_, a_, r_ = m[low:high], u[low:high], a[low:high], r[low:high]
-            for i in range(g_.size):
-                m_[i] = beta * m_[i] + share * g_[i]
+            bad += _go_on(m_, g_, beta, share)
             for i in range(u_.size):
                 u_[i] = keep * u_[i] + lr * m_[i]
-            for i in range(x_.size):
-                x_[i] = kept * a_[i] - u_[i] * r_[i]
+            for i in range(a_.size):
+                work[i] = kept * a_[i] - u_[i] * r_[i]
+            _put(work, a_.size, x, at, stream)
         done += table[s, 3]
+    return bad
 
 
 @jit
@@ -243,8 +262,10 @@ def accumulate(segments, m, u, out, *, beta, gain, lr, keep):
 
 def wander(segments, m, u, a, r, *, beta, gain, lr, keep, kept, begins):
     scalars = map(np.float32, (beta, (1 - beta) * gain, lr, keep, kept))
-    buffers = map(_array, (m, u, a, r))
-    _run(_set_out if begins else _wander, segments, *buffers, *scalars)
+    buffers, past = map(_array, (m, u, a, r)), segments.numel >= _PAST
+    return not any(
+        split(_set_out if begins else _wander, segments.numel, segments.numel, segments.table, *buffers, *scalars, past)
+    )
 
 
 def gather(segments, mean, a, r, *, kept, share):

@@ -35,7 +35,7 @@ def accumulate(k, segments, m, r, u, a):
 
 def wander(k, segments, m, r, u, a):
     for begins in (True, False):
-        k.wander(segments, m, u, a, r, **BETA, lr=0.1, keep=0.99, kept=0.98, begins=begins)
+        assert k.wander(segments, m, u, a, r, **BETA, lr=0.1, keep=0.99, kept=0.98, begins=begins)
 
 
 def gather(k, segments, m, r, u, a):
@@ -75,3 +75,27 @@ def test_the_fused_passes_are_the_torch_operations(compiled, monkeypatch, passes
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
     assert sum_alone == sum_shared
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_local_step_leaves_momentum_alone_where_gradients_are_not_finite(compiled, begins):
+    results = []
+    for k in (adam, cpu_adam):
+        flat = Flat([torch.nn.Parameter(p) for p in start(SHAPES)], [str(i) for i in range(len(SHAPES))])
+        gradients = start(SHAPES, 10)
+        gradients[0].view(-1)[[3, 500]] = torch.tensor([float("nan"), float("-inf")])
+        gradients[4][:] = float("inf")
+        m, u, a, r = buffers(flat.numel)
+        before = m.clone()
+        finite = k.wander(
+            flat.segments(range(len(SHAPES)), dict(enumerate(gradients))), m, u, a, r, **BETA, lr=0.1, keep=0.99, kept=0.98,
+            begins=begins,
+        )  # fmt: skip
+        assert not finite
+        for i, g in enumerate(gradients):
+            assert torch.equal(flat.view(m, i)[~g.isfinite()], flat.view(before, i)[~g.isfinite()])
+            assert (flat.view(m, i) != flat.view(before, i))[g.isfinite()].all()
+        results.append([*flat.weights, m, u, a])
+    for mine, theirs in zip(*results, strict=True):
+        assert theirs.isfinite().all()
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

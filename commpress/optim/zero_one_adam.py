@@ -111,27 +111,28 @@ class ZeroOneAdam(CompressedOptimizer):
         self.windows.held = 0
 
     def local(self, gain: float) -> None:
-        """A gradient that is not finite counts as the momentum itself: nobody can be asked, and the window goes on."""
+        """A gradient that is not finite leaves its momentum as it is: nobody can be asked, and the window goes on."""
         self.refresh()
         if self.accumulated.numel() == 0:
             self.accumulated, self.anchor = self._flat.new(), self._flat.new()
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
         window, gain = self.windows.after(self.steps_done, self.param_groups), self._local_gain(gain)
+        finite = gain > 0
         for (group, at), (_, kept) in zip(self.groups(), window, strict=True):
-            self.kernels.wander(
+            finite &= self.kernels.wander(
                 self._flat.segments(at) if gain else self._flat.placed(at), self.momentum, self.accumulated, self.anchor,
                 self.reciprocal, beta=group["betas"][0] if gain else 1.0, gain=gain,
                 lr=rate_of(group, self.steps_done), keep=keep(group), kept=kept, begins=self.held == 0,
             )  # fmt: skip
+        self.counters.ignored_gradients += not finite
         self.windows.hold(window, span)
 
     def _local_gain(self, gain: float) -> float:
-        """The factor of the local gradients, 0 if they are not finite."""
+        """The factor of the local gradients; 0, so that none of them counts, if they are to be clipped and have no norm."""
+        if self.clipping.max_norm is None:
+            return gain
         squares = self.kernels.square_sum(self._flat.segments(range(len(self._flat.parameters)))) * gain * gain
-        if not squares < float("inf"):
-            self.counters.ignored_gradients += 1
-            return 0.0
-        return gain * self.clipping.factor((self.facts.norm_ratio or 1.0) * squares**0.5)
+        return gain * self.clipping.factor((self.facts.norm_ratio or 1.0) * squares**0.5) if squares < float("inf") else 0.0
 
     def after(self, kind: Round) -> None:
         if kind is Round.EXACT:
