@@ -89,15 +89,27 @@ class Settings:
     load: training.Load
 
 
-def load(file: str | None) -> list[Curve]:
-    if file is None or not Path(file).exists():
+def task(settings: Settings) -> dict[str, object]:
+    """What two curves must have in common to be comparable."""
+    load = asdict(settings.load)
+    return {key: load[key] for key in ("width", "layers", "length", "batch", "seed")} | {"codec": settings.codec}
+
+
+def load(settings: Settings) -> list[Curve]:
+    if settings.file is None or not Path(settings.file).exists():
         return []
-    return [Curve(**entry) for entry in json.loads(Path(file).read_text())["curves"]]
+    content = json.loads(Path(settings.file).read_text())
+    if content["task"] != task(settings):
+        raise InvalidArgument(
+            f"the curves in {settings.file} are of {content['task']}, expected {task(settings)}: name another file"
+        )
+    return [Curve(**entry) for entry in content["curves"]]
 
 
-def save(file: str, curves: Sequence[Curve]) -> None:
+def save(settings: Settings, curves: Sequence[Curve]) -> None:
     lines = ",\n".join(json.dumps(asdict(curve)) for curve in curves)
-    Path(file).write_text(f'{{"curves": [\n{lines}\n]}}\n')
+    if settings.file is not None:
+        Path(settings.file).write_text(f'{{"task": {json.dumps(task(settings))}, "curves": [\n{lines}\n]}}\n')
 
 
 def best(curves: Sequence[Curve], target: float) -> Curve:
@@ -151,8 +163,8 @@ def learner(variant: Variant, settings: Settings) -> training.Trainee:
         return theirs(variant, ddp, settings)
     more: dict[str, object] = {}
     if variant.family == "zero-one":
-        sync = DoublingIntervals(start=variant.warmup, period=variant.warmup, longest=4)
-        more = {"variance_updates": 2, "sync": sync}
+        sync = DoublingIntervals(start=3 * variant.warmup, period=3 * variant.warmup, longest=4)
+        more = {"variance_updates": 4, "sync": sync}
     return ours(variant, ddp, settings, warmup_steps=variant.warmup, codec=settings.codec, spiky_codec=SPIKY, **more)
 
 
