@@ -351,11 +351,15 @@ class _Batches:
 
 
 def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedelta) -> SocketTransport:
-    """Over connections of our own among the ranks of a group, by which they tell each other where they are."""
+    """Over connections of our own among the ranks of a group, by which they tell each other where they are.
+
+    Note: what Gloo is given has memory of torch, not of Python. Gloo's thread may free it last, for which it would need the
+    interpreter, while DDP's reducer, being freed itself, holds the interpreter and waits for that thread.
+    """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
 
     def tell(here: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(here), dtype=torch.uint8)
+        mine = torch.tensor(list(here), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in ranks]
         dist.all_gather(every, mine, group=group)
         return [bytes(row.tolist()) for row in every]

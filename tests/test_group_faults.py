@@ -246,7 +246,7 @@ def test_a_call_under_way_in_gloo_can_be_cut(pool, tmp_path):
     seen = pool.run(cut_while_waiting, str(tmp_path), size=3)
     assert [count for count, *_ in seen] == [2, 2, 2]
     _, error, seconds, destroyed = seen[0]
-    assert "Connection closed" in error
+    assert "Connection closed" in error or "Connection reset" in error, error
     assert seconds < 20
     assert destroyed < 20
 
