@@ -196,7 +196,7 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
         from commpress.collectives.mpi import MpiTransport
 
         return MpiTransport(communicator, timeout=patience)
-    if plainly_gloo(process_group) and os.environ.get("COMMPRESS_TRANSPORT") != "gloo":
+    if plainly_gloo(process_group) and os.environ.get("COMMPRESS_TRANSPORT") == "sockets":
         return socket_transport(process_group, timeout=patience)
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     backend = plain_backend(dist.get_backend(process_group))

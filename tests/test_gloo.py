@@ -226,9 +226,9 @@ def own(backend, chosen):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "commpress"])
-def test_groups_of_gloo_get_sockets_unless_asked_otherwise(pool, backend):
-    assert pool.run(own, backend, "") == ["SocketTransport"] * 2
-    assert pool.run(own, backend, "gloo") == ["TorchTransport"] * 2
+def test_groups_of_gloo_get_sockets_if_asked(pool, backend):
+    assert pool.run(own, backend, "sockets") == ["SocketTransport"] * 2
+    assert pool.run(own, backend, "") == ["TorchTransport"] * 2
 
 
 # ---------------------------------------------------------------- Gloo's threads
@@ -247,9 +247,7 @@ def scheduling_of(make):
 def scheduled():
     import commpress.backend  # noqa: F401
 
-    os.environ["COMMPRESS_TRANSPORT"] = "gloo"
     ours = scheduling_of(own_transport), scheduling_of(lambda: dist.new_group(backend="commpress"))
-    del os.environ["COMMPRESS_TRANSPORT"]
     return ours, scheduling_of(lambda: dist.new_group(backend="gloo"))
 
 
