@@ -7,6 +7,7 @@ BERT, built from a configuration with random weights, on bytes of Python's stand
 """
 
 import argparse
+import gc
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,9 @@ def main() -> None:
     trainer.train()
     if trainer.is_world_process_zero():
         print(trainer.state.log_history[-2])
+    trainer.accelerator.free_memory()  # DDP goes before its group: freed after it, torch can wait for ever (docs/limits.md)
+    del trainer
+    gc.collect()
     dist.destroy_process_group()
 
 
