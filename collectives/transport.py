@@ -351,11 +351,7 @@ class _Batches:
 
 
 def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedelta) -> SocketTransport:
-    """Over connections of our own among the ranks of a group, by which they tell each other where they are.
-
-    Note: what Gloo is given has memory of torch, not of Python. Gloo's thread may free it last, for which it would need the
-    interpreter, while DDP's reducer, being freed itself, holds the interpreter and waits for that thread.
-    """
+    """Over connections of our own among the ranks of a group, by which they tell each other where they are."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
 
     def tell(here: bytes) -> list[bytes]:

@@ -196,7 +196,7 @@ class CompressedState:
             self.policy, self.residuals, self._workspace, transport.size, self.bases, self.quanta, self.levels,
             feedback=bool(error_feedback), seed=seed, names={id(p): name for name, p in parameters.items()}, numels=numels,
         )  # fmt: skip
-        group: Any = getattr(transport, "group", process_group or dist.group.WORLD)  # the own one, or over MPI the user's
+        group: Any = getattr(transport, "group", process_group or dist.group.WORLD)  # the own one, or the user's (MPI, sockets)
         self._plain = Plain(group, self.counters, self._layouts)
         self._replanning = Replanning(replan_every, codec, self.policy, transport.size) if replan_every else None  # type: ignore[arg-type]
         self._worker: Worker | None = None

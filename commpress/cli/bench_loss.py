@@ -178,9 +178,11 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     if best is None or best.seconds is None:
         return [("one of ours reaches the target", False)]
     bars = []
-    for bar, others in ((FASTER, [plain] if plain else []), (THAN_HOOKS, hooks)):
+    for name, bar, others in (("plain", FASTER, [plain] if plain else []), ("torch's hooks", THAN_HOOKS, hooks)):
         other = min(others, key=lambda m: m.seconds or 0, default=None)
-        if other is not None and other.seconds is not None:
+        if other is None or other.seconds is None:
+            bars.append((f"nothing to compare with: {name} did not reach the target, or was not run", False))
+        else:
             ratio = other.seconds / best.seconds
             bars.append((f"{best.variant} {ratio:.2f} times sooner than {other.variant}, at least {bar:g}", ratio >= bar))
     return bars

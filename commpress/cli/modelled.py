@@ -1,16 +1,15 @@
 """The machines a benchmark runs on, as the simulator sees them: links, network stack and kernels, measured on the ranks."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import reduce
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from commpress.cli import probe
+from commpress.cli import probe, rounds
 from commpress.collectives.links import Links
 from commpress.plan.cluster import Cluster, measured_cluster
-from commpress.plan.costs import Costs, measure_costs, slower
+from commpress.plan.costs import Cost, Costs, measure_costs
 
 PAYLOAD, ROUNDS = 4 << 20, 5
 
@@ -41,6 +40,8 @@ def measured(rank: int, size: int, codecs: Sequence[str]) -> Machines:
     """Collective. Kernels run on all ranks at once, since busy cores slow each other down; the slowest rank's count."""
     links = probe.measure(rank, size, probe.Settings("auto", PAYLOAD, ROUNDS), None)
     dist.barrier()
-    every: list[Costs] = [measure_costs(codecs)] * size
-    dist.all_gather_object(every, every[rank])
-    return Machines(links, reduce(slower, every))
+    own = measure_costs(codecs)
+    figures = {str(kind): list(astuple(cost)) for kind, cost in own.codecs.items()}
+    found = rounds.slowest(figures | {"others": [own.memory, own.product, own.call]})
+    costs = {kind: Cost(*found[str(kind)].tolist()) for kind in own.codecs}
+    return Machines(links, Costs(costs, *found["others"].tolist()))

@@ -5,7 +5,7 @@ what the real ones took per element when they were measured. So the generators o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from time import thread_time
 from typing import Any
@@ -106,12 +106,6 @@ def _product() -> float:
     x, m, p, q = torch.ones(side * side), torch.zeros(side * side), torch.zeros(side * _RANK), torch.ones(side * _RANK)
     took = _usual(lambda: kernels.project(x, None, m, p, q, matrices)) + _usual(lambda: kernels.fold(m, p, q, matrices))
     return took / (3 * _RANK * side * side)
-
-
-def slower(a: Costs, b: Costs) -> Costs:
-    """Of two processors that wait for each other: the larger of every cost."""
-    codecs = {k: Cost(*(max(pair) for pair in zip(astuple(a.codecs[k]), astuple(b.codecs[k]), strict=True))) for k in a.codecs}
-    return Costs(codecs, max(a.memory, b.memory), max(a.product, b.product), max(a.call, b.call))
 
 
 def _usual(call: Any, rounds: int = 5) -> float:
