@@ -20,7 +20,7 @@ from commpress.collectives.frame import HEADER
 from commpress.collectives.meeting import Meeting
 from commpress.collectives.rows import Rows
 from commpress.collectives.under_way import Exchange, Parts
-from commpress.errors import CommunicationError
+from commpress.errors import CommunicationError, InvalidArgument
 from commpress.work import Work
 
 _PLACE = 160  # bytes in which a rank says where it is
@@ -107,6 +107,8 @@ def _memory(address: int, count: int) -> memoryview:
 
 def _rows(wire: torch.Tensor) -> list[memoryview]:
     """The rows of uint8[n, row], whose elements are contiguous."""
+    if wire.device.type != "cpu":
+        raise InvalidArgument(f"a Gloo group sends host memory, but rows are on {wire.device}: use a group of NCCL for them")
     address, step, width = wire.data_ptr(), wire.stride(0), wire.shape[1]
     return [_memory(address + r * step, width) for r in range(wire.shape[0])]
 

@@ -5,6 +5,7 @@ from it; others are ``Rows``. ``tag`` numbers the operation: two operations unde
 """
 
 import os
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from commpress.collectives.frame import HEADER, alike, same, unpack
 from commpress.collectives.rows import Rows, rows_of
 from commpress.collectives.sockets import Mesh, SocketTransport
 from commpress.collectives.threads import yielding
-from commpress.errors import CommunicationError, Mismatch, PeerFailure
+from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
 from commpress.work import Work
 
 SMALL = 64 << 10  # payloads of at most so many bytes travel in one message with their header: a copy costs less than a message
@@ -196,7 +197,7 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
         from commpress.collectives.mpi import MpiTransport
 
         return MpiTransport(communicator, timeout=patience)
-    if plainly_gloo(process_group) and os.environ.get("COMMPRESS_TRANSPORT") == "sockets":
+    if plainly_gloo(process_group) and own_connections():
         return socket_transport(process_group, timeout=patience)
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     backend = plain_backend(dist.get_backend(process_group))
@@ -366,6 +367,14 @@ def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedel
 def plainly_gloo(group: dist.ProcessGroup | None) -> bool:
     """Whether all of it is Gloo, or "commpress" over nothing else; its name is such as cpu:gloo,cuda:nccl."""
     return all(name.endswith("gloo") for name in plain_backend(dist.get_backend_config(group)).split(","))
+
+
+def own_connections() -> bool:
+    """Whether rows of Gloo groups go over connections of our own, or through Gloo's messages (docs/transports.md)."""
+    chosen = os.environ.get("COMMPRESS_TRANSPORT", "sockets" if hasattr(select, "epoll") else "gloo")
+    if chosen not in ("sockets", "gloo"):
+        raise InvalidArgument(f"COMMPRESS_TRANSPORT is {chosen!r}, expected sockets or gloo; the same on every rank")
+    return chosen == "sockets"
 
 
 def plain_backend(name: str) -> str:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from commpress.collectives.mpi import MpiTransport
+from commpress.collectives.sockets import Mesh, SocketTransport
 from commpress.collectives.threads import yielding
-from commpress.collectives.transport import TorchTransport, Transport
+from commpress.collectives.transport import TorchTransport, Transport, own_connections
 from commpress.integrations.connections import Connections, connections_of
 from commpress.integrations.mpi_group import MpiGroup
 from commpress.integrations.verdicts import grace_of
@@ -89,8 +90,16 @@ def private_transport(inner: Any, store: dist.Store, rank: int, size: int, timeo
     """For the group's own compressed messages: they meet no others. Made by all ranks in the same call."""
     if not isinstance(inner, dist.ProcessGroup):
         return MpiTransport(inner.communicator, timeout=timeout)
-    gloo: Any = yielding(partial(dist.ProcessGroupGloo, store, rank, size, timeout=timeout))
-    return _PrivateTransport(gloo, timeout=timeout, point_to_point=True)
+
+    if not own_connections():
+        gloo: Any = yielding(partial(dist.ProcessGroupGloo, store, rank, size, timeout=timeout))
+        return _PrivateTransport(gloo, timeout=timeout, point_to_point=True)
+
+    def tell(here: bytes) -> list[bytes]:
+        store.set(f"place/{rank}", here.decode())
+        return [store.get(f"place/{peer}") for peer in range(size)]
+
+    return SocketTransport(Mesh(rank, range(size), tell, timeout), timeout=timeout)
 
 
 def options_of(kind: Any, given: Any, timeout: timedelta | None, named: dict[str, Any], field: str) -> Any:

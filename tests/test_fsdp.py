@@ -111,9 +111,9 @@ def test_bytes_are_counted_to_the_last(pool):
 
 def count_bytes():
     """What went through the transport against what the counters say."""
-    from commpress.collectives.transport import TorchTransport
+    from commpress.collectives.sockets import SocketTransport
 
-    sent, real = [0], {name: getattr(TorchTransport, name) for name in ("all_to_all", "all_gather")}
+    sent, real = [0], {name: getattr(SocketTransport, name) for name in ("all_to_all", "all_gather")}
 
     def counting(name):
         def call(self, out, inp, tag):
@@ -123,7 +123,7 @@ def count_bytes():
         return call
 
     for name in real:
-        setattr(TorchTransport, name, counting(name))
+        setattr(SocketTransport, name, counting(name))
     try:
         session = Session(Plan(gradients="int4", weights=commpress.Difference("int4")))
         sent[0] = 0  # the agreement at the start
@@ -133,7 +133,7 @@ def count_bytes():
         return dist.get_rank(), sent[0], session.state.wire_bytes
     finally:
         for name, call in real.items():
-            setattr(TorchTransport, name, call)
+            setattr(SocketTransport, name, call)
 
 
 # ---------------------------------------------------------------- two hops

@@ -218,17 +218,20 @@ def test_gloo_is_recognised_however_it_was_asked_for(pool):
 def own(backend, chosen):
     import commpress.backend  # noqa: F401
 
-    os.environ["COMMPRESS_TRANSPORT"] = chosen
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMMPRESS_TRANSPORT", chosen) if chosen else patch.delenv("COMMPRESS_TRANSPORT", raising=False)
         return type(own_transport(dist.new_group(backend=backend), timeout=TIMEOUT)).__name__
-    finally:
-        del os.environ["COMMPRESS_TRANSPORT"]
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "commpress"])
-def test_groups_of_gloo_get_sockets_if_asked(pool, backend):
-    assert pool.run(own, backend, "sockets") == ["SocketTransport"] * 2
-    assert pool.run(own, backend, "") == ["TorchTransport"] * 2
+def test_groups_of_gloo_get_sockets_unless_asked_otherwise(pool, backend):
+    assert pool.run(own, backend, "") == ["SocketTransport"] * 2
+    assert pool.run(own, backend, "gloo") == ["TorchTransport"] * 2
+
+
+def test_another_transport_is_refused(pool):
+    with pytest.raises(Exception, match="COMMPRESS_TRANSPORT is 'socket', expected sockets or gloo"):
+        pool.run(own, "gloo", "socket")
 
 
 # ---------------------------------------------------------------- Gloo's threads
@@ -247,7 +250,9 @@ def scheduling_of(make):
 def scheduled():
     import commpress.backend  # noqa: F401
 
+    os.environ["COMMPRESS_TRANSPORT"] = "gloo"
     ours = scheduling_of(own_transport), scheduling_of(lambda: dist.new_group(backend="commpress"))
+    del os.environ["COMMPRESS_TRANSPORT"]
     return ours, scheduling_of(lambda: dist.new_group(backend="gloo"))
 
 

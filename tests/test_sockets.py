@@ -17,7 +17,7 @@ from commpress.collectives import engine
 from commpress.collectives.frame import HEADER, Frame, pack_rows
 from commpress.collectives.rows import Rows
 from commpress.collectives.sockets import Mesh, SocketTransport
-from commpress.errors import CommunicationError, PeerFailure
+from commpress.errors import CommunicationError, InvalidArgument, PeerFailure
 
 PATIENT = timedelta(seconds=60)
 
@@ -201,6 +201,13 @@ def test_nothing_stays_when_transports_go():
     while running() - before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_rows_on_a_device_are_refused():
+    for transport in transports(2):
+        rows = torch.empty(2, HEADER, dtype=torch.uint8, device="meta")
+        with pytest.raises(InvalidArgument, match="rows are on meta: use a group of NCCL"):
+            transport.all_to_all(rows, rows, 0)
 
 
 def test_headers_of_strided_rows():
