@@ -22,7 +22,7 @@ from commpress.collectives.transport import Transport
 from commpress.errors import CommunicationError, InvalidArgument, MissingPackage, PeerFailure
 from commpress.work import Work
 
-EAGER = 1e-3  # seconds of asking again and again before naps begin: MPI moves data only while it is asked
+EAGER = 1e-2  # seconds of asking again and again before naps begin: MPI moves data only while it is asked
 NAP = 50e-6
 _PLAIN = 0x8000  # tags below are those of headers, and of payloads without
 LONGEST = 2**31 - 1  # bytes of one message
