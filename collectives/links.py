@@ -6,21 +6,24 @@ The file that ``commpress probe`` writes is JSON of at most 64 KiB:
      "inside":  {"latency": 3e-5, "bandwidth": 2e9, "together": 1e9},
      "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7},
      "stack":   {"exchange": 4e-4, "message": 1e-4, "byte": 2e-10, "ring": 2e-4, "cores": 2, "ring_byte": 4e-10,
-                 "half_byte": 6e-10, "reduce": 2e-3, "busy": 3e-3}}
+                 "half_byte": 6e-10, "reduce": 2e-3, "busy": 3e-3},
+     "trials":  {"none": [[1024, 2e-3, 3e-3], [4096, 2e-3, 3e-3]], "sign": [[1024, 2e-3, 3e-3]]}}
 
 One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the smallest exchange of a
 pair, from a barrier of all ranks on: so it holds what ranks come late, which a collective's phases wait for as well.
 Bandwidths are bytes per second in each direction: of one pair alone, and of a node when all its ranks send to all others
 of the class at once, a message between nodes counted where it leaves. ``stack`` is what that costs processors, for the
-simulator; files without it are older.
+simulator. ``trials`` are all-reduces of so many elements: seconds flat, and by way of nodes. Files without them are older.
 """
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import numpy as np
 
 from commpress.codecs import Codec, codec_named
 from commpress.codecs.family import EXACT
@@ -73,6 +76,20 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """One buffer, all-reduced both ways."""
+
+    numel: int
+    flat: float  # seconds
+    hierarchical: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise InvalidArgument(f"{name} of a trial is {value!r}, expected a positive number: run commpress probe again")
+
+
+@dataclass(frozen=True)
 class Links:
     """What was measured, and among which nodes."""
 
@@ -80,11 +97,13 @@ class Links:
     inside: Link | None
     between: Link | None
     stack: Stack | None = None
+    trials: Mapping[str, Sequence[Trial]] = field(default_factory=dict)  # by codec, in ascending order
 
     def save(self, path: str | Path) -> None:
         content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "nodes": self.topology.nodes}
         for name, part in (("inside", self.inside), ("between", self.between), ("stack", self.stack)):
             content[name] = None if part is None else asdict(part)
+        content["trials"] = {codec: [list(asdict(trial).values()) for trial in tried] for codec, tried in self.trials.items()}
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -106,7 +125,7 @@ def load_links(path: str | Path) -> Links:
     ):
         raise InvalidArgument(f"{path} has nodes {nodes!r}, expected lists of ranks: run commpress probe again")
     parts = _part(path, content, "inside", Link), _part(path, content, "between", Link), _part(path, content, "stack", Stack)
-    return Links(Topology(tuple(map(tuple, nodes))), *parts)
+    return Links(Topology(tuple(map(tuple, nodes))), *parts, _trials(path, content.get("trials", {})))
 
 
 def _part(path: str | Path, content: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
@@ -119,13 +138,33 @@ def _part(path: str | Path, content: Mapping[str, Any], name: str, kind: type[T]
     return kind(**found)
 
 
+def _trials(path: str | Path, found: Any) -> dict[str, tuple[Trial, ...]]:
+    rows = [row for tried in found.values() for row in tried] if _lists(found) else None
+    if rows is None or not all(isinstance(row, list) and len(row) == 3 for row in rows):
+        raise InvalidArgument(f"{path} has trials {found!r}, expected [elements, seconds, seconds] by codec")
+    return {codec: tuple(sorted((Trial(*row) for row in tried), key=lambda t: t.numel)) for codec, tried in found.items()}
+
+
+def _lists(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(tried, list) for tried in found.values())
+
+
 # ---------------------------------------------------------------- which way
 
 
 def choose(numel: int, codec: str | Codec, links: Links) -> Way:
-    """The all-reduce that should be faster for ``numel`` elements. A pure function: every rank comes to the same answer."""
+    """The all-reduce that should be faster for ``numel`` elements. A pure function: every rank comes to the same answer.
+
+    What was tried decides, between two trials as if times were straight lines on paper with two logarithmic scales. Other
+    codecs and larger buffers are left to the model of bytes and latencies.
+    """
     if not links.topology.layered or links.inside is None or links.between is None:
         return "flat"
+    tried = links.trials.get(codec_named(codec).spec, ())
+    if tried and numel <= tried[-1].numel:
+        sizes = [math.log(t.numel) for t in tried]
+        gains = [math.log(t.flat / t.hierarchical) for t in tried]
+        return "hierarchical" if float(np.interp(math.log(max(numel, 1)), sizes, gains)) > 0 else "flat"
     return "hierarchical" if hierarchical_seconds(numel, codec, links) < flat_seconds(numel, codec, links) else "flat"
 
 

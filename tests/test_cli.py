@@ -297,7 +297,7 @@ def test_probe_and_hierarchical(tmp_path, capsys):
     nodes = ["--ranks", 3, "--topology", "2,1"]
     assert commpress("probe", *nodes, "--bytes", "64KiB", "--rounds", 2, "--out", links) == 0
     said = capsys.readouterr()
-    assert "probe 9/9: what it costs processors" in said.err
+    assert "probe 11/11: all-reduces with codec sign" in said.err
     assert re.search(r"^between nodes +\d+ +\d+\.\d +\d+\.\d$", said.out, re.M), said.out
     content = json.loads(links.read_text())
     assert content["nodes"] == [[0, 1], [2]]
@@ -305,6 +305,10 @@ def test_probe_and_hierarchical(tmp_path, capsys):
     assert content["stack"]["cores"] == os.cpu_count(), "all ranks run on this machine"
     assert content["stack"]["exchange"] > 0
     assert content["stack"]["ring"] > 0
+    for codec in ("none", "sign"):
+        sizes = [numel for numel, *_ in content["trials"][codec]]
+        assert sizes[:3] == [1024, 4096, 16384]
+        assert all(flat > 0 and levels > 0 for _, flat, levels in content["trials"][codec])
     sizes = ["--min-bytes", "64KiB", "--max-bytes", "1MiB", "--factor", 16, "--iterations", 1]
     assert commpress("bench", "hierarchical", *nodes, *sizes, "--links", links, "--json", out) == 0
     rows = json.loads(out.read_text())["rows"]

@@ -1,6 +1,7 @@
 """The file of links, and the choice between one level and two that follows from it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from commpress.collectives.links import (
     Link,
     Links,
     Stack,
+    Trial,
     choose,
     flat_seconds,
     hierarchical_seconds,
@@ -25,17 +27,21 @@ positive = st.floats(1e-9, 1e12)
 links = st.builds(Link, positive, positive, positive)
 stacks = st.builds(Stack, positive, positive, positive, positive, st.integers(0, 64), positive, positive)
 
+tried = st.lists(st.builds(Trial, st.integers(1, 1 << 40), positive, positive), max_size=4, unique_by=lambda t: t.numel)
+trials = st.dictionaries(st.sampled_from(["none", "sign"]), tried.map(lambda ts: tuple(sorted(ts, key=lambda t: t.numel))))
+
 
 # ---------------------------------------------------------------- the file
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), inside=st.none() | links, between=st.none() | links,
-    stack=st.none() | stacks,
+    stack=st.none() | stacks, trials=trials,
 )  # fmt: skip
-def test_what_is_saved_is_loaded(tmp_path_factory, sizes, inside, between, stack):
+def test_what_is_saved_is_loaded(tmp_path_factory, sizes, inside, between, stack, trials):
     file = tmp_path_factory.mktemp("links") / "links.json"
-    saved = Links(Topology.of(*sizes), inside, between, stack)
+    saved = Links(Topology.of(*sizes), inside, between, stack, trials)
     saved.save(file)
     assert load_links(file) == saved
 
@@ -99,6 +105,29 @@ def test_large_buffers_take_two_levels_and_small_ones_one():
     assert choose(1 << 23, "none", CLUSTER) == "hierarchical"
     assert choose(1 << 23, "sign", CLUSTER) == "hierarchical"
     assert choose(64, "none", Links(Topology.of(2, 2), Link(1e-3, 1e9, 1e9), SLOW)) == "flat"
+
+
+def test_what_was_tried_decides_up_to_the_largest_trial():
+    """Here it says the opposite of the model, and only for the codec that was tried."""
+    tried = {"none": (Trial(1 << 10, 2e-3, 1e-3), Trial(1 << 20, 1e-3, 4e-3))}
+    far = Links(Topology.of(2, 2), Link(1e-3, 1e9, 1e9), SLOW, trials=tried)
+    model = replace(far, trials={})
+    assert (choose(64, "none", far), choose(64, "none", model)) == ("hierarchical", "flat")
+    assert (choose(1 << 20, "none", far), choose(1 << 20, "none", model)) == ("flat", "hierarchical")
+    assert choose(64, "sign", far) == "flat"
+    assert choose(1 << 23, "none", far) == "hierarchical"
+    crossing = round(2 ** (10 + 10 / 3))  # the gain falls from 2 to 1/4
+    assert choose(crossing - 20, "none", far) == "hierarchical"
+    assert choose(crossing + 20, "none", far) == "flat"
+
+
+@pytest.mark.parametrize("trials", [[], {"none": 3}, {"none": [[1, 2]]}, {"none": [[1, 0.0, 2.0]]}, {"none": [["a", 1, 1]]}])
+def test_trials_of_another_form_are_refused(tmp_path, trials):
+    file = tmp_path / "links.json"
+    CLUSTER.save(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"trials": trials}))
+    with pytest.raises(InvalidArgument, match="trial"):
+        load_links(file)
 
 
 def test_there_is_no_choice_with_one_level():

@@ -18,28 +18,22 @@ what the launcher says, or --topology. One line per size and codec:
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from commpress.cli import outputs, ranks, rounds, sizes, table
 from commpress.cli.probe import add_topology, check_topology, on_nodes
-from commpress.cli.reduced import Reduced
+from commpress.cli.race import Race
 from commpress.codecs import codec_named
-from commpress.collectives.hierarchical import Hierarchy, reduce_routes, routes
 from commpress.collectives.links import Links, choose, load_links
-from commpress.collectives.loopback import Recorded
-from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import width_of
-from commpress.work import run as drive
 
 HEAD = [
     "size B", "codec", "torch ms", "flat ms", "levels ms", "speed-up", "#wrong", "node B", "formula", "choice", "loss",
 ]  # fmt: skip
 WIDTHS = [10, 8, 9, 9, 9, 8, 6, 10, 7, 12, 6]
-TURN = 7  # calls back to back of one way before the next has its turn
 HEADERS_FROM = 1 << 20  # bytes of a buffer from which headers are below 2 % of the formula, also with one bit
 
 
@@ -119,59 +113,28 @@ def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None)
     for size_bytes in settings.sizes:
         for codec in settings.codecs:
             race = Race(size_bytes // 4, codec, transport, hierarchy, sequence)
-            measured.append(race.measure(settings.iterations, settings.links))
+            measured.append(_measure(race, settings.iterations, settings.links))
             sequence = race.sequence
             if report is not None:
                 report(measured[-1], None)
     return measured
 
 
-class Race(Reduced):
-    """One buffer, reduced in three ways again and again."""
-
-    def __init__(self, numel: int, codec: str, transport: Transport, hierarchy: Hierarchy, sequence: int) -> None:
-        super().__init__(numel, codec, transport, sequence)
-        self.between = {index: Recorded(t) for index, t in hierarchy.between.items()}
-        self.hierarchy = Hierarchy(hierarchy.topology, hierarchy.inside, self.between)
-        self.routes = routes(self.spans, self.policy, self.hierarchy)
-        self.route_feedbacks = [route.zeros() for route in self.routes]
-
-    def measure(self, iterations: int, links: Links | None) -> Measured:
-        ways: dict[str, Callable[[], object]] = {
-            "torch": lambda: dist.all_reduce(self.buffer), "flat": self.reduce, "levels": self.levels
-        }  # fmt: skip
-        calls = self._calls({name: [self._time(way, 1)] for name, way in ways.items()})
-        before = self._sent()
-        timed = {name: partial(self._time, way, calls[name]) for name, way in ways.items()}
-        took = rounds.medians(rounds.slowest(rounds.in_turns(timed, iterations)))
-        nodes, numel = self.hierarchy.topology.nodes, self.input.numel()
-        sent = torch.zeros(len(nodes), dtype=torch.int64)
-        sent[self.hierarchy.topology.node(self.transport.rank)] = (self._sent() - before) // (iterations * calls["levels"])
-        dist.all_reduce(sent)
-        formula = 2 * (len(nodes) - 1) / len(nodes) * codec_named(self.codec).row_bytes(width_of(numel, 1))
-        choice = choose(numel, self.codec, links) if links else None
-        return Measured(  # levels ran last: its result is in the buffer
-            4 * numel, self.codec, took["torch"], took["flat"], took["levels"], rounds.wrong(self.buffer), int(sent.max()),
-            formula, choice,
-        )  # fmt: skip
-
-    def _calls(self, took: dict[str, list[float]]) -> dict[str, int]:
-        """How often each way is called back to back in its turn: for about a second, ``TURN`` times at most."""
-        return {name: max(min(int(1 / s), TURN), 1) for name, s in rounds.medians(rounds.slowest(took)).items()}
-
-    def _time(self, way: Callable[[], object], calls: int) -> float:
-        self.fill()
-        return rounds.together(way, calls)
-
-    def levels(self) -> None:
-        steps = reduce_routes(
-            self.buffer, self.route_feedbacks, plan=self.routes, hierarchy=self.hierarchy, workspace=self.workspace,
-            sequence=self.sequence,
-        )  # fmt: skip
-        self.finish(drive(steps), len(self.routes))
-
-    def _sent(self) -> int:
-        return sum(t.sent_bytes for t in self.between.values())
+def _measure(race: Race, iterations: int, links: Links | None) -> Measured:
+    """The last way was the one by nodes: its result is in the buffer."""
+    torchs: dict[str, Callable[[], object]] = {"torch": lambda: dist.all_reduce(race.buffer)}
+    before = race.sent()
+    took, calls = race.run(torchs, iterations)
+    nodes, numel = race.hierarchy.topology.nodes, race.input.numel()
+    sent = torch.zeros(len(nodes), dtype=torch.int64)
+    sent[race.hierarchy.topology.node(race.transport.rank)] = (race.sent() - before) // calls
+    dist.all_reduce(sent)
+    formula = 2 * (len(nodes) - 1) / len(nodes) * codec_named(race.codec).row_bytes(width_of(numel, 1))
+    choice = choose(numel, race.codec, links) if links else None
+    return Measured(
+        4 * numel, race.codec, took["torch"], took["flat"], took["levels"], rounds.wrong(race.buffer), int(sent.max()), formula,
+        choice,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- on paper

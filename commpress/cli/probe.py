@@ -1,8 +1,8 @@
 """measure how fast ranks reach each other inside a node and between nodes, and save it
 
-Runs the exchanges that collectives are made of: of two ranks alone while the others wait, and of all at once. Which ranks
-share a node is what the launcher says, or --topology. The file tells collectives whether the hierarchical all-reduce pays
-at a size; docs/hierarchy.md describes it.
+Runs the exchanges that collectives are made of: of two ranks alone while the others wait, and of all at once; and all-reduces
+of growing size, flat and by way of nodes. Which ranks share a node is what the launcher says, or --topology. The file tells
+collectives whether the hierarchical all-reduce pays at a size; docs/hierarchy.md describes it.
 
   commpress probe --ranks 4 --topology 2x2                                       4 local processes, as if on two nodes
   torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress probe --out links.json
@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import ranks, table
+from commpress.cli.race import TRIED, trials
 from commpress.cli.reduced import Reduced
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.hierarchical import Hierarchy, hierarchy_of
-from commpress.collectives.links import Link, Links, Stack
+from commpress.collectives.links import Link, Links, Stack, Trial
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transport import Divisible, Transport, own_transport
 from commpress.errors import InvalidArgument
@@ -140,14 +141,20 @@ def measure(rank: int, size: int, settings: Settings, report: ranks.Report | Non
     for name, all_of in every.items():
         if pairs_of(topology)[name]:
             tasks.append((name, f"{name}: all at once", probe.task(f"{name} together", all_of, settings.bytes)))
+    count = len(tasks) + 1 + (len(TRIED) if topology.layered else 0)
     for i, (_, what, task) in enumerate(tasks):
         task()
         if report is not None:
-            report(i + 1, len(tasks) + 1, what)
+            report(i + 1, count, what)
     stack = probe.stack(transport, settings.bytes)
     if report is not None:
-        report(len(tasks) + 1, len(tasks) + 1, "what it costs processors")
-    return replace(probe.links(topology, settings.bytes), stack=stack)
+        report(len(tasks) + 1, count, "what it costs processors")
+    tried: dict[str, list[Trial]] = {}
+    for i, codec in enumerate(TRIED if topology.layered else ()):
+        tried[codec], probe.sequence = trials(codec, transport, hierarchy, settings.rounds, probe.sequence)
+        if report is not None:
+            report(len(tasks) + 2 + i, count, f"all-reduces with codec {codec}")
+    return replace(probe.links(topology, settings.bytes), stack=stack, trials=tried)
 
 
 @contextmanager
