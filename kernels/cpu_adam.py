@@ -14,56 +14,37 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, types
-from numba.extending import intrinsic
 
 from commpress.kernels.adam import Segments
-from commpress.kernels.cpu_signs import jit, stream_64
+from commpress.kernels.cpu_arrays import SHORT, bare, floats, short
+from commpress.kernels.cpu_signs import stream_64
 from commpress.kernels.cpu_threads import split
 
 _NONE = np.empty(0, np.float32)
-SHORT = 128  # elements that one loop handles before the next one does: long runs of few buffers each are slower
 _LINE = 16  # floats of a cache line
 _PAST = 1 << 22  # a call that handles so many elements leaves none of them in a cache
 
 
-@intrinsic
-def _pointer(context, address):
-    def generate(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.float32)(types.int64), generate
-
-
-@jit
-def _run_of(line, base, done, start, stop):
+@bare
+def part(line, done, start, stop):
+    """The elements of a segment between ``start`` and ``stop``, cut where cache lines begin: the first one and how many."""
     low = min(max(start - done, 0) // _LINE * _LINE, line[3])
     high = line[3] if stop - done >= line[3] else max((stop - done) // _LINE * _LINE, low)
-    return carray(_pointer(base + 4 * low), (high - low,)), line[2] + low
+    return low, high - low
 
 
-@jit
-def part(table, s, done, start, stop):
-    """The elements of x of segment s between ``start`` and ``stop``, cut where cache lines begin, and their first place."""
-    return _run_of(table[s], table[s, 0], done, start, stop)
+@bare
+def gradient(line, m, alpha):
+    """Address of g, and ``alpha``. No gradient is m times zero: a branch would keep loops from being vectorised."""
+    return (m.ctypes.data + 4 * line[2], np.float32(0)) if line[1] == 0 else (line[1], alpha)
 
 
-@jit
-def gradient(table, s, m, alpha, done, start, stop):
-    """As ``part``, of g, and ``alpha``. No gradient is m times zero: a branch would keep loops from being vectorised."""
-    if table[s, 1] == 0:
-        g, first = _run_of(table[s], m.ctypes.data + 4 * table[s, 2], done, start, stop)
-        return g, first, np.float32(0)
-    g, first = _run_of(table[s], table[s, 1], done, start, stop)
-    return g, first, alpha
-
-
-@jit
+@bare
 def _begins_line(array, first):
     return (array.ctypes.data + 4 * first) % 64 == 0
 
 
-@jit
+@bare
 def _put(work, n, out, at, past):
     """out[at : at + n] := work, ``past`` the caches if so asked; then it begins with a line."""
     wide = n // 64 * 64 if past else 0
@@ -74,11 +55,13 @@ def _put(work, n, out, at, past):
         rest[i] = work[wide + i]
 
 
-@jit
+@bare
 def _blend(table, m, out, beta, alpha, past, start, stop):
-    done, work = 0, np.empty(SHORT, np.float32)
+    done, work = 0, short(np.float32)
     for s in range(table.shape[0]):
-        g, first, share = gradient(table, s, m, alpha, done, start, stop)
+        skip, n = part(table[s], done, start, stop)
+        address, share = gradient(table[s], m, alpha)
+        g, first = floats(address + 4 * skip, n), table[s, 2] + skip
         stream = past and _begins_line(out, first)
         for at in range(0, g.size, SHORT):
             g_ = g[at : at + SHORT]
@@ -90,11 +73,13 @@ def _blend(table, m, out, beta, alpha, past, start, stop):
         done += table[s, 3]
 
 
-@jit
+@bare
 def _aim(table, p, r, out, beta, alpha, past, start, stop):
-    done, work = 0, np.empty(SHORT, np.float32)
+    done, work = 0, short(np.float32)
     for s in range(table.shape[0]):
-        g, first, share = gradient(table, s, p, alpha, done, start, stop)
+        skip, n = part(table[s], done, start, stop)
+        address, share = gradient(table[s], p, alpha)
+        g, first = floats(address + 4 * skip, n), table[s, 2] + skip
         stream = past and _begins_line(out, first)
         for at in range(0, g.size, SHORT):
             g_ = g[at : at + SHORT]
@@ -106,22 +91,25 @@ def _aim(table, p, r, out, beta, alpha, past, start, stop):
         done += table[s, 3]
 
 
-@jit
+@bare
 def _descend(table, p, step, keep, start, stop):
     done = 0
     for s in range(table.shape[0]):
-        x, first = part(table, s, done, start, stop)
+        skip, n = part(table[s], done, start, stop)
+        x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
         p_ = p[first : first + x.size]
         for i in range(x.size):
             x[i] = keep * x[i] - step * p_[i]
         done += table[s, 3]
 
 
-@jit
+@bare
 def _accumulate(table, m, u, out, beta, alpha, lr, keep, past, start, stop):
-    done, work = 0, np.empty(SHORT, np.float32)
+    done, work = 0, short(np.float32)
     for s in range(table.shape[0]):
-        g, first, share = gradient(table, s, m, alpha, done, start, stop)
+        skip, n = part(table[s], done, start, stop)
+        address, share = gradient(table[s], m, alpha)
+        g, first = floats(address + 4 * skip, n), table[s, 2] + skip
         stream = past and _begins_line(out, first)
         for at in range(0, g.size, SHORT):
             g_ = g[at : at + SHORT]
@@ -140,7 +128,7 @@ def _accumulate(table, m, u, out, beta, alpha, lr, keep, past, start, stop):
         done += table[s, 3]
 
 
-@jit
+@bare
 def _go_on(m, g, beta, share):
     """m := β·m + share·g where g is finite; returns how often it is not."""
     bad = 0
@@ -156,13 +144,15 @@ def _go_on(m, g, beta, share):
     return bad
 
 
-@jit
+@bare
 def _set_out(table, m, u, a, r, beta, alpha, lr, keep, kept, past, start, stop):
     """``_wander`` where a window begins."""
-    done, bad, work = 0, 0, np.empty(SHORT, np.float32)
+    done, bad, work = 0, 0, short(np.float32)
     for s in range(table.shape[0]):
-        x, first = part(table, s, done, start, stop)
-        g, _, share = gradient(table, s, m, alpha, done, start, stop)
+        skip, n = part(table[s], done, start, stop)
+        x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
+        address, share = gradient(table[s], m, alpha)
+        g = floats(address + 4 * skip, n)
         stream = past and _begins_line(u, first) and _begins_line(a, first)
         for at in range(0, x.size, SHORT):
             x_, g_ = x[at : at + SHORT], g[at : at + SHORT]
@@ -179,12 +169,14 @@ def _set_out(table, m, u, a, r, beta, alpha, lr, keep, kept, past, start, stop):
     return bad
 
 
-@jit
+@bare
 def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, past, start, stop):
-    done, bad, work = 0, 0, np.empty(SHORT, np.float32)
+    done, bad, work = 0, 0, short(np.float32)
     for s in range(table.shape[0]):
-        x, first = part(table, s, done, start, stop)
-        g, _, share = gradient(table, s, m, alpha, done, start, stop)
+        skip, n = part(table[s], done, start, stop)
+        x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
+        address, share = gradient(table[s], m, alpha)
+        g = floats(address + 4 * skip, n)
         stream = past and _begins_line(x, 0)
         for at in range(0, x.size, SHORT):
             g_ = g[at : at + SHORT]
@@ -200,11 +192,12 @@ def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, past, start, stop):
     return bad
 
 
-@jit
+@bare
 def _gather(table, mean, a, r, kept, share, past, start, stop):
-    done, work = 0, np.empty(SHORT, np.float32)
+    done, work = 0, short(np.float32)
     for s in range(table.shape[0]):
-        x, first = part(table, s, done, start, stop)
+        skip, n = part(table[s], done, start, stop)
+        x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
         anchor = a[first : first + x.size] if a.size else x
         stream = past and _begins_line(x, 0) and a.size > 0
         for at in range(0, x.size, SHORT):
@@ -219,13 +212,13 @@ def _gather(table, mean, a, r, kept, share, past, start, stop):
         done += table[s, 3]
 
 
-@jit
+@bare
 def _square_sums(table, totals, start, stop):
-    lanes = np.empty(SHORT, np.float64)
+    lanes = short(np.float64)
     for s in range(start, stop):
         lanes[:] = 0.0
         if table[s, 1] != 0:
-            g, _ = _run_of(table[s], table[s, 1], 0, 0, table[s, 3])
+            g = floats(table[s, 1], table[s, 3])
             for at in range(0, g.size, SHORT):
                 g_ = g[at : at + SHORT]
                 for i in range(g_.size):

@@ -9,30 +9,31 @@ import numpy as np
 import torch
 
 from commpress.kernels.adam import Segments
-from commpress.kernels.cpu_adam import SHORT, gradient, part
-from commpress.kernels.cpu_signs import jit
+from commpress.kernels.cpu_adam import gradient
+from commpress.kernels.cpu_arrays import SHORT, bare, floats, short
 from commpress.kernels.cpu_threads import split
 from commpress.kernels.lamb import LayerRule
 
 
-@jit
+@bare
 def _within(value, low, high):
     return min(max(value, low), high)
 
 
-@jit
+@bare
 def _rate(of_x, of_w, low, high):
     """‖x‖ / ‖w‖ within its bounds, from sums of squares; 1 where either is zero."""
     x, w = of_x.sum(), of_w.sum()
     return _within(np.sqrt(x) / np.sqrt(w), low, high) if x > 0 and w > 0 else 1.0
 
 
-@jit
+@bare
 def _exact(table, m, v, w, coefficient, beta1, alpha1, beta2, alpha2, eps, lr, decay, low, high, slow, start, stop):
-    of_x, of_w = np.empty(SHORT, np.float64), np.empty(SHORT, np.float64)
+    of_x, of_w = short(np.float64), short(np.float64)
     for s in range(start, stop):
-        x, first = part(table, s, 0, 0, table[s, 3])
-        g, _, share = gradient(table, s, m, alpha1, 0, 0, table[s, 3])
+        x, first = floats(table[s, 0], table[s, 3]), table[s, 2]
+        address, share = gradient(table[s], m, alpha1)
+        g = floats(address, x.size)
         power = alpha2 if share else np.float32(0)
         w_of_layer = w[first : first + x.size]
         of_x[:] = 0.0
@@ -57,11 +58,11 @@ def _exact(table, m, v, w, coefficient, beta1, alpha1, beta2, alpha2, eps, lr, d
             x[i] = x[i] - step * w_of_layer[i]
 
 
-@jit
+@bare
 def _live(table, p, course, slow, quick, lr, decay, low, high, start, stop):
-    of_x, of_w, w = np.empty(SHORT, np.float64), np.empty(SHORT, np.float64), np.empty(SHORT, np.float32)
+    of_x, of_w, w = short(np.float64), short(np.float64), short(np.float32)
     for s in range(start, stop):
-        x, first = part(table, s, 0, 0, table[s, 3])
+        x, first = floats(table[s, 0], table[s, 3]), table[s, 2]
         p_of_layer = p[first : first + x.size]
         of_x[:] = 0.0
         of_w[:] = 0.0
@@ -80,15 +81,15 @@ def _live(table, p, course, slow, quick, lr, decay, low, high, start, stop):
             x[i] = x[i] - rate * (p_of_layer[i] + decay * x[i])
 
 
-@jit
+@bare
 def _frozen(
     table, p, w, r, fresh, floor, coefficient, factor, beta1, scale, beta2, alpha2, eps, lr, decay, low, high, change,
     start, stop,
 ):  # fmt: skip
-    of_direction, of_w = np.empty(SHORT, np.float64), np.empty(SHORT, np.float64)
-    least = np.empty(SHORT, np.float32)
+    of_direction, of_w = short(np.float64), short(np.float64)
+    least = short(np.float32)
     for s in range(start, stop):
-        x, first = part(table, s, 0, 0, table[s, 3])
+        x, first = floats(table[s, 0], table[s, 3]), table[s, 2]
         if x.size == 0:
             continue
         w_of_layer, smallest = w[first : first + x.size], floor[s]
@@ -112,7 +113,9 @@ def _frozen(
                 for i in range(x_.size):
                     of_direction[i] += np.float64(p_[i]) * np.float64(p_[i])
                     of_w[i] += np.float64(w_[i]) * np.float64(w_[i])
-        f = 1.0 / np.float64(least.min())
+        for i in range(SHORT):
+            least[0] = min(least[0], least[i])
+        f = 1.0 / np.float64(least[0])
         if of_w.sum() > 0:
             share = min(np.sqrt(of_direction.sum() / of_w.sum()), 1.0)
             f = f * share + 1.0 - share
