@@ -78,17 +78,19 @@ def descend(segments: Segments, p: torch.Tensor, *, step: float, keep: float) ->
 
 
 def accumulate(
-    segments: Segments, m: torch.Tensor, u: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float, lr: float,
-    keep: float,
+    segments: Segments, m: torch.Tensor, u: torch.Tensor, r: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float,
+    lr: float, keep: float,
 ) -> None:  # fmt: skip
-    """out := keep·u + lr·(β·m + (1 − β)·gain·g), where an empty u is zero."""
-    for _, g, m_, u_, out_ in segments.runs(m, u, out):
+    """out := (keep·u + lr·(β·m + (1 − β)·gain·g))·r, where an empty u is zero and an empty r one."""
+    for _, g, m_, u_, r_, out_ in segments.runs(m, u, r, out):
         torch.mul(m_, beta, out=out_)
         if g is not None:
             out_.add_(g, alpha=(1 - beta) * gain)
         out_.mul_(lr)
         if u_ is not None:
             out_.add_(u_, alpha=keep)
+        if r_ is not None:
+            out_.mul_(r_)
 
 
 def wander(
@@ -119,13 +121,13 @@ def wander(
 def gather(
     segments: Segments, mean: torch.Tensor, a: torch.Tensor, r: torch.Tensor, *, kept: float, share: float
 ) -> None:
-    """After the mean of u is known: x := kept·a − mean·r and mean := share·mean, which is the momentum.
+    """After the mean of u·r is known: x := kept·a − mean and mean := share·mean/r, which is the momentum.
 
     With an empty a the window has one step, and x is its own anchor.
     """
     for x, _, mean_, a_, r_ in segments.runs(mean, a, r):
-        torch.mul(x if a_ is None else a_, kept, out=x).addcmul_(mean_, r_, value=-1)
-        mean_.mul_(share)
+        torch.mul(x if a_ is None else a_, kept, out=x).sub_(mean_)
+        mean_.mul_(share).div_(r_)
 
 
 def square_sum(segments: Segments) -> float:

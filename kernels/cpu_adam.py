@@ -2,7 +2,7 @@
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
 having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``_put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 16, ``wander`` 32, ``gather`` 20,
+elements do (``_put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 20, ``wander`` 32, ``gather`` 20,
 ``square_sum`` 4.
 
 Numba walks a table of addresses, because gradients live wherever autograd put them. Every function is that of ``adam``
@@ -104,7 +104,7 @@ def _descend(table, p, step, keep, start, stop):
 
 
 @bare
-def _accumulate(table, m, u, out, beta, alpha, lr, keep, past, start, stop):
+def _accumulate(table, m, u, r, out, beta, alpha, lr, keep, past, start, stop):
     done, work = 0, short(np.float32)
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
@@ -124,6 +124,10 @@ def _accumulate(table, m, u, out, beta, alpha, lr, keep, past, start, stop):
             else:
                 for i in range(g_.size):
                     work[i] = lr * work[i]
+            if r.size:
+                r_ = r[low:high]
+                for i in range(r_.size):
+                    work[i] = work[i] * r_[i]
             _put(work, g_.size, out, low, stream)
         done += table[s, 3]
 
@@ -205,9 +209,9 @@ def _gather(table, mean, a, r, kept, share, past, start, stop):
             low, high = first + at, first + at + a_.size
             mean_, r_ = mean[low:high], r[low:high]
             for i in range(a_.size):
-                work[i] = kept * a_[i] - mean_[i] * r_[i]
+                work[i] = kept * a_[i] - mean_[i]
             for i in range(a_.size):
-                mean_[i] = share * mean_[i]
+                mean_[i] = share * mean_[i] / r_[i]
             _put(work, a_.size, x, at, stream)
         done += table[s, 3]
 
@@ -248,9 +252,9 @@ def descend(segments, p, *, step, keep):
     _run(_descend, segments, _array(p), np.float32(step), np.float32(keep))
 
 
-def accumulate(segments, m, u, out, *, beta, gain, lr, keep):
+def accumulate(segments, m, u, r, out, *, beta, gain, lr, keep):
     scalars = map(np.float32, (beta, (1 - beta) * gain, lr, keep))
-    _run(_accumulate, segments, _array(m), _array(u), _array(out), *scalars, segments.numel >= _PAST)
+    _run(_accumulate, segments, *map(_array, (m, u, r, out)), *scalars, segments.numel >= _PAST)
 
 
 def wander(segments, m, u, a, r, *, beta, gain, lr, keep, kept, begins):

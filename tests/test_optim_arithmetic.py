@@ -29,8 +29,8 @@ def descend(k, segments, m, r, u, a):
 
 
 def accumulate(k, segments, m, r, u, a):
-    k.accumulate(segments, m, u, a, **BETA, lr=0.1, keep=0.99)
-    k.accumulate(segments, m, u[:0], r, **BETA, lr=0.1, keep=0.99)
+    k.accumulate(segments, m, u, r, a, **BETA, lr=0.1, keep=0.99)
+    k.accumulate(segments, m, u[:0], r[:0], r, **BETA, lr=0.1, keep=0.99)
 
 
 def wander(k, segments, m, r, u, a):

@@ -116,7 +116,7 @@ def test_constant_gradients_are_a_fixed_point_for_every_window():
 
 
 def test_what_is_sent_and_what_is_owed_add_up():
-    """Σ ū + R = Σ mean(u_i): with zero learning rates elsewhere, u is a known multiple of the momenta."""
+    """Σ d + R = Σ mean(u_i·r): with zero learning rates elsewhere, u is a known multiple of the momenta."""
     group = replicas(3, sync=Fixed(4), bias_correction=False)
     for step in range(4):
         group.step(noise(3, step))
@@ -130,11 +130,26 @@ def test_what_is_sent_and_what_is_owed_add_up():
         rates = list(group.optimizers[0].windows.rates) if group.optimizers[0].held else [0.0]
         group.step(noise(3, step))
         if group.optimizers[0].held == 0:
-            given = given + sum(us) / 3
-            got = got + group.momentum() * (rates[0] + LR)
+            given = given + sum(us) / 3 * group.reciprocal()
+            got = got + group.momentum() * (rates[0] + LR) * group.reciprocal()
             assert group.agree()
     np.testing.assert_allclose(got + group.owed(), given, atol=1e-5)
     assert np.abs(group.owed()).max() > 1e-4
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_elements_of_very_different_size_in_one_block_move_alike(window):
+    """Adam moves them alike; one magnitude for a block of u would move the small ones a thousand times as far."""
+    group = replicas(2, shapes=((1000, 2),), sync=Fixed(window), variance_floor=0.0)
+    size = torch.tensor([1.0, 1e-3])
+    for step in range(4):
+        group.step([[size * g for g in mine] for mine in noise(2, step, ((1000, 2),))])
+    before = group.parameters[0][0].detach().clone()
+    for step in range(4, 4 + window):
+        group.step([[size * g for g in mine] for mine in noise(2, step, ((1000, 2),))])
+    large, small = (group.parameters[0][0] - before).square().mean(0).sqrt().tolist()
+    assert 0.5 < small / large < 2
+    assert large < 2 * window * LR
 
 
 @pytest.mark.parametrize("window", [1, 4, 16])
@@ -171,7 +186,7 @@ def test_resuming_at_any_step_of_a_window_continues_in_every_bit(at, tmp_path):
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("at", [8, 9, 11])
 def test_elastic_states_keep_a_window_and_what_is_owed(size, at):
-    """Anchor and schedule go on; the mean of the accumulated steps plus what is owed is what it was."""
+    """Anchor and schedule go on; the mean displacement plus what is owed is what it was."""
     group = replicas(3, weight_decay=DECAY, sync=Fixed(4))
     for step in range(at):
         group.step(noise(3, step))
@@ -182,8 +197,8 @@ def test_elastic_states_keep_a_window_and_what_is_owed(size, at):
 
     def pending(replicas):
         held = replicas.optimizers[0].held
-        us = [flat(o.flat.views(o.accumulated)) for o in replicas.optimizers] if held else [0.0]
-        return np.mean(us, axis=0) + replicas.owed()
+        us = [flat(o.flat.views(o.accumulated)) for o in replicas.optimizers] if held else [np.zeros(1)]
+        return np.mean(us, axis=0) * replicas.reciprocal() + replicas.owed()
 
     np.testing.assert_allclose(pending(other), pending(group), atol=1e-7)
     assert [o.held for o in other.optimizers] == [at % 4] * size

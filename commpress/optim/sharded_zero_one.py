@@ -84,7 +84,7 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
     def _accumulate(self, group: dict[str, Any], segments: Any) -> None:
         """work := s after this step; q stays."""
         self.kernels.accumulate(
-            segments, self.innovation, self.pending, self.work, beta=group["betas"][0], gain=1.0,
+            segments, self.innovation, self.pending, self.pending[:0], self.work, beta=group["betas"][0], gain=1.0,
             lr=rate_of(group, self.steps_done), keep=keep(group),
         )  # fmt: skip
 

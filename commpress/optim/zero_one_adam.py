@@ -1,14 +1,18 @@
 """0/1 Adam: the variance is updated ever more rarely, and most steps need no communication at all.
 
     exact       mean gradients, as Adam; at steps of the variance schedule, or at the first one after the window they fell in
-    local       m ← β1·m + (1 − β1)·g      u ← (1 − γλ)·u + γ'·m      x ← D·a − u/(√v̂ + ε)       (nothing is sent)
-    sync        ū ← mean of u, one bit both ways      a ← D·a − ū/(√v̂ + ε)      x ← a      m ← ū/Γ      u ← 0
+    local       m ← β1·m + (1 − β1)·g      u ← (1 − γλ)·u + γ'·m      x ← D·a − u·r       r = 1/(√v̂ + ε)       (nothing is sent)
+    sync        d ← mean of u·r, one bit both ways      a ← D·a − d      x ← a      m ← d/(r·Γ)      u ← 0
 
 a is the anchor, the parameters at the last synchronisation, the same on all ranks; D and Γ are what weight decay leaves
 of it and of the learning rates since: D ← (1 − γλ)·D, Γ ← (1 − γλ)·Γ + γ', with γ' = γ/(1 − β1ᵗ).
 
-Note: one message is enough. Between synchronisations the variance does not move, so the displacement is linear in m: ū
+Note: one message is enough. Between synchronisations the variance does not move, so the displacement is linear in m: d
 gives both the new parameters and the mean momentum of the window.
+
+Note: what travels is the displacement u·r, not u. Its elements are of one size, so one scale fits a block; of u, an element
+with a small variance would get its neighbours' magnitude and move by that times r. And what compression leaves behind is a
+displacement too, still right when the variance has moved.
 
 Note: nothing drifts. x is computed from the anchor at every step, never by undoing earlier steps, so after a
 synchronisation all ranks hold the same bits, and a checkpoint of (a, u, m) continues in the same bits. Weight decay stays
@@ -90,7 +94,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def prepare(self, group: dict[str, Any], segments: Segments, gain: float) -> None:
         self.refresh()
         self.kernels.accumulate(
-            segments, self.momentum, self.accumulated if self.held else self._empty, self.work,
+            segments, self.momentum, self.accumulated if self.held else self._empty, self.reciprocal, self.work,
             beta=group["betas"][0], gain=gain, lr=rate_of(group, self.steps_done), keep=keep(group),
         )  # fmt: skip
 
@@ -178,7 +182,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def synchronizing(self) -> Steps[None]:
         if self.held == 0:
             return
-        self.work.copy_(self.accumulated)
+        torch.mul(self.accumulated, self.reciprocal, out=self.work)
         if any(rate > 0 for rate in self.windows.rates):
             outcomes = yield from self.reduce(
                 Round.COMPRESSED, range(len(self._flat.parameters)), workspace=self.workspace
