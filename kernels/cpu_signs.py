@@ -64,6 +64,13 @@ class _Code:
         store = self.builder.store(value, self.place(array, index), align=64)
         store.set_metadata("nontemporal", self.builder.module.add_metadata([_INT(1)]))
 
+    def fetch(self, array, index):
+        """Begin to bring a line into the first-level cache, wherever it is; past the end of an array nothing happens."""
+        pointer = self.builder.bitcast(self.place(array, index), ir.IntType(8).as_pointer())
+        kinds = [pointer.type, _INT, _INT, _INT]
+        prefetch = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), kinds))
+        self.builder.call(prefetch, [pointer, _INT(0), _INT(3), _INT(1)])
+
     def nothing(self):
         return self.context.get_dummy_value()
 
@@ -102,34 +109,42 @@ def _unpack_64(typing, codes, byte, scale, out, at, add, past):
 
 
 @intrinsic(prefer_literal=True)
-def _load_128(typing, x, gain, residual, kept, stale, c, tree, codes, byte, i, half, kind, squares):
-    """c := gain · x + residual at i and at i + half, 64 elements each; signs packed; tree[i] := the sum of both c² or |c|."""
+def _load_64(typing, x, gain, residual, kept, stale, c, tree, at, codes, byte, i, kind, squares, more):
+    """c[i : i + 64] := gain · x + residual; signs packed; tree[at : at + 64] := or, if ``more``, += c² or |c|."""
 
     def generate(*call):
         code = _Code(*call)
         builder, args = code.builder, code.args
-        sizes = []
-        for start in (args[9], builder.add(args[9], args[10])):
-            value = builder.fmul(code.load(0, start), code.spread(args[1]))
-            if how:
-                owed = code.load(2, builder.add(args[3], start))
-                if how == LAZY:
-                    owed = builder.fsub(owed, code.signed(code.positive(owed), code.spread(args[4])))
-                value = builder.fadd(value, owed)
-            code.store(value, 5, start)
-            byte = builder.add(args[8], builder.lshr(start, ir.Constant(start.type, 3)))
-            code.store_mask(code.positive(value), 7, byte)
-            sizes.append(builder.fmul(value, value) if square else code.magnitude(value))
-        code.store(builder.fadd(*sizes), 6, args[9])
+        start = args[10]
+        value = builder.fmul(code.load(0, start), code.spread(args[1]))
+        if how:
+            owed = code.load(2, builder.add(args[3], start))
+            if how == LAZY:
+                owed = builder.fsub(owed, code.signed(code.positive(owed), code.spread(args[4])))
+            value = builder.fadd(value, owed)
+        code.store(value, 5, start)
+        byte = builder.add(args[9], builder.lshr(start, ir.Constant(start.type, 3)))
+        code.store_mask(code.positive(value), 8, byte)
+        size = builder.fmul(value, value) if square else code.magnitude(value)
+        code.store(builder.fadd(code.load(6, args[7]), size) if adding else size, 6, args[7])
         return code.nothing()
 
-    if not (isinstance(kind, types.IntegerLiteral) and isinstance(squares, types.BooleanLiteral)):
+    if not (isinstance(kind, types.IntegerLiteral) and all(isinstance(f, types.BooleanLiteral) for f in (squares, more))):
         return None
-    how, square = kind.literal_value, squares.literal_value
+    how, square, adding = kind.literal_value, squares.literal_value, more.literal_value
     integer, real = types.intp, types.float32
     return types.none(
-        x, real, residual, integer, real, c, tree, codes, integer, integer, integer, kind, squares
+        x, real, residual, integer, real, c, tree, integer, codes, integer, integer, kind, squares, more
     ), generate  # fmt: skip
+
+
+@jit
+def _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, kind, squares):
+    """Of a block of two halves. In the order of memory: processors fetch ahead what is read in order."""
+    for i in range(0, half, 64):
+        _load_64(x, gain, residual, kept, stale, c, tree, i, codes, byte, i, kind, squares, False)
+    for i in range(0, half, 64):
+        _load_64(x, gain, residual, kept, stale, c, tree, i, codes, byte, half + i, kind, squares, True)
 
 
 @intrinsic
@@ -169,6 +184,20 @@ def _leave_64(typing, c, i, scale, left, at, past):
 
 
 @intrinsic
+def _fetch_64(typing, array, at):
+    """Begin to bring array[at : at + 64] into the caches."""
+
+    def generate(*call):
+        code = _Code(*call)
+        for line in range(0, 64, 16):
+            at = code.args[1]
+            code.fetch(0, code.builder.add(at, ir.Constant(at.type, line)))
+        return code.nothing()
+
+    return types.none(array, types.intp), generate
+
+
+@intrinsic
 def stream_64(typing, source, i, out, at):
     """out[at : at + 64] := source[i : i + 64], past the caches; the place is a multiple of 64 bytes."""
 
@@ -186,25 +215,25 @@ def encode_signs(x, gain, residual, kept, stale, left, left_at, codes, byte, ste
 
     As ``_load``, ``tree_sum``, ``pack_signs`` and a subtraction, in two passes instead of five. ``whole_row``: one scale
     for many blocks, so ``left`` := c and the result is the sum. ``past``: ``left`` is memory that nobody reads soon, so it
-    is stored past the caches, unless it is ``residual`` itself and in them already.
+    is stored past the caches, unless it is ``residual`` itself and in them already. While it is stored, what the next block
+    will read is fetched.
     """
     half = step // 2
     past = past and left.ctypes.data != residual.ctypes.data and (left.ctypes.data + 4 * left_at) % 64 == 0
     how = 0 if residual.size == 0 else PLAIN if stale == 0 else LAZY
-    for i in range(0, half, 64):
-        if squares:
-            if how == 0:
-                _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 0, True)
-            elif how == PLAIN:
-                _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 1, True)
-            else:
-                _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 2, True)
-        elif how == 0:
-            _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 0, False)
+    if squares:
+        if how == 0:
+            _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 0, True)
         elif how == PLAIN:
-            _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 1, False)
+            _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 1, True)
         else:
-            _load_128(x, gain, residual, kept, stale, c, tree, codes, byte, i, half, 2, False)
+            _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 2, True)
+    elif how == 0:
+        _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 0, False)
+    elif how == PLAIN:
+        _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 1, False)
+    else:
+        _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 2, False)
     while half > 128:
         half //= 2
         for i in range(half):
@@ -214,9 +243,13 @@ def encode_signs(x, gain, residual, kept, stale, left, left_at, codes, byte, ste
     scale = np.float32(0) if whole_row else np.float32(np.sqrt(mean) if squares else mean)
     if past:
         for i in range(0, step, 64):
+            _fetch_64(x, step + i)
+            _fetch_64(residual, kept + step + i)
             _leave_64(c, i, scale, left, left_at + i, True)
     else:
         for i in range(0, step, 64):
+            _fetch_64(x, step + i)
+            _fetch_64(residual, kept + step + i)
             _leave_64(c, i, scale, left, left_at + i, False)
     return total if whole_row else scale
 
