@@ -2,7 +2,7 @@
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
 having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``_put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 20, ``wander`` 32, ``gather`` 20,
+elements do (``put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 20, ``wander`` 32, ``gather`` 20,
 ``square_sum`` 4.
 
 Numba walks a table of addresses, because gradients live wherever autograd put them. Every function is that of ``adam``
@@ -17,7 +17,7 @@ import torch
 
 from commpress.kernels.adam import Segments
 from commpress.kernels.cpu_arrays import SHORT, bare, floats, short
-from commpress.kernels.cpu_signs import stream_64
+from commpress.kernels.cpu_lanes import WIDE, all_finite, load, put, where_finite
 from commpress.kernels.cpu_threads import split
 
 _NONE = np.empty(0, np.float32)
@@ -45,49 +45,31 @@ def _begins_line(array, first):
 
 
 @bare
-def _put(work, n, out, at, past):
-    """out[at : at + n] := work, ``past`` the caches if so asked; then it begins with a line."""
-    wide = n // 64 * 64 if past else 0
-    for i in range(0, wide, 64):
-        stream_64(work, i, out, at + i)
-    rest = out[at + wide : at + n]
-    for i in range(rest.size):
-        rest[i] = work[wide + i]
-
-
-@bare
 def _blend(table, m, out, beta, alpha, past, start, stop):
-    done, work = 0, short(np.float32)
+    done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
         address, share = gradient(table[s], m, alpha)
         g, first = floats(address + 4 * skip, n), table[s, 2] + skip
         stream = past and _begins_line(out, first)
-        for at in range(0, g.size, SHORT):
-            g_ = g[at : at + SHORT]
-            low, high = first + at, first + at + g_.size
-            m_ = m[low:high]
-            for i in range(m_.size):
-                work[i] = beta * m_[i] + share * g_[i]
-            _put(work, g_.size, out, low, stream)
+        for i in range(0, n, WIDE):
+            at, left = first + i, n - i
+            put(beta * load(m, at, left) + share * load(g, i, left), out, at, left, stream)
         done += table[s, 3]
 
 
 @bare
 def _aim(table, p, r, out, beta, alpha, past, start, stop):
-    done, work = 0, short(np.float32)
+    done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
         address, share = gradient(table[s], p, alpha)
         g, first = floats(address + 4 * skip, n), table[s, 2] + skip
         stream = past and _begins_line(out, first)
-        for at in range(0, g.size, SHORT):
-            g_ = g[at : at + SHORT]
-            low, high = first + at, first + at + g_.size
-            p_, r_ = p[low:high], r[low:high]
-            for i in range(p_.size):
-                work[i] = beta * p_[i] + (share * g_[i]) * r_[i]
-            _put(work, g_.size, out, low, stream)
+        for i in range(0, n, WIDE):
+            at, left = first + i, n - i
+            new = beta * load(p, at, left) + (share * load(g, i, left)) * load(r, at, left)
+            put(new, out, at, left, stream)
         done += table[s, 3]
 
 
@@ -105,114 +87,64 @@ def _descend(table, p, step, keep, start, stop):
 
 @bare
 def _accumulate(table, m, u, r, out, beta, alpha, lr, keep, past, start, stop):
-    done, work = 0, short(np.float32)
+    done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
         address, share = gradient(table[s], m, alpha)
         g, first = floats(address + 4 * skip, n), table[s, 2] + skip
         stream = past and _begins_line(out, first)
-        for at in range(0, g.size, SHORT):
-            g_ = g[at : at + SHORT]
-            low, high = first + at, first + at + g_.size
-            m_ = m[low:high]
-            for i in range(m_.size):
-                work[i] = beta * m_[i] + share * g_[i]
+        for i in range(0, n, WIDE):
+            at, left = first + i, n - i
+            new = lr * (beta * load(m, at, left) + share * load(g, i, left))
             if u.size:
-                u_ = u[low:high]
-                for i in range(u_.size):
-                    work[i] = lr * work[i] + keep * u_[i]
-            else:
-                for i in range(g_.size):
-                    work[i] = lr * work[i]
+                new = new + keep * load(u, at, left)
             if r.size:
-                r_ = r[low:high]
-                for i in range(r_.size):
-                    work[i] = work[i] * r_[i]
-            _put(work, g_.size, out, low, stream)
+                new = new * load(r, at, left)
+            put(new, out, at, left, stream)
         done += table[s, 3]
 
 
 @bare
-def _go_on(m, g, beta, share):
-    """m := β·m + share·g where g is finite; returns how often it is not."""
-    bad = 0
-    for i in range(g.size):
-        bad += not np.abs(g[i]) < np.inf
-    if bad == 0:
-        for i in range(g.size):
-            m[i] = beta * m[i] + share * g[i]
-        return 0
-    for i in range(g.size):
-        if np.abs(g[i]) < np.inf:
-            m[i] = beta * m[i] + share * g[i]
-    return bad
-
-
-@bare
-def _set_out(table, m, u, a, r, beta, alpha, lr, keep, kept, past, start, stop):
-    """``_wander`` where a window begins."""
-    done, bad, work = 0, 0, short(np.float32)
-    for s in range(table.shape[0]):
-        skip, n = part(table[s], done, start, stop)
-        x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
-        address, share = gradient(table[s], m, alpha)
-        g = floats(address + 4 * skip, n)
-        stream = past and _begins_line(u, first) and _begins_line(a, first)
-        for at in range(0, x.size, SHORT):
-            x_, g_ = x[at : at + SHORT], g[at : at + SHORT]
-            low, high = first + at, first + at + x_.size
-            m_, r_ = m[low:high], r[low:high]
-            bad += _go_on(m_, g_, beta, share)
-            _put(x_, x_.size, a, low, stream)
-            for i in range(m_.size):
-                work[i] = lr * m_[i]
-            _put(work, x_.size, u, low, stream)
-            for i in range(x_.size):
-                x_[i] = kept * x_[i] - work[i] * r_[i]
-        done += table[s, 3]
-    return bad
-
-
-@bare
-def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, past, start, stop):
-    done, bad, work = 0, 0, short(np.float32)
+def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, begins, past, start, stop):
+    """Returns how many vectors of g were not finite."""
+    done, bad = 0, 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
         x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
         address, share = gradient(table[s], m, alpha)
         g = floats(address + 4 * skip, n)
         stream = past and _begins_line(x, 0)
-        for at in range(0, x.size, SHORT):
-            g_ = g[at : at + SHORT]
-            low, high = first + at, first + at + g_.size
-            m_, u_, a_, r_ = m[low:high], u[low:high], a[low:high], r[low:high]
-            bad += _go_on(m_, g_, beta, share)
-            for i in range(u_.size):
-                u_[i] = keep * u_[i] + lr * m_[i]
-            for i in range(a_.size):
-                work[i] = kept * a_[i] - u_[i] * r_[i]
-            _put(work, a_.size, x, at, stream)
+        beyond = past and _begins_line(u, first) and _begins_line(a, first)
+        for i in range(0, n, WIDE):
+            at, left = first + i, n - i
+            new, before = load(g, i, left), load(m, at, left)
+            bad += not all_finite(new)
+            momentum = where_finite(new, beta * before + share * new, before)
+            put(momentum, m, at, left, False)
+            if begins:
+                anchor, moved = load(x, i, left), lr * momentum
+                put(anchor, a, at, left, beyond)
+            else:
+                anchor, moved = load(a, at, left), keep * load(u, at, left) + lr * momentum
+            put(moved, u, at, left, begins and beyond)
+            put(kept * anchor - moved * load(r, at, left), x, i, left, stream and not begins)
         done += table[s, 3]
     return bad
 
 
 @bare
 def _gather(table, mean, a, r, kept, share, past, start, stop):
-    done, work = 0, short(np.float32)
+    done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
         x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
-        anchor = a[first : first + x.size] if a.size else x
         stream = past and _begins_line(x, 0) and a.size > 0
-        for at in range(0, x.size, SHORT):
-            a_ = anchor[at : at + SHORT]
-            low, high = first + at, first + at + a_.size
-            mean_, r_ = mean[low:high], r[low:high]
-            for i in range(a_.size):
-                work[i] = kept * a_[i] - mean_[i]
-            for i in range(a_.size):
-                mean_[i] = share * mean_[i] / r_[i]
-            _put(work, a_.size, x, at, stream)
+        for i in range(0, n, WIDE):
+            at, left = first + i, n - i
+            moved = load(mean, at, left)
+            anchor = load(a, at, left) if a.size else load(x, i, left)
+            put(kept * anchor - moved, x, i, left, stream)
+            put(share * moved / load(r, at, left), mean, at, left, False)
         done += table[s, 3]
 
 
@@ -260,9 +192,7 @@ def accumulate(segments, m, u, r, out, *, beta, gain, lr, keep):
 def wander(segments, m, u, a, r, *, beta, gain, lr, keep, kept, begins):
     scalars = map(np.float32, (beta, (1 - beta) * gain, lr, keep, kept))
     buffers, past = map(_array, (m, u, a, r)), segments.numel >= _PAST
-    return not any(
-        split(_set_out if begins else _wander, segments.numel, segments.numel, segments.table, *buffers, *scalars, past)
-    )
+    return not any(split(_wander, segments.numel, segments.numel, segments.table, *buffers, *scalars, begins, past))
 
 
 def gather(segments, mean, a, r, *, kept, share):

@@ -5,13 +5,16 @@ each of them waits until all stores past the caches have arrived. A step of 0/1 
 ``bare`` kernel counts none; so it cannot make arrays, nor return one, and takes ``floats`` and ``short`` instead.
 """
 
+from typing import Any
+
 import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-bare = numba.njit(nogil=True, boundscheck=False, error_model="numpy", cache=True, _nrt=False)
-SHORT = 128  # elements that one loop handles before the next one does: long runs of few buffers each are slower
+_UNCOUNTED: dict[str, Any] = {"_nrt": False}  # Numba's name, which its type hints lack
+bare = numba.njit(nogil=True, boundscheck=False, error_model="numpy", cache=True, **_UNCOUNTED)
+SHORT = 128  # elements that one loop of LAMB's handles before the next one does: with 64 and with 256 it is slower
 
 
 def _unowned(context, builder, kind, data, numel):

@@ -1,7 +1,7 @@
 """LAMB on CPU: two passes per layer, the second while a layer that fits is still in the cache.
 
 The first pass updates what the step updates and sums squares, the second moves x: ``exact`` 32 + 12 bytes per parameter,
-``live`` 16 + 12, ``frozen`` 28 + 12, of which a layer that fits into a cache takes the second part from there. One thread
+``live`` 16 + 12, ``frozen`` 24 + 12, of which a layer that fits into a cache takes the second part from there. One thread
 walks a layer, so sums have one order.
 """
 
@@ -87,17 +87,18 @@ def _frozen(
     start, stop,
 ):  # fmt: skip
     of_direction, of_w = short(np.float64), short(np.float64)
-    least = short(np.float32)
+    least, course = short(np.float32), short(np.float32)
     for s in range(start, stop):
         x, first = floats(table[s, 0], table[s, 3]), table[s, 2]
         if x.size == 0:
             continue
-        w_of_layer, smallest = w[first : first + x.size], floor[s]
+        before, smallest = w[first : first + x.size], floor[s]
+        p_of_layer = p[first : first + x.size]
         of_direction[:] = 0.0
         of_w[:] = 0.0
         least[:] = np.inf
         for at in range(0, x.size, SHORT):
-            x_, w_ = x[at : at + SHORT], w_of_layer[at : at + SHORT]
+            x_, w_ = x[at : at + SHORT], before[at : at + SHORT]
             a, b = first + at, first + at + x_.size
             p_, r_, fresh_ = p[a:b], r[a:b], fresh[a:b]
             for i in range(x_.size):
@@ -107,12 +108,12 @@ def _frozen(
                 known = fresh_[i] if fresh_[i] > smallest else smallest
                 ratio = (np.sqrt(known) + eps) * r_[i]
                 least[i] = ratio if ratio < least[i] else least[i]
-            for i in range(x_.size):
-                w_[i] = p_[i] + decay * x_[i]
             if decay != 0:
                 for i in range(x_.size):
+                    course[i] = p_[i] + decay * x_[i]
+                for i in range(x_.size):
                     of_direction[i] += np.float64(p_[i]) * np.float64(p_[i])
-                    of_w[i] += np.float64(w_[i]) * np.float64(w_[i])
+                    of_w[i] += np.float64(course[i]) * np.float64(course[i])
         for i in range(SHORT):
             least[0] = min(least[0], least[i])
         f = 1.0 / np.float64(least[0])
@@ -124,7 +125,7 @@ def _frozen(
         factor[s] = f
         step = np.float32(lr * np.float64(coefficient[s]) * f)
         for i in range(x.size):
-            x[i] = x[i] - step * w_of_layer[i]
+            x[i] = x[i] - step * (p_of_layer[i] + decay * x[i])
 
 
 def exact(

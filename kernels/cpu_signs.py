@@ -197,18 +197,6 @@ def _fetch_64(typing, array, at):
     return types.none(array, types.intp), generate
 
 
-@intrinsic
-def stream_64(typing, source, i, out, at):
-    """out[at : at + 64] := source[i : i + 64], past the caches; the place is a multiple of 64 bytes."""
-
-    def generate(*call):
-        code = _Code(*call)
-        code.stream(code.load(0, code.args[1]), 2, code.args[3])
-        return code.nothing()
-
-    return types.none(source, types.intp, out, types.intp), generate
-
-
 @jit
 def encode_signs(x, gain, residual, kept, stale, left, left_at, codes, byte, step, squares, whole_row, past, c, tree):
     """A full block of ``step`` elements (a power of two, at least 256): its codes, ``left`` := what stays behind; its scale.

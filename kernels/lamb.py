@@ -68,8 +68,8 @@ def frozen(
     segments: Segments, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor, floor: torch.Tensor,
     coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule,
 ) -> None:  # fmt: skip
-    """``w`` comes with the p before, which with p gives the mean gradient and so the fresh variance; then w := p + λx; f
-    from r and the fresh variance, of which none is taken as less than the layer's ``floor``; x := x − γ·c̄·f·w."""
+    """``w`` comes with the p before, which with p gives the mean gradient and so the fresh variance, and is not needed
+    after; f from r and the fresh variance, none taken as less than the layer's ``floor``; x := x − γ·c̄·f·(p + λx)."""
     beta1, beta2 = rule.betas
     for layer, (x, _, p_, w_, r_, fresh_) in enumerate(segments.runs(p, w, r, fresh)):
         if p_.numel() == 0:
