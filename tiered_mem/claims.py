@@ -18,17 +18,10 @@ class Claims:
         self._held: list[set[Extent]] = []  # being read by somebody who copies them
         self.lost: set[Extent] = set()  # damaged, or of a manifest that may or may not be there: never free in this run
 
-    def __contains__(self, extent: Extent) -> bool:
-        return (
-            extent in self.lost
-            or extent in self.committed
-            or extent in self.coming
-            or any(extent in listed for listed in (*self.snapshots.values(), *self._held))
-        )
-
     def release(self, extents: Iterable[Extent]) -> None:
         """The current state needs these places no more; they are free if nothing else claims them."""
-        self.disk.free(extent for extent in extents if extent not in self)
+        claimed = (self.lost, self.committed, self.coming, *self.snapshots.values(), *self._held)
+        self.disk.free(set(extents).difference(*claimed))
 
     def hold(self, extents: set[Extent]) -> set[Extent]:
         """Nobody frees these places until ``let_go``, whatever manifest goes."""

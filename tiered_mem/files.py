@@ -9,10 +9,10 @@ import errno
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import accumulate
 
 from commpress.errors import Damaged, DiskFailure, DiskFull, StorageError
 from commpress.tiered_mem.batch import Batch
@@ -105,10 +105,34 @@ class Disk:
                 return extent
         raise self._full(length)
 
+    def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
+        """Room for each, side by side where the only folder has it so; if it is not there for one, none is taken."""
+        lengths = [padded(nbytes) for nbytes in sizes]
+        if len(self.folders.parts) == 1 and (whole := self._from_existing(0, sum(lengths))):
+            starts = accumulate(lengths, initial=whole.offset)
+            return [Extent(0, whole.segment, start, length) for start, length in zip(starts, lengths, strict=False)]
+        extents: list[Extent] = []
+        try:
+            for nbytes in sizes:
+                extents.append(self.allocate(nbytes))
+        except BaseException:
+            self.free(extents)
+            raise
+        return extents
+
     def free(self, extents: Iterable[Extent]) -> None:
-        for extent in extents:
-            if segment := self._segments.get((extent.folder, extent.segment)):
-                segment.free.give(extent.offset, extent.length)
+        """Neighbours are given back at once, as chunks of one tensor are."""
+        begin = end = (0, 0, -1)
+        for place in sorted((e.folder, e.segment, e.offset, e.length) for e in extents):
+            if place[:3] != end:
+                self._give(begin, end)
+                begin = place[:3]
+            end = (*place[:2], place[2] + place[3])
+        self._give(begin, end)
+
+    def _give(self, begin: tuple[int, int, int], end: tuple[int, int, int]) -> None:
+        if segment := self._segments.get(begin[:2]):
+            segment.free.give(begin[2], end[2] - begin[2])
 
     @property
     def used(self) -> int:
@@ -210,8 +234,10 @@ class Disk:
         *,
         write: bool,
     ) -> None:
-        """Chunks move in pieces, each by itself: the last chunk too has all of the engine's places in the kernel."""
-        pieces: list[list[Transfer]] = []
+        """Chunks move in pieces, each by itself: the last chunk too has all of the engine's places in the kernel. The
+        engine makes them as it takes them: who submits would hold the interpreter's lock while the disk waits."""
+        files = [self._segments[extent.folder, extent.segment].fd for extent in extents]
+        pieces: list[list[Transfer]] = [[] for _ in extents]
 
         def ended(extent: Extent, transfer: Transfer, error: BaseException | None) -> None:
             batch.ended(self._typed(error, extent, "write" if write else "read"))
@@ -221,23 +247,19 @@ class Disk:
             pieces.clear()  # or they and what they call would hold each other
             over(batch)
 
-        start = 0
-        for extent, nbytes in zip(extents, sizes, strict=True):
-            fd, done = self._segments[extent.folder, extent.segment].fd, partial(ended, extent)
-            pieces.append([
-                Transfer(
-                    fd,
-                    extent.offset + at,
-                    view[start + at : start + min(at + PIECE, extent.length)],
-                    write=write,
-                    done=done,
-                    hashed=min(PIECE, nbytes - at),
-                )
-                for at in range(0, extent.length, PIECE)
-            ])
-            start += extent.length
-        batch = Batch(sum(map(len, pieces)), lambda batch: self._over.put(partial(finish, batch)))
-        self.engine.submit(chain.from_iterable(pieces))
+        def made() -> Iterator[Transfer]:
+            start = 0
+            for fd, extent, nbytes, own in zip(files, extents, sizes, pieces, strict=True):
+                done = partial(ended, extent)
+                for at in range(0, extent.length, PIECE):
+                    memory, hashed = view[start + at : start + min(at + PIECE, extent.length)], min(PIECE, nbytes - at)
+                    own.append(Transfer(fd, extent.offset + at, memory, write=write, done=done, hashed=hashed))
+                    yield own[-1]
+                start += extent.length
+
+        count = sum(-(-extent.length // PIECE) for extent in extents)
+        batch = Batch(count, lambda batch: self._over.put(partial(finish, batch)))
+        self.engine.submit(made())
 
     def _conclude(self) -> None:
         """What follows a batch wants the store's lock: it has a thread of its own, for the engine's to go on."""

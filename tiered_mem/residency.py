@@ -197,8 +197,7 @@ class Residency:
         block.moving, block.flushing = Pending(), True
         try:
             self.wear.allow(sum(map(padded, sizes)))
-            for nbytes in sizes:
-                extents.append(self.disk.allocate(nbytes))
+            extents = self.disk.allocate_all(sizes)
             staged = None if block.arena is self.host else self._copy(block, self.host, who)
         except BaseException as error:
             self.disk.free(extents)

@@ -95,10 +95,10 @@ class Transit:
                     r.expel(block, caller())
                 elif not leave and block.dirty and not (block.written or block.moving):
                     r.flush(block, caller())
-            for block in blocks:
+            for block in reversed(blocks):  # who waits for the last is woken once, and the disk's threads are left alone
                 while block.entries and (block.dirty or (leave and block.slot)) and not block.failure:
                     if block.moving:
-                        self._catalog.changed.wait()
+                        self._moved(block.moving)
                     elif (
                         (block.used if leave else block.written) or (leave and block.pinned) or self._background.closed
                     ):
@@ -109,3 +109,11 @@ class Transit:
                         r.flush(block, caller())
                 if block.failure:
                     raise block.failure
+
+    def _moved(self, moving: Pending[None]) -> None:
+        """Wait for a move, however it ends, with the store's lock let go of."""
+        self._catalog.changed.release()
+        try:
+            moving.future.exception()
+        finally:
+            self._catalog.changed.acquire()

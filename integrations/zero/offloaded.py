@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
 
@@ -203,6 +204,9 @@ class Offloaded(Wrapper):
     def _sweep(self, factor: torch.Tensor | None) -> None:
         leaving = list[Pending[None]]()
         written = {i for i, version in self._now().items() if version != self._versions.get(i)}
+        if self._stored is None:  # the disk need not wait until those that stay in memory are updated
+            for chunk in islice(filter(self._passes, self.chunks), AHEAD):
+                self.store.prefetch(chunk.names())
         for k, chunk in enumerate(self.chunks):
             for later in self.chunks[k + (AHEAD if k else 1) : k + 1 + AHEAD]:
                 self.store.prefetch(self._read(later))
