@@ -20,7 +20,8 @@ def test_bench_optimizer(compiled, tmp_path):
 @pytest.mark.slow
 def test_bench_loss(compiled, tmp_path):
     file, curves = tmp_path / "rows.json", tmp_path / "curves.json"
-    options = ["--ranks", "2", "--length", "16", "--train", "14", "--losses", str(curves), "--rounds", "1", "--steps", "2"]
+    options = ["--ranks", "2", "--length", "16", "--train", "14", "--batch", "8", "--losses", str(curves), "--rounds", "1"]
+    options += ["--steps", "2"]
     options += ["--variants", "plain,powersgd1,onebit-4,onebit-int4-4,zero-one-int8-4", "--target", "1"]
     assert main(["bench", "loss", *TINY, *options, "--lr", "1e-3,4e-3", "--no-times"]) == 0
     first = json.loads(curves.read_text())["curves"]
@@ -28,7 +29,7 @@ def test_bench_loss(compiled, tmp_path):
     assert all(len(curve["losses"]) == len(curve["kinds"]) == 14 for curve in first)
     assert all(curve["finer"] for curve in first if curve["bytes"])
     options[-1] = "5.6"
-    assert main(["bench", "loss", *TINY, *options, "--lr", "1e-3", "--json", str(file)]) == 0
+    assert main(["bench", "loss", *TINY, *options, "--json", str(file)]) == 0
     assert json.loads(curves.read_text())["curves"] == first
     content = json.loads(file.read_text())
     took, rows = content["step_seconds"], {row["variant"]: row for row in content["rows"]}
@@ -38,6 +39,9 @@ def test_bench_loss(compiled, tmp_path):
             assert row["seconds"] == pytest.approx(sum(took[kind] * count for kind, count in row["kinds"].items()))
     if content["step_bytes"]["plain"] is not None:
         assert content["step_bytes"]["onebit-4, compressed"] < content["step_bytes"]["plain"]
+    again = tmp_path / "again.json"
+    assert main(["bench", "loss", *TINY, *options, "--times", str(file), "--json", str(again)]) == 0
+    assert json.loads(again.read_text())["rows"] == content["rows"]
     content = json.loads(curves.read_text())
     for curve in content["curves"]:
         curve["finer"] = []

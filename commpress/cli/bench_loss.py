@@ -2,30 +2,36 @@
 
 What a step does to the loss does not depend on the network, and what it costs does not depend on the loss. So both are
 measured where each is measured best, and multiplied:
-  losses   each variant trains one GPT from equal weights on equal batches until it reaches --target, at most --train steps,
-           once with each learning rate of --lr; the rate that needs the fewest steps counts, for each variant its own.
+  losses   each variant trains one GPT from equal weights on equal batches until the mean loss of its last 160 windows
+           reaches --target, at most --train steps, once with each learning rate of --lr, which falls in a line to a tenth;
+           the rate that needs the fewest steps counts, for each variant its own.
            --losses FILE keeps the curves: those that are in it are not trained again, whatever network is there
   times    steps of every kind that the curves have take turns over the network that is there; medians of the slowest
-           rank's. A compressed step here sends as many bytes as in the run of the curve, or the bench stops
+           rank's. A compressed step here sends as many bytes as in the run of the curve, or the bench stops.
+           --times FILE: those of an earlier --json file instead, for another target or other curves
 Seconds to the target are the sum of the times of the steps up to it, whatever their kinds.
   plain, bf16, powersgdN   torch's hooks with AdamW; PowerSGD's first two steps are plain ones
   onebit, zero-one         commpress, overlapped with backward. onebit-int8-12: twelve exact rounds, and these in int8 with
-                           error feedback; or bf16, or int4; if not named, float32 and --warmup rounds
+                           error feedback; or bf16, or int4; if not named, float32 and --warmup rounds. 0/1 Adam has more
+                           exact rounds later, and local steps once the rate falls; zero-one-int8-12-every has none of these
 
   commpress bench loss --losses curves.json --lr 5e-4,1e-3 --no-times
   torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench loss --losses curves.json
 """
 
 import argparse
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from commpress.cli import curves as of
 from commpress.cli import outputs, ranks, table, training
 from commpress.cli.curves import Curve, Settings, Variant, variant_of
 from commpress.errors import InvalidArgument, StateMismatch
 
-VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-int8,onebit-int4,zero-one-int8"
+VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-int8-20,zero-one-int8-8"
 WARM = 3  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD and compressed rounds begin after two
+RATE = 5e-4
 FASTER, THAN_HOOKS = 8.0, 1.15
 HEAD = ["variant", "rate", "seconds", "steps", "exact", "compressed", "local", "loss", "against plain"]
 
@@ -49,13 +55,16 @@ class Results:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}")
-    parser.add_argument("--target", type=float, default=2.6, metavar="LOSS", help="nats per byte (default 2.6)")
+    parser.add_argument("--target", type=float, default=2.8, metavar="LOSS", help="nats per byte (default 2.8)")
     parser.add_argument("--losses", metavar="FILE", help="curves: read if it exists, written with those that were missing")
     parser.add_argument("--no-times", action="store_true", help="train missing curves and measure no steps")
+    parser.add_argument("--times", metavar="FILE", help="step times of an earlier --json file instead of new ones")
     parser.add_argument("--train", type=int, default=150, metavar="N", help="steps of each curve at most (default 150)")
-    parser.add_argument("--lr", default="5e-4", metavar="R,R", help="rates to try, each rises for 10 steps (default 5e-4)")
+    parser.add_argument("--lr", metavar="R,R", help="peaks to try (default: those that a variant's curves have, else 5e-4)")
+    parser.add_argument("--beta2", type=float, default=0.999, metavar="B", help="of Adam's variance (default 0.999)")
     parser.add_argument("--warmup", type=int, default=20, metavar="N", help="exact steps of ours (default 20)")
     parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
+    parser.add_argument("--spiky", default="int4", metavar="NAME", help="of tensors with few large elements (default int4)")
     parser.add_argument("--bucket-mb", type=float, default=8, metavar="MB", help="DDP's buckets (default 8)")
     training.options(parser, rounds=3, steps=2, batch=2)
     ranks.add_options(parser)
@@ -69,12 +78,15 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgument("--train and --warmup must be at least 1")
     variants = tuple(variant_of(name, options.warmup) for name in dict.fromkeys(options.variants.split(",")))
     settings = Settings(
-        variants, rates_of(options.lr), options.losses, options.target, not options.no_times, options.train, options.codec,
-        options.bucket_mb, training.load_of(options),
+        variants, rates_of(options.lr), options.losses, options.target, not (options.no_times or options.times), options.train,
+        options.codec, options.bucket_mb, options.beta2, options.spiky, training.load_of(options),
     )  # fmt: skip
     results = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
     if results is None or options.no_times:  # None: not rank 0 of a launcher
         return 0
+    if options.times:
+        earlier = json.loads(Path(options.times).read_text())
+        results.seconds, results.sent = earlier["step_seconds"], earlier["step_bytes"]
     measured = [reached(curve, results.seconds, options.target) for curve in results.curves]
     print(step_table(results), summary(measured), sep="\n\n")
     return outputs.deliver(
@@ -83,7 +95,10 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
-def rates_of(words: str) -> tuple[float, ...]:
+def rates_of(words: str | None) -> tuple[float, ...]:
+    """Empty if not named."""
+    if words is None:
+        return ()
     try:
         rates = tuple(dict.fromkeys(float(word) for word in words.split(",")))
     except ValueError:
@@ -98,17 +113,19 @@ def rates_of(words: str) -> tuple[float, ...]:
 
 def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> Results:
     curves = {(curve.variant, curve.lr): curve for curve in of.load(settings)}
+    chosen = []
     for variant in settings.variants:
-        for lr in settings.rates:
+        rates = settings.rates or tuple(lr for name, lr in curves if name == variant.name) or (RATE,)
+        for lr in rates:
             curve = curves.get((variant.name, lr))
             if curve is None or (len(curve.losses) < settings.steps and curve.steps_to(settings.target) is None):
                 curve = curves[variant.name, lr] = of.train(variant, lr, settings)
                 if report is not None:
                     steps = len(curve.losses)
-                    report(f"{variant.name}, rate {lr:g}: loss {curve.smooth()[-1]:.3f} after {steps} steps")
+                    report(f"{variant.name}, rate {lr:g}: loss {curve.last():.3f} after {steps} steps")
                 if rank == 0:
                     of.save(settings, list(curves.values()))
-    chosen = [of.best([curves[v.name, lr] for lr in settings.rates], settings.target) for v in settings.variants]
+        chosen.append(of.best([curves[variant.name, lr] for lr in rates], settings.target))
     return times(chosen, settings) if settings.times else Results(chosen, {}, {})
 
 
@@ -144,8 +161,11 @@ def reached(curve: Curve, seconds: dict[str, float], target: float) -> Measured:
     steps = curve.steps_to(target)
     kinds = curve.kinds[:steps]
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    if unknown := [kind for kind in counts if kind not in seconds]:
+        raise InvalidArgument(f"no step {unknown[0]!r} was timed: measure this variant, without --times")
     total = None if steps is None else sum(seconds[kind] * count for kind, count in counts.items())
-    return Measured(curve.variant, curve.lr, total, len(kinds), counts, curve.smooth()[len(kinds) - of.SMOOTH])
+    loss = curve.last() if steps is None else curve.smooth()[steps - curve.window]
+    return Measured(curve.variant, curve.lr, total, len(kinds), counts, loss)
 
 
 def step_table(results: Results) -> str:

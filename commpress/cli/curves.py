@@ -17,23 +17,27 @@ from commpress.cli.bench_train import ONE_BUCKET, attach
 from commpress.codecs import ByName, codec_named, policy_of
 from commpress.errors import InvalidArgument
 from commpress.optim.optimizer import CompressedOptimizer
-from commpress.schedules import DoublingIntervals, Facts
+from commpress.schedules import Facts
 
-SMOOTH = 10  # steps whose mean loss is compared with the target
-RISING = 10  # steps over which the learning rate rises
+SMOOTHED = 160  # windows of text whose mean loss is compared with the target: fewer, and noise would reach it
+SHORTEST = 10  # steps, however many windows each has
+RISING = 10  # steps over which the learning rate rises, to fall in a line from there
+ENDS = 0.1  # of the peak, at the last step
+VARIANCE_UPDATES = 2  # of 0/1 Adam at each interval: the published 16 are meant for runs of 100,000 steps
+UNSET = 1e-4  # rate of an optimizer that is set before each step, or whose steps are only timed
 PLAIN_FIRST = 2  # steps before PowerSGD compresses
-SPIKY = "int8"
-_OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4))?(?:-(\d+))?")
+_OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4))?(?:-(\d+))?(-every)?")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``onebit-int8-12``: 1-bit Adam whose twelve exact rounds travel in int8."""
+    """``onebit-int8-12``: 1-bit Adam whose twelve exact rounds travel in int8; ``-every``: 0/1 Adam without local steps."""
 
     name: str
     family: str
     exact_codec: str = "none"
     warmup: int = 0
+    windows: bool = True
 
     @property
     def ours(self) -> bool:
@@ -53,7 +57,7 @@ def variant_of(name: str, warmup: int) -> Variant:
             f"variant is {name!r}, expected plain, bf16, powersgdN or onebit or zero-one, with or without the codec and "
             "number of its exact rounds: onebit-int8-12"
         )
-    return Variant(name, match[1], match[2] or "none", int(match[3] or warmup))
+    return Variant(name, match[1], match[2] or "none", int(match[3] or warmup), not match[4])
 
 
 @dataclass
@@ -65,15 +69,30 @@ class Curve:
     losses: list[float] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     bytes: dict[str, int] = field(default_factory=dict)  # of the last step of each kind, as the optimizer counts; ours only
-    finer: list[str] = field(default_factory=list)  # parameters that travel in eight bits, being spiky
+    finer: list[str] = field(default_factory=list)  # parameters that travel in the spiky codec
+    window: int = SHORTEST  # steps whose mean loss is compared with the target
 
     def smooth(self) -> list[float]:
+        """Mean losses of the first ``window`` steps, and so on up to the last."""
         sums = [0.0, *accumulate(self.losses)]
-        return [(b - a) / SMOOTH for a, b in zip(sums, sums[SMOOTH:], strict=False)]
+        return [(b - a) / self.window for a, b in zip(sums, sums[self.window :], strict=False)]
 
     def steps_to(self, target: float) -> int | None:
         reached = next((i for i, loss in enumerate(self.smooth()) if loss <= target), None)
-        return None if reached is None else reached + SMOOTH
+        return None if reached is None else reached + self.window
+
+    def last(self) -> float:
+        return self.smooth()[-1] if len(self.losses) >= self.window else float("inf")
+
+
+def window(batch: int, ranks: int) -> int:
+    return max(SHORTEST, -(-SMOOTHED // (batch * ranks)))
+
+
+def rate(peak: float, step: int, steps: int) -> float:
+    if step < RISING:
+        return peak * (step + 1) / RISING
+    return peak * (1 - (1 - ENDS) * (step - RISING) / max(steps - RISING, 1))
 
 
 @dataclass(frozen=True)
@@ -86,13 +105,20 @@ class Settings:
     steps: int
     codec: str
     bucket_mb: float
+    beta2: float
+    spiky: str
     load: training.Load
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return 0.9, self.beta2
 
 
 def task(settings: Settings) -> dict[str, object]:
     """What two curves must have in common to be comparable."""
     load = asdict(settings.load)
-    return {key: load[key] for key in ("width", "layers", "length", "batch", "seed")} | {"codec": settings.codec}
+    shared = {key: load[key] for key in ("width", "layers", "length", "batch", "seed")}
+    return shared | {"codec": settings.codec, "steps": settings.steps, "beta2": settings.beta2, "spiky": settings.spiky}
 
 
 def load(settings: Settings) -> list[Curve]:
@@ -114,7 +140,7 @@ def save(settings: Settings, curves: Sequence[Curve]) -> None:
 
 def best(curves: Sequence[Curve], target: float) -> Curve:
     """The one that needs the fewest steps, or, where none reaches the target, that ends lowest."""
-    return min(curves, key=lambda curve: (curve.steps_to(target) or float("inf"), curve.smooth()[-1]))
+    return min(curves, key=lambda curve: (curve.steps_to(target) or float("inf"), curve.last()))
 
 
 # ---------------------------------------------------------------- on every rank
@@ -122,12 +148,13 @@ def best(curves: Sequence[Curve], target: float) -> Curve:
 
 def train(variant: Variant, lr: float, settings: Settings) -> Curve:
     """Up to the target, or for all the steps."""
-    one, curve = learner(variant, settings), Curve(variant.name, lr)
+    one = learner(variant, settings)
+    curve = Curve(variant.name, lr, window=window(settings.load.batch, dist.get_world_size()))
     own = one.optimizer if isinstance(one.optimizer, CompressedOptimizer) else None
     while len(curve.losses) < settings.steps and curve.steps_to(settings.target) is None:
         step = len(curve.losses)
         for group in one.optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / RISING)
+            group["lr"] = rate(lr, step, settings.steps)
         before = None if own is None else replace(own.counters)
         one.step()
         mean = torch.tensor(one.loss)
@@ -142,7 +169,7 @@ def train(variant: Variant, lr: float, settings: Settings) -> Curve:
         curve.kinds.append(kind)
         curve.bytes[kind] = own.counters.wire_bytes - before.wire_bytes
     if own is not None and own.flat is not None:
-        spiky = codec_named(SPIKY)
+        spiky = codec_named(settings.spiky)
         sizes = zip(own.flat.names, own.flat.places, strict=True)
         curve.finer = [name for name, (_, numel) in sizes if own.quantized.policy.choose(name, numel) == spiky]
     return curve
@@ -163,9 +190,8 @@ def learner(variant: Variant, settings: Settings) -> training.Trainee:
         return theirs(variant, ddp, settings)
     more: dict[str, object] = {}
     if variant.family == "zero-one":
-        sync = DoublingIntervals(start=3 * variant.warmup, period=3 * variant.warmup, longest=4)
-        more = {"variance_updates": 4, "sync": sync}
-    return ours(variant, ddp, settings, warmup_steps=variant.warmup, codec=settings.codec, spiky_codec=SPIKY, **more)
+        more = {"variance_updates": VARIANCE_UPDATES, "sync": "qsr" if variant.windows else "every"}
+    return ours(variant, ddp, settings, warmup_steps=variant.warmup, codec=settings.codec, spiky_codec=settings.spiky, **more)
 
 
 @dataclass(frozen=True)
@@ -195,26 +221,26 @@ def repeater(kind: str, variant: Variant, curve: Curve, settings: Settings) -> t
     if variant.family == "zero-one":
         always = Always(1 << 30 if kind == local_kind(variant) else 1)
         more = {"variance_updates": always, "sync": always}
-    policy = ByName({f"^{re.escape(name)}$": SPIKY for name in curve.finer}, policy_of(settings.codec, min_numel=256))
+    policy = ByName({f"^{re.escape(name)}$": settings.spiky for name in curve.finer}, policy_of(settings.codec, min_numel=256))
     return ours(variant, ddp, settings, warmup_steps=1, codec=policy, spiky_codec=None, **more)
 
 
 def wrapped(variant: Variant, settings: Settings) -> DistributedDataParallel:
     size = ONE_BUCKET if variant.family.startswith("powersgd") else settings.bucket_mb
-    return DistributedDataParallel(settings.load.model(), gradient_as_bucket_view=True, bucket_cap_mb=size)
+    model = settings.load.model()  # equal on all ranks, and a broadcast over a slow network takes long
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=size, init_sync=False)
 
 
 def theirs(variant: Variant, ddp: DistributedDataParallel, settings: Settings) -> training.Trainee:
     attach(ddp, variant.name)
-    return training.Trainee(
-        variant.name, ddp, torch.optim.AdamW(ddp.parameters(), lr=settings.rates[0], fused=True), settings.load
-    )
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=UNSET, betas=settings.betas, fused=True)
+    return training.Trainee(variant.name, ddp, optimizer, settings.load)
 
 
 def ours(variant: Variant, ddp: DistributedDataParallel, settings: Settings, **more: object) -> training.Trainee:
     cls = commpress.OneBitAdam if variant.family == "onebit" else commpress.ZeroOneAdam
     optimizer = cls(
-        list(ddp.module.named_parameters()), lr=settings.rates[0], weight_decay=0.01, exact_codec=variant.exact_codec,
-        **more,  # type: ignore[arg-type]
+        list(ddp.module.named_parameters()), lr=UNSET, betas=settings.betas, weight_decay=0.01,
+        exact_codec=variant.exact_codec, **more,  # type: ignore[arg-type]
     )  # fmt: skip
     return training.Trainee(variant.name, ddp, commpress.overlap(ddp, optimizer), settings.load)
