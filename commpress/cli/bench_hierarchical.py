@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from commpress.cli import outputs, ranks, rounds, sizes, table
 from commpress.cli.probe import add_topology, check_topology, on_nodes
-from commpress.cli.race import Race
+from commpress.cli.trials import Race
 from commpress.codecs import codec_named
 from commpress.collectives.links import Links, choose, load_links
 from commpress.errors import InvalidArgument

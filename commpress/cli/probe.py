@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import ranks, table
-from commpress.cli.race import TRIED, trials
 from commpress.cli.reduced import Reduced
+from commpress.cli.trials import TRIED, trials
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.hierarchical import Hierarchy, hierarchy_of
 from commpress.collectives.links import Link, Links, Stack, Trial

@@ -1,66 +1,161 @@
-"""One buffer reduced flat and by way of nodes again and again: which is faster at which size."""
+"""Why Numba: one task written with the tools at hand, timed in one run.
 
-from collections.abc import Callable, Mapping
-from functools import partial
+The task is the sign encoder with residual in place, one mean |c| per 2048 elements: c = x + e, bits of c >= 0, the scales,
+e := c - scale * sign(c). Every candidate fills buffers made beforehand as far as its tool allows.
+"""
 
-from commpress.cli import rounds
-from commpress.cli.reduced import Reduced
-from commpress.collectives.hierarchical import Hierarchy, reduce_routes, routes
-from commpress.collectives.links import Trial
-from commpress.collectives.loopback import Recorded
-from commpress.collectives.transport import Transport
-from commpress.work import run as drive
+import argparse
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
 
-TURN = 7  # calls back to back of one way before the next has its turn
-TRIED = ("none", "sign")  # the longest rows and the shortest
-LADDER = tuple(1 << n for n in range(10, 21, 2))  # elements
-ENOUGH = 0.3  # seconds of a call, from which larger buffers need no trial: bandwidth decides
+import numpy as np
+import torch
 
+from commpress.cli import outputs, rounds, table
+from commpress.cli.bench_codec import ROWS
+from commpress.kernels import cpu
+from commpress.kernels.pieces import Piece, cut
+from commpress.kernels.reference import SIGN_L1
 
-class Race(Reduced):
-    def __init__(self, numel: int, codec: str, transport: Transport, hierarchy: Hierarchy, sequence: int) -> None:
-        super().__init__(numel, codec, transport, sequence)
-        self.between = {index: Recorded(t) for index, t in hierarchy.between.items()}
-        self.hierarchy = Hierarchy(hierarchy.topology, hierarchy.inside, self.between)
-        self.routes = routes(self.spans, self.policy, self.hierarchy)
-        self.route_feedbacks = [route.zeros() for route in self.routes]
-
-    def run(self, others: Mapping[str, Callable[[], object]], iterations: int) -> tuple[dict[str, float], int]:
-        """Median seconds of each way, "flat" and "levels" last, in turns; and how often "levels" was called for that."""
-        ways = {**others, "flat": self.reduce, "levels": self.levels}
-        calls = self._calls({name: [self._time(way, 1)] for name, way in ways.items()})
-        timed = {name: partial(self._time, way, calls[name]) for name, way in ways.items()}
-        took = rounds.medians(rounds.slowest(rounds.in_turns(timed, iterations)))
-        return took, 1 + iterations * calls["levels"]
-
-    def _calls(self, took: dict[str, list[float]]) -> dict[str, int]:
-        """How often each way is called back to back in its turn: for about a second, ``TURN`` times at most."""
-        return {name: max(min(int(1 / s), TURN), 1) for name, s in rounds.medians(rounds.slowest(took)).items()}
-
-    def _time(self, way: Callable[[], object], calls: int) -> float:
-        self.fill()
-        return rounds.together(way, calls)
-
-    def levels(self) -> None:
-        steps = reduce_routes(
-            self.buffer, self.route_feedbacks, plan=self.routes, hierarchy=self.hierarchy, workspace=self.workspace,
-            sequence=self.sequence,
-        )  # fmt: skip
-        self.finish(drive(steps), len(self.routes))
-
-    def sent(self) -> int:
-        """Bytes that this rank has sent to other nodes by way of nodes."""
-        return sum(t.sent_bytes for t in self.between.values())
+BLOCK = 2048
+SLICE = 1 << 16  # elements that NumPy and blocked torch handle at a time: 256 KiB, in the second-level cache
+HEAD = ["candidate", "threads", "first call s", "ms", "GB/s float32", "of copy"]
+Rows = list[dict[str, Any]]
+Task = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # x, residual → bits, scales
 
 
-def trials(codec: str, transport: Transport, hierarchy: Hierarchy, iterations: int, sequence: int) -> tuple[list[Trial], int]:
-    """Both ways at the sizes of ``LADDER``, and the next sequence number."""
-    found: list[Trial] = []
-    for numel in LADDER:
-        race = Race(numel, codec, transport, hierarchy, sequence)
-        took, _ = race.run({}, iterations)
-        found.append(Trial(numel, took["flat"], took["levels"]))
-        sequence = race.sequence
-        if took["flat"] > ENOUGH:
-            break
-    return found, sequence
+def torch_operations(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    c = (x + residual).view(-1, BLOCK)
+    scales = c.abs().mean(1, keepdim=True)
+    positive = c >= 0
+    eight = positive.view(-1, 8).to(torch.uint8)
+    bits = eight[:, 0] << 7
+    for i in range(1, 8):  # compiled, this is 50 times faster than a product with weights and a sum
+        bits = bits | eight[:, i] << (7 - i)
+    residual.copy_((c - torch.where(positive, scales, -scales)).view(-1))
+    return bits, scales.view(-1)
+
+
+def torch_blocks(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits, scales = torch.empty(len(x) // 8, dtype=torch.uint8), torch.empty(len(x) // BLOCK)
+    for at in range(0, len(x), SLICE):
+        part = slice(at, at + SLICE)
+        packed, scale = torch_operations(x[part], residual[part])
+        bits[at // 8 : at // 8 + len(packed)] = packed
+        scales[at // BLOCK : at // BLOCK + len(scale)] = scale
+    return bits, scales
+
+
+def numpy_blocks(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits, scales = np.empty(len(x) // 8, np.uint8), np.empty(len(x) // BLOCK, np.float32)
+    work, signs = np.empty(SLICE, np.float32), np.empty(SLICE, np.float32)
+    new, kept = x.numpy(), residual.numpy()
+    for at in range(0, len(new), SLICE):
+        c = kept[at : at + SLICE]
+        c += new[at : at + SLICE]
+        n = len(c)
+        np.abs(c, out=work[:n])
+        scale = work[:n].reshape(-1, BLOCK).mean(1)
+        scales[at // BLOCK : at // BLOCK + len(scale)] = scale
+        bits[at // 8 : (at + n) // 8] = np.packbits(c >= 0)
+        np.copysign(scale[:, None], c.reshape(-1, BLOCK), out=signs[:n].reshape(-1, BLOCK))
+        c -= signs[:n]
+    return torch.from_numpy(bits), torch.from_numpy(scales)
+
+
+def ours(numel: int) -> Task:
+    pieces = cut([Piece(0, numel, SIGN_L1, BLOCK)], ROWS)
+    wire, flag = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    head = 4 * (numel // ROWS // BLOCK)
+
+    def encode(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cpu.encode(x, wire, flag, pieces, residual=residual, new_residual=residual)
+        return wire[:, head:], wire[:, :head]
+
+    return encode
+
+
+def candidates(numel: int) -> dict[str, Task]:
+    return {
+        "torch operations": torch_operations,
+        "torch, in slices": torch_blocks,
+        "NumPy, in slices": numpy_blocks,
+        "torch.compile": torch.compile(torch_operations, dynamic=False),
+        "Numba (commpress)": ours(numel),
+    }
+
+
+def race(numel: int, threads: list[int]) -> Rows:
+    """Print a line per candidate and number of threads; all must agree before any is timed."""
+    numel = max(numel // (ROWS * SLICE), 1) * ROWS * SLICE
+    x, residual, spare = torch.randn(numel), torch.randn(numel), torch.zeros(numel)
+    widths = [max(len(name) for name in candidates(numel)), *map(len, HEAD[1:])]
+    print(table.line(HEAD, widths))
+    rows, before = [], torch.get_num_threads()
+    try:
+        for count in threads:
+            torch.set_num_threads(count)
+            for name, task in candidates(numel).items():
+                row = {"candidate": name, "threads": count, **enter(task, x, residual, spare)}
+                rows.append(row)
+                print(table.line(_cells(row), widths), flush=True)
+    finally:
+        torch.set_num_threads(before)
+    return rows
+
+
+def show(options: argparse.Namespace, threads: list[int]) -> int:
+    rows = race(options.numel, threads)
+    return outputs.deliver(options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows))
+
+
+def judge(rows: Rows) -> list[tuple[str, bool]]:
+    one = {row["candidate"]: row["seconds"] for row in rows if row["threads"] == rows[0]["threads"] and "seconds" in row}
+    ours, best = one["Numba (commpress)"], min(one.values())
+    return [(f"ours takes {ours / best:.2f} of the fastest candidate's time, at most 1.05 expected", ours <= 1.05 * best)]
+
+
+def draw(path: str, rows: Rows) -> None:
+    from commpress.cli import charts
+
+    names, threads = (list(dict.fromkeys(row[key] for row in rows)) for key in ("candidate", "threads"))
+    rates = {(r["candidate"], r["threads"]): 4e-9 * r["numel"] / r["seconds"] for r in rows if "seconds" in r}
+    series = {f"{count} thread{'s' * (count > 1)}": [rates.get((name, count)) for name in names] for count in threads}
+    with charts.chart(path, "One sign encoder, written in several ways", size=(8, 4.2)) as (panel,):
+        charts.bars(panel, names, series, "GB of float32 per second")
+
+
+def enter(task: Task, x: torch.Tensor, residual: torch.Tensor, spare: torch.Tensor) -> dict[str, Any]:
+    spare.copy_(residual)
+    start = perf_counter()
+    try:
+        bits, scales = task(x, spare)
+    except Exception as error:  # torch.compile without a C++ compiler, or another that this machine cannot run
+        return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+    first = perf_counter() - start
+    agree(x + residual, bits, scales, spare)
+    took = rounds.alternately({"task": lambda: task(x, residual), "copy": lambda: spare.copy_(x)})
+    moved = (12 + 1 / 8) * len(x) / took["task"]
+    return {"numel": len(x), "first_call": first, "seconds": took["task"], "of_copy": moved / (8 * len(x) / took["copy"])}
+
+
+def agree(c: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, left: torch.Tensor) -> None:
+    """Same bits as NumPy's, scales and residuals but for the order of sums."""
+    if scales.dtype == torch.uint8:
+        scales = torch.from_numpy(scales.numpy().reshape(-1).copy().view(np.float32))
+    want = c.view(-1, BLOCK).abs().mean(1)
+    np.testing.assert_array_equal(bits.numpy().reshape(-1), np.packbits(c.numpy() >= 0))
+    torch.testing.assert_close(scales, want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        left, (c.view(-1, BLOCK) - torch.where(c.view(-1, BLOCK) >= 0, 1, -1) * want[:, None]).view(-1)
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "failed" in row:
+        return [row["candidate"], str(row["threads"]), "", "", "", f"failed: {row['failed']}"]
+    return [
+        row["candidate"], str(row["threads"]), f"{row['first_call']:.1f}", f"{1e3 * row['seconds']:.1f}",
+        f"{row['numel'] * 4 / row['seconds'] / 1e9:.2f}", f"{100 * row['of_copy']:.0f}%",
+    ]  # fmt: skip
