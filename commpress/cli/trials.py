@@ -12,6 +12,7 @@ from commpress.collectives.transport import Transport
 from commpress.work import run as drive
 
 TURN = 7  # calls back to back of one way before the next has its turn
+WARM = 1  # turns that do not count: the first calls of a process are slow
 TRIED = ("none", "sign")  # the longest rows and the shortest
 LADDER = tuple(1 << n for n in range(10, 21, 2))  # elements
 ENOUGH = 0.3  # seconds of a call, from which larger buffers need no trial: bandwidth decides
@@ -30,8 +31,8 @@ class Race(Reduced):
         ways = {**others, "flat": self.reduce, "levels": self.levels}
         calls = self._calls({name: [self._time(way, 1)] for name, way in ways.items()})
         timed = {name: partial(self._time, way, calls[name]) for name, way in ways.items()}
-        took = rounds.medians(rounds.slowest(rounds.in_turns(timed, iterations)))
-        return took, 1 + iterations * calls["levels"]
+        took = rounds.medians(rounds.slowest(rounds.in_turns(timed, iterations, warm=WARM)))
+        return took, 1 + (WARM + iterations) * calls["levels"]
 
     def _calls(self, took: dict[str, list[float]]) -> dict[str, int]:
         """How often each way is called back to back in its turn: for about a second, ``TURN`` times at most."""
