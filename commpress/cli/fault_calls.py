@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 NUMEL = 4096
+ANYBODY = "recv, any source"
 TIMES = 40  # a call that has been made so often is foreseen by all: it begins on promises
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -148,7 +149,7 @@ CALLS: dict[str, Callable[[int, torch.dtype], None]] = {
     "barrier": _barrier,
     "send": _send,
     "recv": _recv,
-    "recv, any source": _recv_any,
+    ANYBODY: _recv_any,
 }
 COMPRESSED = "all_reduce, compressed"
 FAULTS = ("kill -9", "SIGSTOP", "wrong shape", "wrong dtype", "wrong op", "wrong codec")
