@@ -16,7 +16,6 @@ import torch
 
 from commpress.collectives.frame import HEADER
 from commpress.collectives.rows import Rows
-from commpress.collectives.transport import SMALL
 from commpress.plan.clock import Clock, Cores, Line, Process, Signal
 from commpress.plan.cluster import Class, Classes, Cluster
 from commpress.plan.costs import Ledger
@@ -88,11 +87,11 @@ class SizedTransport:
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         out[:, :HEADER] = inp[self.rank, :HEADER]
-        return self._uniform(inp.shape[1], tag, ahead=True)
+        return self._uniform(inp.shape[1], tag)
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         out[:, :HEADER] = inp[0, :HEADER]
-        return self._uniform(inp.shape[1], tag, ahead=False)
+        return self._uniform(inp.shape[1], tag)
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         for r in out.payloads:
@@ -103,7 +102,7 @@ class SizedTransport:
             if r != self.rank:
                 both = held.setdefault(self.network.where(me, int(self.members[r])), [0, 0])
                 both[0] += HEADER + payload.numel()
-                both[1] += 2 if payload.numel() > SMALL else 1
+                both[1] += 1
         flows = [Flow(*where, *both) for where, both in held.items()]
         self._prepare()
         froms = {self.network.where(me, int(self.members[r])) for r in out.payloads if r != self.rank}
@@ -116,10 +115,8 @@ class SizedTransport:
         me = self.network.classes.every[self.cls].rank
         return SizedTransport(self.network, self.cls, members, int(np.searchsorted(members, me)))
 
-    def _uniform(self, row: int, tag: int, *, ahead: bool) -> Work:
-        """``ahead``: a header goes first, with the payload if that is short, as over Gloo."""
-        each = 2 if ahead and row - HEADER > SMALL else 1
-        flows = [Flow(*where, count * row, count * each) for where, count in self._groups.items()]
+    def _uniform(self, row: int, tag: int) -> Work:
+        flows = [Flow(*where, count * row, count) for where, count in self._groups.items()]
         self._prepare()
         return self.network.post(self.cls, tag, flows, set(self._groups))
 
