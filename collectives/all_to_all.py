@@ -6,6 +6,7 @@ Blocks are runs of rows along the first dimension; their lengths (splits) may di
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Literal
@@ -14,9 +15,10 @@ import torch
 
 from commpress.codecs.codec import Codec, codec_named
 from commpress.collectives.frame import FLAT, Frame
-from commpress.collectives.routes import Blocks, Nodes, Passage, Scratch, between_first, flat, inside_first
+from commpress.collectives.passage import Passage, Scratch
+from commpress.collectives.routes import Lengths, Nodes, Told, between_first, flat, forwarded, inside_first, telling
 from commpress.collectives.transport import Transport
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels import arithmetic
 from commpress.kernels.pieces import COLUMN, Piece, Pieces, cut
 from commpress.kernels.reference import FP8, INT4, INT8
@@ -29,7 +31,7 @@ _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Way:
     """How blocks travel, the same on every rank: flat, or by way of ``nodes`` (the ranks of each node) in an ``order``.
 
@@ -46,16 +48,48 @@ class Way:
         if self.order not in _ORDERS:
             raise InvalidArgument(f"order is {self.order!r}, expected 'inside-first' or 'between-first'")
 
-    def carry(self, out: Blocks, inp: Blocks, what: Frame, transport: Transport, *, even: bool) -> Steps[None]:
-        passage = Passage(what, transport, self.scratch, inp[0].device, self.checksum)
-        if self.nodes is None:
-            return flat(out, inp, passage)
-        nodes = Nodes.of(self.nodes, transport.size)
-        return _ORDERS[self.order](out, inp, passage, nodes, even=even)
+    def carry(
+        self, out: torch.Tensor, inp: torch.Tensor, lengths: Lengths, what: Frame, transport: Transport, *, even: bool
+    ) -> Steps[None]:
+        """Bytes. ``even``: every block of every rank has the same length, so nobody needs to be told."""
+        passage = Passage(what, transport, self.scratch, self.checksum)
+        if self._members is None:
+            yield from passage.walk(flat(lengths), out, inp)
+            return
+        nodes = Nodes.of(self._members, transport.size)
+        mine = forwarded(lengths, nodes, inside=self.order == "inside-first")
+        told = yield from _told(passage, nodes, mine, inp.device, even=even)
+        yield from passage.walk(_ORDERS[self.order](lengths, nodes, told), out, inp)
 
     def label(self, text: str) -> int:
         """What ranks must agree on and no other field of the header says."""
-        return zlib.crc32(f"{text}|{self.nodes and [list(n) for n in self.nodes]}|{self.order}".encode())
+        return zlib.crc32(text.encode(), self._own_label)
+
+    @cached_property
+    def _members(self) -> tuple[tuple[int, ...], ...] | None:
+        return None if self.nodes is None else tuple(map(tuple, self.nodes))
+
+    @cached_property
+    def _own_label(self) -> int:
+        return zlib.crc32(f"{self._members}|{self.order}|".encode())
+
+
+def _told(passage: Passage, nodes: Nodes, mine: Told, device: torch.device, *, even: bool) -> Steps[Told]:
+    """For each mate, the lengths of the blocks that this rank forwards for it. Inside the node, so it is quick."""
+    me = passage.transport.rank
+    mates = nodes.members[nodes.home[me]]
+    count = len(mine[mates.index(me)])
+    if even:
+        length = max(map(max, filter(None, mine)), default=0)
+        return ((length,) * count,) * len(mates)
+    tell = torch.tensor([n for lengths in mine for n in lengths], dtype=torch.int64).view(torch.uint8).to(device)
+    inbox = torch.zeros(8 * count * len(mates), dtype=torch.uint8, device=device)
+    yield from passage.walk(telling(mates, me, tuple(map(len, mine)), count), inbox, tell)
+    found = inbox.cpu().view(torch.int64).view(len(mates), count).tolist()
+    for m, lengths in zip(mates, found, strict=True):
+        if min(lengths, default=0) < 0:
+            raise Mismatch(f"rank {m} told rank {me} of a negative length: {lengths}", ranks=(m,))
+    return tuple(map(tuple, found))
 
 
 def all_to_all(
@@ -77,10 +111,10 @@ def all_to_all(
     kind = str(inp.dtype).removeprefix("torch.")
     what = Frame(FLAT, transport.size, kind, 0, sequence, way.label(f"{tuple(inp.shape[1:])}"))
     row = inp.element_size() * _width(inp)
+    lengths = Lengths(transport.rank, tuple(n * row for n in ins), tuple(n * row for n in outs))
     yield from way.carry(
-        _bytes(out).split([n * row for n in outs]), _bytes(inp).split([n * row for n in ins]), what, transport,
-        even=out_splits is None and in_splits is None,
-    )  # fmt: skip
+        _bytes(out), _bytes(inp), lengths, what, transport, even=out_splits is None and in_splits is None
+    )
 
 
 def compressed_all_to_all(
@@ -133,7 +167,8 @@ def compressed_all_to_all(
         kernels.encode(floats.view(-1), wire[None], torch.zeros(1, dtype=torch.uint8, device=device), pieces)
     what = Frame(FLAT, transport.size, codec.spec, 0, sequence, way.label(f"{tuple(inp.shape[1:])}{inp.dtype}"))
     even = out_splits is None and in_splits is None
-    yield from way.carry(_blocks(inbox, answers, outs), _blocks(wire, pieces, ins), what, transport, even=even)
+    lengths = Lengths(transport.rank, _lengths(pieces, ins), _lengths(answers, outs))
+    yield from way.carry(_encoded(inbox, answers), _encoded(wire, pieces), lengths, what, transport, even=even)
     if answers.numel:
         floats = out if out.dtype == torch.float32 else _like(scratch, out, torch.float32, held)
         kernels.decode(inbox[None], floats.view(-1), answers)
@@ -148,9 +183,16 @@ def _pieces(codec: Codec, numels: Sequence[int]) -> Pieces:
     return cut([Piece(end - n, n, codec.kind, codec.block, feedback=False) for end, n in ends if n], 1)
 
 
-def _blocks(wire: torch.Tensor, pieces: Pieces, splits: Sequence[int]) -> Blocks:
-    edges = iter(pairwise([*pieces.table[:, COLUMN].tolist(), pieces.row_bytes]))
-    return [wire[slice(*next(edges))] if n else wire[:0] for n in splits]
+def _encoded(wire: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """The blocks of a row, which lie side by side."""
+    return wire[int(pieces.table[0, COLUMN]) :] if pieces.numel else wire[:0]
+
+
+def _lengths(pieces: Pieces, splits: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of each rank's block."""
+    edges = pairwise([*pieces.table[:, COLUMN].tolist(), pieces.row_bytes])
+    lengths = (end - start for start, end in edges)
+    return tuple(next(lengths) if n else 0 for n in splits)
 
 
 def _like(scratch: Scratch, tensor: torch.Tensor, dtype: torch.dtype, held: list[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ of rows of any length, the same two lengths on both sides. Lengths are elements 
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ _OPERATIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """What every rank must agree on about one message."""
 
     operation: int
@@ -133,6 +132,8 @@ def verify_rows(
 ) -> None:
     """As ``verify`` where every peer has a frame of its own."""
     got, expected = headers.cpu().numpy(), packed.numpy()
+    if got.tobytes() == expected.tobytes():  # no flags, no checksums: what nearly all are
+        return
     ranks = list(wanted)
     if not alike(expected[ranks], got[ranks]):
         wrong = [r for r in wanted if not same(expected[r], got[r])]

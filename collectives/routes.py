@@ -1,7 +1,7 @@
-"""The ways that blocks of bytes take from every rank to every rank: flat, or by way of nodes.
+"""The ways that blocks of bytes take from every rank to every rank, as plans: flat, or by way of nodes.
 
-``inp[r]`` goes to rank r and ``out[r]`` comes from it; both sides know its length. A route only permutes: every route
-delivers the same bytes.
+Block r of ``inp`` goes to rank r and block r of ``out`` comes from it; both sides know its length, and the blocks of each
+buffer lie one behind the other. A route only permutes: every route delivers the same bytes.
 
     flat            one message from every rank to every rank
     inside_first    inside a node, to the member that speaks for the node with the destination; then one message from the
@@ -9,25 +9,24 @@ delivers the same bytes.
     between_first   one message from each rank to a node, with the blocks for all members; then inside that node
 
 Between two nodes of g and h ranks the first sends g·h messages, the second h, the third g: of the same bytes in sum.
+
+A plan says for one rank which bytes it copies, sends and receives. It depends on lengths only, so the plans of the last
+lengths are kept: with small blocks, working out who speaks for whom takes longer than sending.
 """
 
 import struct
-import threading
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
-import numpy as np
-import torch
-
-from commpress.collectives.frame import BETWEEN, FLAT, INSIDE, LENGTHS, Frame, checksums, pack_rows, verify_rows
-from commpress.collectives.rows import Rows
-from commpress.collectives.transport import Transport
+from commpress.collectives.frame import BETWEEN, FLAT, INSIDE, LENGTHS
 from commpress.errors import InvalidArgument
-from commpress.work import Steps
 
-Blocks = Sequence[torch.Tensor]  # uint8[n], contiguous; in the arguments of a route one for each rank
+INP, OUT, HELD = range(3)  # the buffers of an operation: what goes, what comes, scratch
+_ALIGNED = 64  # bytes: where parts of the scratch begin
+_KEPT = 16  # plans; one holds about 1 KiB a rank
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class Nodes:
     members: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, nodes: Sequence[Sequence[int]], size: int) -> "Nodes":
+    @lru_cache(_KEPT)
+    def of(cls, nodes: tuple[tuple[int, ...], ...], size: int) -> "Nodes":
         members = tuple(tuple(sorted(node)) for node in nodes if node)
         if sorted(rank for node in members for rank in node) != list(range(size)):
             raise InvalidArgument(
@@ -51,10 +51,6 @@ class Nodes:
         """The node of each rank."""
         return {rank: i for i, node in enumerate(self.members) for rank in node}
 
-    @cached_property
-    def label(self) -> int:
-        return zlib.crc32(repr(self.members).encode())
-
     def speaker(self, node: int, rank: int) -> int:
         """The member of ``node`` that speaks with ``rank`` for all members; a rank of the node speaks for itself.
 
@@ -65,181 +61,217 @@ class Nodes:
         members = self.members[node]
         return members[self.members[self.home[rank]].index(rank) % len(members)]
 
+    def abroad(self, node: int) -> list[int]:
+        """The other nodes."""
+        return [i for i in range(len(self.members)) if i != node]
 
-class Scratch:
-    """Bytes that outlive a call: a fresh allocation costs ten times a copy."""
+
+class Span(NamedTuple):
+    """Bytes ``start`` to ``stop`` of one of the three buffers."""
+
+    buffer: int
+    start: int
+    stop: int
+
+
+class Share(NamedTuple):
+    """What the frame of a message says of it."""
+
+    numel: int  # bytes
+    back: int  # bytes that go the other way
+    divided: bytes  # the length of each block in it
+
+
+Copy = tuple[Span, Span]  # to, from
+
+
+class Hop(NamedTuple):
+    """One exchange: a message to each rank in ``sent``, one from each in ``received``. ``said`` and ``due``: their frames."""
+
+    operation: int
+    lane: int  # 0 or 1: hops of one operation with other peers may meet on the way
+    before: tuple[Copy, ...]
+    sent: dict[int, Span]
+    received: dict[int, Span]
+    after: tuple[Copy, ...]
+    said: dict[int, Share]
+    due: dict[int, Share]
+
+
+class Plan(NamedTuple):
+    hops: tuple[Hop, ...]
+    held: int  # bytes of scratch
+
+
+class Lengths(NamedTuple):
+    """Of the blocks of one rank: bytes to and from every rank."""
+
+    rank: int
+    inp: tuple[int, ...]
+    out: tuple[int, ...]
+
+
+Told = tuple[tuple[int, ...], ...]  # for each member of the own node, the lengths of what is to be forwarded for it
+
+
+class _Draft:
+    """A plan in the making."""
 
     def __init__(self) -> None:
-        self._free: dict[torch.device, list[torch.Tensor]] = {}
-        self._lock = threading.Lock()
+        self.hops: list[Hop] = []
+        self.held = 0
 
-    def take(self, numel: int, device: torch.device) -> torch.Tensor:
-        """uint8[numel], aligned to 64 bytes or so, its content whatever was there before."""
-        with self._lock:
-            free = self._free.setdefault(device, [])
-            for i, buffer in enumerate(free):
-                if buffer.numel() >= numel:
-                    return free.pop(i)[:numel]
-        length = 1 << max(numel - 1, 4095).bit_length()
-        if device.type == "cpu":  # NumPy asks for huge pages, torch does not
-            return torch.from_numpy(np.empty(length, np.uint8))[:numel]
-        return torch.empty(length, dtype=torch.uint8, device=device)[:numel]
+    def room(self, lengths: Sequence[int]) -> list[Span]:
+        """A part of the scratch for blocks of these lengths, side by side."""
+        spans = spread(HELD, lengths, self.held)
+        self.held += -(-sum(lengths) // _ALIGNED) * _ALIGNED
+        return spans
 
-    def give(self, *buffers: torch.Tensor) -> None:
-        """Back, once nothing reads or writes them; a buffer of an operation that failed is never given."""
-        for buffer in buffers:
-            whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
-            with self._lock:
-                free = self._free.setdefault(buffer.device, [])
-                free.append(whole)
-                free.sort(key=torch.Tensor.numel)
+    def hop(
+        self, operation: int, lane: int, sent: Mapping[int, Sequence[Span]], received: Mapping[int, Sequence[Span]],
+        after: Iterable[Copy] = (),
+    ) -> None:  # fmt: skip
+        """The blocks of a message travel side by side: from and to scratch, where they lie apart."""
+        outgoing, gathered = self._joined(sent)
+        incoming, parts = self._joined(received)
+        said = {r: Share(_sum(blocks), _sum(received.get(r, ())), _divided(blocks)) for r, blocks in sent.items()}
+        due = {r: Share(_sum(blocks), _sum(sent.get(r, ())), _divided(blocks)) for r, blocks in received.items()}
+        scattered = [(part, stage) for stage, part in parts]
+        self.hops.append(Hop(
+            operation, lane, tuple(gathered), outgoing, incoming, (*scattered, *_without_empty(after)), said, due
+        ))  # fmt: skip
 
+    def plan(self) -> Plan:
+        return Plan(tuple(self.hops), self.held)
 
-@dataclass(frozen=True)
-class Passage:
-    """What all steps of one operation on one rank share. ``what`` describes it; lengths and step are filled in."""
-
-    what: Frame
-    transport: Transport
-    scratch: Scratch
-    device: torch.device
-    checksum: bool = False
-
-    def swap(self, out: Mapping[int, Blocks], inp: Mapping[int, Blocks], operation: int, tag: int) -> Steps[None]:
-        """One message to each rank of ``inp`` with its blocks side by side, one from each rank of ``out``."""
-        held: list[torch.Tensor] = []
-        outgoing = {r: self._joined(blocks, held, fill=True) for r, blocks in inp.items()}
-        incoming = {r: self._joined(blocks, held, fill=False) for r, blocks in out.items()}
-
-        made: dict[tuple[int, ...], Frame] = {}  # one for all messages that are alike
-
-        def frames(messages: Mapping[int, Blocks], others: Mapping[int, torch.Tensor]) -> dict[int, Frame]:
-            found = {}
-            for r, blocks in messages.items():
-                key = (others[r].numel() if r in others else 0, *[b.numel() for b in blocks])
-                frame = made.get(key)
-                found[r] = made[key] = frame or self._frame(operation, key[1:], key[0])
-            return found
-
-        size, wanted, said = self.transport.size, frames(out, outgoing), frames(inp, incoming)
-        expected = pack_rows(wanted, size)
-        headers = (expected.clone() if said == wanted else pack_rows(said, size)).to(self.device)
-        if self.checksum:
-            checksums(headers, outgoing)
-        answers = torch.zeros_like(headers)
-        yield self.transport.exchange(Rows(answers, incoming), Rows(headers, outgoing), expected.to(self.device), tag)
-        verify_rows(answers, incoming, wanted, expected, self.transport.rank)
-        for r, blocks in out.items():
-            _spread(incoming[r], blocks)
-        self.scratch.give(*held)
-
-    def _frame(self, operation: int, lengths: Sequence[int], back: int) -> Frame:
-        """The label tells how the blocks of a message divide its bytes."""
-        label = zlib.crc32(struct.pack(f"<{len(lengths)}q", *lengths), self.what.label)
-        return replace(self.what, operation=operation, numel=sum(lengths), label=label, back=back)
-
-    def _joined(self, blocks: Blocks, held: list[torch.Tensor], *, fill: bool) -> torch.Tensor:
-        """The blocks as one tensor: themselves where they lie side by side in memory, else scratch."""
-        blocks = [b for b in blocks if b.numel()]
-        if len(blocks) == 1:
-            return blocks[0]
-        if not blocks:
-            return torch.empty(0, dtype=torch.uint8, device=self.device)
-        length, at = sum(b.numel() for b in blocks), blocks[0].data_ptr()
-        first = blocks[0]
-        for b in blocks:
-            if b.data_ptr() != at or b.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-                break
-            at += b.numel()
-        else:
-            return first.as_strided((length,), (1,))
-        joined = self.scratch.take(length, self.device)
-        held.append(joined)
-        if fill:
-            torch.cat(blocks, out=joined)
-        return joined
+    def _joined(self, messages: Mapping[int, Sequence[Span]]) -> tuple[dict[int, Span], list[Copy]]:
+        """Each message as one span, and the copies between its part of the scratch and its blocks."""
+        whole: dict[int, Span] = {}
+        copies: list[Copy] = []
+        for rank, blocks in messages.items():
+            apart = _merged(blocks)
+            if len(apart) == 1:
+                whole[rank] = apart[0]
+                continue
+            stages = self.room([_length(part) for part in apart])
+            copies += zip(stages, apart, strict=True)
+            whole[rank] = Span(HELD, stages[0].start, stages[-1].stop) if stages else Span(HELD, 0, 0)
+        return whole, copies
 
 
-def _spread(message: torch.Tensor, blocks: Blocks) -> None:
-    """Copy the parts of a message into its blocks, unless it was received in place."""
-    if len(blocks) == 1 and blocks[0] is message:
-        return
-    at = 0
-    for block in blocks:
-        part = message[at : at + block.numel()]
-        if part.data_ptr() != block.data_ptr():
-            block.copy_(part)
-        at += block.numel()
+def spread(buffer: int, lengths: Sequence[int], start: int = 0) -> list[Span]:
+    ends = accumulate(lengths, initial=start)
+    return [Span(buffer, end, end + length) for end, length in zip(ends, lengths, strict=False)]
+
+
+def _length(span: Span) -> int:
+    return span.stop - span.start
+
+
+def _sum(spans: Sequence[Span]) -> int:
+    return sum(map(_length, spans))
+
+
+def _divided(spans: Sequence[Span]) -> bytes:
+    return struct.pack(f"<{len(spans)}q", *map(_length, spans))
+
+
+def _without_empty(copies: Iterable[Copy]) -> list[Copy]:
+    return [copy for copy in copies if _length(copy[0])]
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    """Without empty ones, and neighbours as one."""
+    merged: list[Span] = []
+    for span in spans:
+        if not _length(span):
+            continue
+        if merged and merged[-1].buffer == span.buffer and merged[-1].stop == span.start:
+            span = Span(span.buffer, merged.pop().start, span.stop)
+        merged.append(span)
+    return merged
 
 
 # ---------------------------------------------------------------- routes
 
 
-def flat(out: Blocks, inp: Blocks, passage: Passage) -> Steps[None]:
-    tag = 2 * passage.what.sequence
-    yield from passage.swap({r: [b] for r, b in enumerate(out)}, {r: [b] for r, b in enumerate(inp)}, FLAT, tag)
+@lru_cache(_KEPT)
+def flat(lengths: Lengths) -> Plan:
+    me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
+    others = [r for r in range(len(inp)) if r != me]
+    draft = _Draft()
+    draft.hop(FLAT, 0, {r: [inp[r]] for r in others}, {r: [out[r]] for r in others}, [(out[me], inp[me])])
+    return draft.plan()
 
 
-def inside_first(out: Blocks, inp: Blocks, passage: Passage, nodes: Nodes, *, even: bool) -> Steps[None]:
-    """``even``: every block of every rank has the same length, so nobody needs to be told."""
-    me, tag = passage.transport.rank, 2 * passage.what.sequence
+@lru_cache(_KEPT)
+def inside_first(lengths: Lengths, nodes: Nodes, told: Told) -> Plan:
+    me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
     home = nodes.home[me]
     mates = nodes.members[home]
-    spoken = {m: [d for d in range(len(inp)) if nodes.speaker(home, d) == m] for m in mates}  # m is among its own
-    mine = {m: [inp[d] for d in spoken[m]] for m in mates}
-    lengths = yield from _told(passage, mine, len(spoken[me]), even)
-    held = {m: passage.scratch.take(sum(lengths[m]), passage.device) for m in mates if m != me}
-    blocks = {m: held[m].split(lengths[m]) for m in held} | {me: mine[me]}
-    yield from passage.swap({m: blocks[m] for m in held}, {m: mine[m] for m in held}, INSIDE, tag + 1)
-
-    for m in mates:
-        out[m].copy_(blocks[m][spoken[me].index(me)])
-    abroad = {d: [blocks[m][i] for m in mates] for i, d in enumerate(spoken[me]) if d not in mates}
-    others = [i for i in range(len(nodes.members)) if i != home]
-    yield from passage.swap(
-        {nodes.speaker(i, me): [out[r] for r in nodes.members[i]] for i in others}, abroad, BETWEEN, tag
-    )
-    passage.scratch.give(*held.values())
-
-
-def between_first(out: Blocks, inp: Blocks, passage: Passage, nodes: Nodes, *, even: bool) -> Steps[None]:
-    me, tag = passage.transport.rank, 2 * passage.what.sequence
-    home = nodes.home[me]
-    mates = nodes.members[home]
-    abroad = [r for r in range(len(inp)) if nodes.home[r] != home]
-    landed = {m: [s for s in abroad if nodes.speaker(home, s) == m] for m in mates}
-    mine = {m: [out[s] for s in landed[m]] for m in mates}
-    lengths = yield from _told(passage, mine, len(landed[me]), even)
-    held = {m: passage.scratch.take(sum(lengths[m]), passage.device) for m in mates if m != me}
-    blocks = {m: held[m].split(lengths[m]) for m in held} | {me: mine[me]}  # what landed here, for each mate
-    others = [i for i in range(len(nodes.members)) if i != home]
-    yield from passage.swap(
-        {s: [blocks[m][i] for m in mates] for i, s in enumerate(landed[me])},
-        {nodes.speaker(i, me): [inp[r] for r in nodes.members[i]] for i in others}, BETWEEN, tag,
+    spoken = _spoken_for(nodes, home)
+    draft = _Draft()
+    blocks = {m: draft.room(lent) for m, lent in zip(mates, told, strict=True) if m != me} | {
+        me: [inp[d] for d in spoken[me]]
+    }
+    at = spoken[me].index(me)
+    draft.hop(
+        INSIDE, 1, {m: [inp[d] for d in spoken[m]] for m in mates if m != me}, {m: blocks[m] for m in mates if m != me},
+        [(out[m], blocks[m][at]) for m in mates],
     )  # fmt: skip
-
-    out[me].copy_(inp[me])
-    yield from passage.swap(
-        {m: [out[m], *mine[m]] for m in held}, {m: [inp[m], *blocks[m]] for m in held}, INSIDE, tag + 1
-    )
-    passage.scratch.give(*held.values())
+    abroad = {d: [blocks[m][i] for m in mates] for i, d in enumerate(spoken[me]) if d not in mates}
+    theirs = {nodes.speaker(i, me): [out[r] for r in nodes.members[i]] for i in nodes.abroad(home)}
+    draft.hop(BETWEEN, 0, abroad, theirs)
+    return draft.plan()
 
 
-def _told(passage: Passage, mine: Mapping[int, Blocks], count: int, even: bool) -> Steps[dict[int, list[int]]]:
-    """For each mate, the lengths of its ``count`` blocks that this rank is to forward. Inside the node, so it is quick."""
-    me = passage.transport.rank
-    if even:
-        return {m: [mine[me][0].numel() if mine[me] else 0] * count for m in mine}
-    tell = {m: torch.tensor([b.numel() for b in blocks], dtype=torch.int64) for m, blocks in mine.items()}
-    told = {m: torch.zeros(count, dtype=torch.int64) for m in mine if m != me}
+@lru_cache(_KEPT)
+def between_first(lengths: Lengths, nodes: Nodes, told: Told) -> Plan:
+    me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
+    home = nodes.home[me]
+    mates = nodes.members[home]
+    landed = _landing(nodes, home)
+    draft = _Draft()
+    blocks = {m: draft.room(lent) for m, lent in zip(mates, told, strict=True) if m != me} | {
+        me: [out[s] for s in landed[me]]
+    }  # what lands here, for each mate
+    draft.hop(
+        BETWEEN, 0, {nodes.speaker(i, me): [inp[r] for r in nodes.members[i]] for i in nodes.abroad(home)},
+        {s: [blocks[m][i] for m in mates] for i, s in enumerate(landed[me])}, [(out[me], inp[me])],
+    )  # fmt: skip
+    draft.hop(
+        INSIDE, 1, {m: [inp[m], *blocks[m]] for m in mates if m != me},
+        {m: [out[m], *(out[s] for s in landed[m])] for m in mates if m != me},
+    )  # fmt: skip
+    return draft.plan()
 
-    def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(torch.uint8).to(passage.device)
 
-    inbox = {m: as_bytes(t) for m, t in told.items()}
-    outbox = {m: [as_bytes(t)] for m, t in tell.items() if m != me}
-    yield from passage.swap({m: [t] for m, t in inbox.items()}, outbox, LENGTHS, 2 * passage.what.sequence)
-    lengths = {m: t.cpu().view(torch.int64).tolist() for m, t in inbox.items()}
-    for m, found in lengths.items():
-        assert min(found, default=0) >= 0, f"rank {m} told of a negative length"
-    return lengths | {me: tell[me].tolist()}
+@lru_cache(_KEPT)
+def forwarded(lengths: Lengths, nodes: Nodes, *, inside: bool) -> Told:
+    """For each mate, the lengths of those own blocks that it forwards: on the way out with ``inside`` first, else in."""
+    home = nodes.home[lengths.rank]
+    lent = _spoken_for(nodes, home) if inside else _landing(nodes, home)
+    found = lengths.inp if inside else lengths.out
+    return tuple(tuple(found[r] for r in lent[m]) for m in nodes.members[home])
+
+
+@lru_cache(_KEPT)
+def telling(mates: tuple[int, ...], me: int, mine: tuple[int, ...], count: int) -> Plan:
+    """Numbers of 8 bytes: ``mine[i]`` of them go to mate i, ``count`` come from each, in the order of the mates."""
+    draft = _Draft()
+    inp, out = spread(INP, [8 * n for n in mine]), spread(OUT, [8 * count] * len(mates))
+    others = [(i, m) for i, m in enumerate(mates) if m != me]
+    own = [(out[i], inp[i]) for i, m in enumerate(mates) if m == me]
+    draft.hop(LENGTHS, 0, {m: [inp[i]] for i, m in others}, {m: [out[i]] for i, m in others}, own)
+    return draft.plan()
+
+
+def _spoken_for(nodes: Nodes, home: int) -> dict[int, list[int]]:
+    """The destinations with which each member of a node speaks: itself among them, its mates not."""
+    return {m: [d for d in sorted(nodes.home) if nodes.speaker(home, d) == m] for m in nodes.members[home]}
+
+
+def _landing(nodes: Nodes, home: int) -> dict[int, list[int]]:
+    """The ranks of other nodes whose messages each member of a node receives."""
+    abroad = [r for r in sorted(nodes.home) if nodes.home[r] != home]
+    return {m: [s for s in abroad if nodes.speaker(home, s) == m] for m in nodes.members[home]}

@@ -49,11 +49,12 @@ class SocketTransport:
         return self._post(_parts(out), dict.fromkeys(range(self.size), ours), None, tag, (out, inp))
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        expected = dict(enumerate(bytes(row) for row in _rows(wanted)))
+        rows = _rows(wanted)
+        expected = {r: bytes(rows[r]) for r in out.payloads}
         if self.rank in inp.payloads:
             out.payloads[self.rank].copy_(inp.payloads[self.rank])
             out.headers[self.rank] = inp.headers[self.rank]
-        return self._post(_apart(out), _apart(inp), expected, tag, (out, inp, wanted))
+        return self._post(_apart(out, self.rank), _apart(inp, self.rank), expected, tag, (out, inp))
 
     def subset(self, ranks: Sequence[int]) -> "SocketTransport | None":
         if self.rank not in ranks:
@@ -109,14 +110,18 @@ def _rows(wire: torch.Tensor) -> list[memoryview]:
     """The rows of uint8[n, row], whose elements are contiguous."""
     if wire.device.type != "cpu":
         raise InvalidArgument(f"a Gloo group sends host memory, but rows are on {wire.device}: use a group of NCCL for them")
-    address, step, width = wire.data_ptr(), wire.stride(0), wire.shape[1]
-    return [_memory(address + r * step, width) for r in range(wire.shape[0])]
+    (count, width), step = wire.shape, wire.stride(0)
+    if not count:
+        return []
+    memory = _memory(wire.data_ptr(), (count - 1) * step + width)
+    return [memory[r * step : r * step + width] for r in range(count)]
 
 
 def _parts(wire: torch.Tensor) -> dict[int, Parts]:
     return {r: (row,) for r, row in enumerate(_rows(wire))}
 
 
-def _apart(rows: Rows) -> dict[int, Parts]:
+def _apart(rows: Rows, rank: int) -> dict[int, Parts]:
+    """What peers send or get."""
     headers = _rows(rows.headers)
-    return {r: (headers[r], _memory(p.data_ptr(), p.numel())) for r, p in rows.payloads.items()}
+    return {r: (headers[r], _memory(p.data_ptr(), p.numel())) for r, p in rows.payloads.items() if r != rank}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.collectives.mpi import host_buffer, mpi
-from commpress.collectives.routes import Scratch
+from commpress.collectives.passage import Scratch
 from commpress.errors import InvalidArgument
 from commpress.integrations.landing import Joined, Landing, contiguous, flat_of, numbers_of
 from commpress.integrations.mpi_progress import MpiWork, Progress, Steps

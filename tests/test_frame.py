@@ -34,6 +34,7 @@ frames = st.builds(
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
+    st.integers(0, 2**64 - 1),
 )
 
 
