@@ -3,6 +3,9 @@
 Everything is element by element. ``segments`` says which parameter x and gradient g belong to which run of the flat
 float32 buffers (m momentum, r reciprocal of √v + ε, p = m·r, u accumulated steps, a anchor), so that gradients need not be
 copied together.
+
+Note: what a synchronisation of 0/1 Adam leaves as momentum is d, of which momentum is share·d/r. Whoever reads it next reads r
+as well, so with a ``share`` m is such a d, and nobody has to write what it stands for.
 """
 
 from collections.abc import Sequence
@@ -77,13 +80,17 @@ def descend(segments: Segments, p: torch.Tensor, *, step: float, keep: float) ->
         x.mul_(keep).sub_(p_, alpha=step)
 
 
+def _momentum(m: torch.Tensor, r: torch.Tensor, share: float | None) -> torch.Tensor:
+    return m if share is None else (m * share).div_(r)
+
+
 def accumulate(
     segments: Segments, m: torch.Tensor, u: torch.Tensor, r: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float,
-    lr: float, keep: float,
+    lr: float, keep: float, share: float | None = None,
 ) -> None:  # fmt: skip
     """out := (keep·u + lr·(β·m + (1 − β)·gain·g))·r, where an empty u is zero and an empty r one."""
     for _, g, m_, u_, r_, out_ in segments.runs(m, u, r, out):
-        torch.mul(m_, beta, out=out_)
+        torch.mul(_momentum(m_, r_, share), beta, out=out_)
         if g is not None:
             out_.add_(g, alpha=(1 - beta) * gain)
         out_.mul_(lr)
@@ -95,7 +102,7 @@ def accumulate(
 
 def wander(
     segments: Segments, m: torch.Tensor, u: torch.Tensor, a: torch.Tensor, r: torch.Tensor, *, beta: float, gain: float,
-    lr: float, keep: float, kept: float, begins: bool,
+    lr: float, keep: float, kept: float, begins: bool, share: float | None = None,
 ) -> bool:  # fmt: skip
     """A local step: m := β·m + (1 − β)·gain·g, u := keep·u + lr·m, x := kept·a − u·r.
 
@@ -107,6 +114,8 @@ def wander(
         if begins:
             a_.copy_(x.view(-1))
             u_.zero_()
+        if share is not None:
+            m_.copy_(_momentum(m_, r_, share))
         if g is None:
             m_.mul_(beta)
         else:
@@ -118,16 +127,10 @@ def wander(
     return not finite or bool(torch.stack(finite).all())
 
 
-def gather(
-    segments: Segments, mean: torch.Tensor, a: torch.Tensor, r: torch.Tensor, *, kept: float, share: float
-) -> None:
-    """After the mean of u·r is known: x := kept·a − mean and mean := share·mean/r, which is the momentum.
-
-    With an empty a the window has one step, and x is its own anchor.
-    """
-    for x, _, mean_, a_, r_ in segments.runs(mean, a, r):
+def gather(segments: Segments, mean: torch.Tensor, a: torch.Tensor, *, kept: float) -> None:
+    """After the mean of u·r is known: x := kept·a − mean. With an empty a the window has one step, and x is its anchor."""
+    for x, _, mean_, a_ in segments.runs(mean, a):
         torch.mul(x if a_ is None else a_, kept, out=x).sub_(mean_)
-        mean_.mul_(share).div_(r_)
 
 
 def square_sum(segments: Segments) -> float:

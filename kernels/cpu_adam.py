@@ -2,7 +2,7 @@
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
 having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 20, ``wander`` 32, ``gather`` 20,
+elements do (``put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 20, ``wander`` 32, ``gather`` 12,
 ``square_sum`` 4.
 
 Numba walks a table of addresses, because gradients live wherever autograd put them. Every function is that of ``adam``
@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from commpress.kernels.adam import Segments
-from commpress.kernels.cpu_arrays import SHORT, bare, floats, short
-from commpress.kernels.cpu_lanes import WIDE, all_finite, load, put, where_finite
+from commpress.kernels.cpu_arrays import bare, floats
+from commpress.kernels.cpu_lanes import WIDE, add_squares, all_finite, load, no_sums, put, total, where_finite
 from commpress.kernels.cpu_threads import split
 
-_NONE = np.empty(0, np.float32)
 _LINE = 16  # floats of a cache line
 _PAST = 1 << 22  # a call that handles so many elements leaves none of them in a cache
 
@@ -86,7 +85,15 @@ def _descend(table, p, step, keep, start, stop):
 
 
 @bare
-def _accumulate(table, m, u, r, out, beta, alpha, lr, keep, past, start, stop):
+def _momentum(m, r, at, left, share):
+    if share is None:
+        return load(m, at, left)
+    return share * load(m, at, left) / load(r, at, left)
+
+
+@bare
+def _accumulate(table, m, u, r, out, beta, alpha, lr, keep, lazy, past, start, stop):
+    """What is not there is None: Numba then compiles a loop without it, where a test would cost a fifteenth."""
     done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
@@ -95,17 +102,17 @@ def _accumulate(table, m, u, r, out, beta, alpha, lr, keep, past, start, stop):
         stream = past and _begins_line(out, first)
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
-            new = lr * (beta * load(m, at, left) + share * load(g, i, left))
-            if u.size:
+            new = lr * (beta * _momentum(m, r, at, left, lazy) + share * load(g, i, left))
+            if u is not None:
                 new = new + keep * load(u, at, left)
-            if r.size:
+            if r is not None:
                 new = new * load(r, at, left)
             put(new, out, at, left, stream)
         done += table[s, 3]
 
 
 @bare
-def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, begins, past, start, stop):
+def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, lazy, begins, past, start, stop):
     """Returns how many vectors of g were not finite."""
     done, bad = 0, 0
     for s in range(table.shape[0]):
@@ -117,7 +124,7 @@ def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, begins, past, start,
         beyond = past and _begins_line(u, first) and _begins_line(a, first)
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
-            new, before = load(g, i, left), load(m, at, left)
+            new, before = load(g, i, left), _momentum(m, r, at, left, lazy)
             bad += not all_finite(new)
             momentum = where_finite(new, beta * before + share * new, before)
             put(momentum, m, at, left, False)
@@ -133,71 +140,73 @@ def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, begins, past, start,
 
 
 @bare
-def _gather(table, mean, a, r, kept, share, past, start, stop):
+def _gather(table, mean, a, kept, past, start, stop):
     done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
         x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
-        stream = past and _begins_line(x, 0) and a.size > 0
+        stream = past and _begins_line(x, 0) and a is not None
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
-            moved = load(mean, at, left)
-            anchor = load(a, at, left) if a.size else load(x, i, left)
-            put(kept * anchor - moved, x, i, left, stream)
-            put(share * moved / load(r, at, left), mean, at, left, False)
+            if a is None:
+                put(kept * load(x, i, left) - load(mean, at, left), x, i, left, False)
+            else:
+                put(kept * load(a, at, left) - load(mean, at, left), x, i, left, stream)
         done += table[s, 3]
 
 
 @bare
 def _square_sums(table, totals, start, stop):
-    lanes = short(np.float64)
     for s in range(start, stop):
-        lanes[:] = 0.0
+        squares = no_sums()
         if table[s, 1] != 0:
             g = floats(table[s, 1], table[s, 3])
-            for at in range(0, g.size, SHORT):
-                g_ = g[at : at + SHORT]
-                for i in range(g_.size):
-                    lanes[i] += np.float64(g_[i]) * np.float64(g_[i])
-        totals[s] = lanes.sum()
+            for i in range(0, g.size, WIDE):
+                squares = add_squares(squares, load(g, i, g.size - i))
+        totals[s] = total(squares)
 
 
 def _run(kernel: Callable[..., Any], segments: Segments, *args: Any) -> None:
     split(kernel, segments.numel, segments.numel, segments.table, *args)
 
 
-def _array(buffer: torch.Tensor) -> np.ndarray:
-    return buffer.numpy() if buffer.numel() else _NONE
+def _array(buffer: torch.Tensor) -> np.ndarray | None:
+    return buffer.numpy() if buffer.numel() else None
+
+
+def _share(share: float | None) -> np.float32 | None:
+    return None if share is None else np.float32(share)
 
 
 def blend(segments, m, out, *, beta, gain):
     scalars = map(np.float32, (beta, (1 - beta) * gain))
-    _run(_blend, segments, _array(m), _array(out), *scalars, segments.numel >= _PAST)
+    _run(_blend, segments, m.numpy(), out.numpy(), *scalars, segments.numel >= _PAST)
 
 
 def aim(segments, p, r, out, *, beta, gain):
     scalars = map(np.float32, (beta, (1 - beta) * gain))
-    _run(_aim, segments, _array(p), _array(r), _array(out), *scalars, segments.numel >= _PAST)
+    _run(_aim, segments, p.numpy(), r.numpy(), out.numpy(), *scalars, segments.numel >= _PAST)
 
 
 def descend(segments, p, *, step, keep):
-    _run(_descend, segments, _array(p), np.float32(step), np.float32(keep))
+    _run(_descend, segments, p.numpy(), np.float32(step), np.float32(keep))
 
 
-def accumulate(segments, m, u, r, out, *, beta, gain, lr, keep):
-    scalars = map(np.float32, (beta, (1 - beta) * gain, lr, keep))
-    _run(_accumulate, segments, *map(_array, (m, u, r, out)), *scalars, segments.numel >= _PAST)
+def accumulate(segments, m, u, r, out, *, beta, gain, lr, keep, share=None):
+    buffers, scalars = map(_array, (m, u, r, out)), map(np.float32, (beta, (1 - beta) * gain, lr, keep))
+    if m.numel():
+        _run(_accumulate, segments, *buffers, *scalars, _share(share), segments.numel >= _PAST)
 
 
-def wander(segments, m, u, a, r, *, beta, gain, lr, keep, kept, begins):
-    scalars = map(np.float32, (beta, (1 - beta) * gain, lr, keep, kept))
-    buffers, past = map(_array, (m, u, a, r)), segments.numel >= _PAST
-    return not any(split(_wander, segments.numel, segments.numel, segments.table, *buffers, *scalars, begins, past))
+def wander(segments, m, u, a, r, *, beta, gain, lr, keep, kept, begins, share=None):
+    buffers, scalars = (b.numpy() for b in (m, u, a, r)), map(np.float32, (beta, (1 - beta) * gain, lr, keep, kept))
+    how = _share(share), begins, segments.numel >= _PAST
+    return not any(split(_wander, segments.numel, segments.numel, segments.table, *buffers, *scalars, *how))
 
 
-def gather(segments, mean, a, r, *, kept, share):
-    scalars = map(np.float32, (kept, share))
-    _run(_gather, segments, _array(mean), _array(a), _array(r), *scalars, segments.numel >= _PAST)
+def gather(segments, mean, a, *, kept):
+    if mean.numel():
+        _run(_gather, segments, mean.numpy(), _array(a), np.float32(kept), segments.numel >= _PAST)
 
 
 def square_sum(segments):

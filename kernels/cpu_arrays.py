@@ -2,19 +2,18 @@
 
 Note: why. Numba counts references to every slice, with locked instructions: two for each, in each block of a loop, and
 each of them waits until all stores past the caches have arrived. A step of 0/1 Adam took 2.5 times as long with them. A
-``bare`` kernel counts none; so it cannot make arrays, nor return one, and takes ``floats`` and ``short`` instead.
+``bare`` kernel counts none; so it cannot make arrays, nor return one, and takes ``floats`` instead.
 """
 
 from typing import Any
 
 import numba
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
 _UNCOUNTED: dict[str, Any] = {"_nrt": False}  # Numba's name, which its type hints lack
 bare = numba.njit(nogil=True, boundscheck=False, error_model="numpy", cache=True, **_UNCOUNTED)
-SHORT = 128  # elements that one loop of LAMB's handles before the next one does: with 64 and with 256 it is slower
 
 
 def _unowned(context, builder, kind, data, numel):
@@ -34,17 +33,3 @@ def floats(typing, address, numel):
         return _unowned(context, builder, kind, data, args[1])
 
     return kind(types.intp, types.intp), generate
-
-
-@intrinsic
-def short(typing, dtype):
-    """SHORT numbers of a type on the stack of the kernel that asks, with whatever was there."""
-    kind = types.Array(dtype.dtype, 1, "C")
-
-    def generate(context, builder, signature, args):
-        of = context.get_data_type(kind.dtype)
-        place = cgutils.alloca_once(builder, ir.ArrayType(of, SHORT))
-        place.align = 64
-        return _unowned(context, builder, kind, builder.bitcast(place, of.as_pointer()), ir.IntType(64)(SHORT))
-
-    return kind(dtype), generate

@@ -1,8 +1,8 @@
 """LAMB on CPU: two passes per layer, the second while a layer that fits is still in the cache.
 
-The first pass updates what the step updates and sums squares, the second moves x: ``exact`` 32 + 12 bytes per parameter,
-``live`` 16 + 12, ``frozen`` 24 + 12, of which a layer that fits into a cache takes the second part from there. One thread
-walks a layer, so sums have one order.
+The first pass updates what the step updates and sums squares, the second moves x. Bytes per parameter to and from memory, if a
+layer fits into a cache: ``exact`` 28, ``live`` 20, ``frozen`` 28. What the second pass finds in a cache, 8 bytes, is not free
+either. One thread walks a layer, so sums have one order.
 """
 
 import numpy as np
@@ -10,7 +10,21 @@ import torch
 
 from commpress.kernels.adam import Segments
 from commpress.kernels.cpu_adam import gradient
-from commpress.kernels.cpu_arrays import SHORT, bare, floats, short
+from commpress.kernels.cpu_arrays import bare, floats
+from commpress.kernels.cpu_lanes import (
+    WIDE,
+    add_squares,
+    least,
+    less,
+    load,
+    more,
+    no_sums,
+    put,
+    root,
+    same,
+    the_first,
+    total,
+)
 from commpress.kernels.cpu_threads import split
 from commpress.kernels.lamb import LayerRule
 
@@ -21,64 +35,60 @@ def _within(value, low, high):
 
 
 @bare
-def _rate(of_x, of_w, low, high):
+def _rate(x, w, low, high):
     """‖x‖ / ‖w‖ within its bounds, from sums of squares; 1 where either is zero."""
-    x, w = of_x.sum(), of_w.sum()
     return _within(np.sqrt(x) / np.sqrt(w), low, high) if x > 0 and w > 0 else 1.0
 
 
 @bare
 def _exact(table, m, v, w, coefficient, beta1, alpha1, beta2, alpha2, eps, lr, decay, low, high, slow, start, stop):
-    of_x, of_w = short(np.float64), short(np.float64)
+    """The directions of all layers lie in the same place of w, which stays in a cache. It is the first layer's, so a gradient
+    that lies in w has been read before."""
+    room = table[start, 2] if start < stop else 0
     for s in range(start, stop):
-        x, first = floats(table[s, 0], table[s, 3]), table[s, 2]
-        address, share = gradient(table[s], m, alpha1)
-        g = floats(address, x.size)
-        power = alpha2 if share else np.float32(0)
-        w_of_layer = w[first : first + x.size]
-        of_x[:] = 0.0
-        of_w[:] = 0.0
-        for at in range(0, x.size, SHORT):
-            x_, g_, w_ = x[at : at + SHORT], g[at : at + SHORT], w_of_layer[at : at + SHORT]
-            m_, v_ = m[first + at : first + at + x_.size], v[first + at : first + at + x_.size]
-            for i in range(x_.size):
-                v_[i] = beta2 * v_[i] + power * (g_[i] * g_[i])
-            for i in range(x_.size):
-                m_[i] = beta1 * m_[i] + share * g_[i]
-            for i in range(x_.size):
-                w_[i] = m_[i] / (np.sqrt(v_[i]) + eps) + decay * x_[i]
-            for i in range(x_.size):
-                of_x[i] += np.float64(x_[i]) * np.float64(x_[i])
-                of_w[i] += np.float64(w_[i]) * np.float64(w_[i])
-        rate = _rate(of_x, of_w, low, high)
+        n, first = table[s, 3], table[s, 2]
+        x, (address, share) = floats(table[s, 0], n), gradient(table[s], m, alpha1)
+        g, power = floats(address, n), alpha2 if share else np.float32(0)
+        of_x, of_w = no_sums(), no_sums()
+        for i in range(0, n, WIDE):
+            at, left = first + i, n - i
+            x_, g_ = load(x, i, left), load(g, i, left)
+            v_ = beta2 * load(v, at, left) + power * (g_ * g_)
+            m_ = beta1 * load(m, at, left) + share * g_
+            w_ = m_ / (root(v_) + eps) + decay * x_
+            put(v_, v, at, left, False)
+            put(m_, m, at, left, False)
+            put(w_, w, room + i, left, False)
+            of_x, of_w = add_squares(of_x, x_), add_squares(of_w, the_first(w_, left, x_))
+        rate = _rate(total(of_x), total(of_w), low, high)
         before = np.float64(coefficient[s])
         coefficient[s] = rate if before == 0 else rate + slow * (before - rate)
         step = np.float32(lr * rate)
-        for i in range(x.size):
-            x[i] = x[i] - step * w_of_layer[i]
+        for i in range(0, n, WIDE):
+            put(load(x, i, n - i) - step * load(w, room + i, n - i), x, i, n - i, False)
+
+
+@bare
+def _move(x, p, first, rate, decay):
+    """x := x − rate·(p + λx)."""
+    for i in range(0, x.size, WIDE):
+        left = x.size - i
+        x_ = load(x, i, left)
+        put(x_ - rate * (load(p, first + i, left) + decay * x_), x, i, left, False)
 
 
 @bare
 def _live(table, p, course, slow, quick, lr, decay, low, high, start, stop):
-    of_x, of_w, w = short(np.float64), short(np.float64), short(np.float32)
     for s in range(start, stop):
-        x, first = floats(table[s, 0], table[s, 3]), table[s, 2]
-        p_of_layer = p[first : first + x.size]
-        of_x[:] = 0.0
-        of_w[:] = 0.0
-        for at in range(0, x.size, SHORT):
-            x_, p_, w_ = x[at : at + SHORT], p_of_layer[at : at + SHORT], w[: x.size - at]
-            course_ = course[first + at : first + at + x_.size]
-            for i in range(x_.size):
-                course_[i] = slow * course_[i] + quick * p_[i]
-            for i in range(x_.size):
-                w_[i] = course_[i] + decay * x_[i]
-            for i in range(x_.size):
-                of_x[i] += np.float64(x_[i]) * np.float64(x_[i])
-                of_w[i] += np.float64(w_[i]) * np.float64(w_[i])
-        rate = np.float32(lr * _rate(of_x, of_w, low, high))
-        for i in range(x.size):
-            x[i] = x[i] - rate * (p_of_layer[i] + decay * x[i])
+        n, first = table[s, 3], table[s, 2]
+        x, of_x, of_w = floats(table[s, 0], n), no_sums(), no_sums()
+        for i in range(0, n, WIDE):
+            at, left = first + i, n - i
+            x_ = load(x, i, left)
+            course_ = slow * load(course, at, left) + quick * load(p, at, left)
+            put(course_, course, at, left, False)
+            of_x, of_w = add_squares(of_x, x_), add_squares(of_w, course_ + decay * x_)
+        _move(x, p, first, np.float32(lr * _rate(total(of_x), total(of_w), low, high)), decay)
 
 
 @bare
@@ -86,46 +96,30 @@ def _frozen(
     table, p, w, r, fresh, floor, coefficient, factor, beta1, scale, beta2, alpha2, eps, lr, decay, low, high, change,
     start, stop,
 ):  # fmt: skip
-    of_direction, of_w = short(np.float64), short(np.float64)
-    least, course = short(np.float32), short(np.float32)
+    infinite = same(np.float32(np.inf))
     for s in range(start, stop):
-        x, first = floats(table[s, 0], table[s, 3]), table[s, 2]
-        if x.size == 0:
+        n, first, smallest = table[s, 3], table[s, 2], same(floor[s])
+        if n == 0:
             continue
-        before, smallest = w[first : first + x.size], floor[s]
-        p_of_layer = p[first : first + x.size]
-        of_direction[:] = 0.0
-        of_w[:] = 0.0
-        least[:] = np.inf
-        for at in range(0, x.size, SHORT):
-            x_, w_ = x[at : at + SHORT], before[at : at + SHORT]
-            a, b = first + at, first + at + x_.size
-            p_, r_, fresh_ = p[a:b], r[a:b], fresh[a:b]
-            for i in range(x_.size):
-                g = (p_[i] - beta1 * w_[i]) * scale / r_[i]
-                fresh_[i] = beta2 * fresh_[i] + alpha2 * (g * g)
-            for i in range(x_.size):
-                known = fresh_[i] if fresh_[i] > smallest else smallest
-                ratio = (np.sqrt(known) + eps) * r_[i]
-                least[i] = ratio if ratio < least[i] else least[i]
+        x, of_p, of_w, ratio = floats(table[s, 0], n), no_sums(), no_sums(), infinite
+        for i in range(0, n, WIDE):
+            at, left = first + i, n - i
+            p_, r_ = load(p, at, left), load(r, at, left)
+            g = (p_ - beta1 * load(w, at, left)) * scale / r_
+            fresh_ = beta2 * load(fresh, at, left) + alpha2 * (g * g)
+            put(fresh_, fresh, at, left, False)
+            known = more(fresh_, smallest)
+            ratio = less(the_first((root(known) + eps) * r_, left, infinite), ratio)
             if decay != 0:
-                for i in range(x_.size):
-                    course[i] = p_[i] + decay * x_[i]
-                for i in range(x_.size):
-                    of_direction[i] += np.float64(p_[i]) * np.float64(p_[i])
-                    of_w[i] += np.float64(course[i]) * np.float64(course[i])
-        for i in range(SHORT):
-            least[0] = min(least[0], least[i])
-        f = 1.0 / np.float64(least[0])
-        if of_w.sum() > 0:
-            share = min(np.sqrt(of_direction.sum() / of_w.sum()), 1.0)
+                of_p, of_w = add_squares(of_p, p_), add_squares(of_w, p_ + decay * load(x, i, left))
+        f, p_squared, w_squared = 1.0 / np.float64(least(ratio)), total(of_p), total(of_w)
+        if w_squared > 0:
+            share = min(np.sqrt(p_squared / w_squared), 1.0)
             f = f * share + 1.0 - share
         last = np.float64(factor[s])
         f = _within(_within(_within(f, low, high), last * (1 - change), last * (1 + change)), low, high)
         factor[s] = f
-        step = np.float32(lr * np.float64(coefficient[s]) * f)
-        for i in range(x.size):
-            x[i] = x[i] - step * (p_of_layer[i] + decay * x[i])
+        _move(x, p, first, np.float32(lr * np.float64(coefficient[s]) * f), decay)
 
 
 def exact(

@@ -72,6 +72,8 @@ class Replicas:
         )
 
     def momentum(self) -> np.ndarray:
+        for o in self.optimizers:
+            o.settle()
         return flat(self.optimizers[0]._momenta)
 
     def reciprocal(self) -> np.ndarray:

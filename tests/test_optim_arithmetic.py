@@ -30,17 +30,18 @@ def descend(k, segments, m, r, u, a):
 
 def accumulate(k, segments, m, r, u, a):
     k.accumulate(segments, m, u, r, a, **BETA, lr=0.1, keep=0.99)
+    k.accumulate(segments, m, u[:0], r, a, **BETA, lr=0.1, keep=0.99, share=3.0)
     k.accumulate(segments, m, u[:0], r[:0], r, **BETA, lr=0.1, keep=0.99)
 
 
 def wander(k, segments, m, r, u, a):
-    for begins in (True, False):
-        assert k.wander(segments, m, u, a, r, **BETA, lr=0.1, keep=0.99, kept=0.98, begins=begins)
+    for begins, share in ((True, 3.0), (False, None)):
+        assert k.wander(segments, m, u, a, r, **BETA, lr=0.1, keep=0.99, kept=0.98, begins=begins, share=share)
 
 
 def gather(k, segments, m, r, u, a):
-    k.gather(segments, m, a, r, kept=0.98, share=3.0)
-    k.gather(segments, u, a[:0], r, kept=0.98, share=3.0)
+    k.gather(segments, m, a, kept=0.98)
+    k.gather(segments, u, a[:0], kept=0.98)
 
 
 def computed(passes, k):

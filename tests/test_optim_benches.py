@@ -14,7 +14,7 @@ def test_bench_optimizer(compiled, tmp_path):
     assert main(["bench", "optimizer", *TINY, "--steps", "3", "--json", str(file)]) == 0
     names = [row["name"] for row in json.loads(file.read_text())["rows"]]
     assert names[0] == "AdamW(fused=True)"
-    assert len(names) == 10
+    assert len(names) == 11
 
 
 @pytest.mark.slow

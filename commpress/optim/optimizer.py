@@ -100,6 +100,9 @@ class CompressedOptimizer(SteppingOptimizer):
     def allocate(self) -> None:
         """Make the buffers that ``_lay_out`` does not know of."""
 
+    def settle(self) -> None:
+        """Make momentum plain that is kept in another form."""
+
     # ------------------------------------------------------------ one step
 
     def steps(self) -> Steps[bool]:
@@ -335,9 +338,11 @@ class CompressedOptimizer(SteppingOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for a bitwise resume at the same world size: every rank saves and loads its own."""
+        self.settle()
         return super().state_dict() | {"commpress": checkpoint.exact(self)}
 
     def elastic_steps(self) -> Steps[dict[str, Any]]:
+        self.settle()
         return checkpoint.elastic(self, super().state_dict())
 
     @torch.no_grad()
@@ -353,6 +358,7 @@ class CompressedOptimizer(SteppingOptimizer):
     def owed(self) -> float:
         """‖what this rank's compression owes‖ / ‖momentum‖."""
         left = sum(float(sent.square().sum()) for _, sent, _ in self.quantized.residuals.places())
+        self.settle()
         norm = float(torch.linalg.vector_norm(self.momentum))
         return left**0.5 / norm if norm else 0.0
 

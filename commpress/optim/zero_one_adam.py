@@ -17,8 +17,12 @@ displacement too, still right when the variance has moved.
 Note: nothing drifts. x is computed from the anchor at every step, never by undoing earlier steps, so after a
 synchronisation all ranks hold the same bits, and a checkpoint of (a, u, m) continues in the same bits. Weight decay stays
 out of u, which becomes m.
+
+Note: momentum may be lazy. After a synchronisation ``momentum`` and ``exp_avg`` hold d, and ``shares`` 1/Γ of each group; the
+next step forms m = d/(r·Γ) where it reads it, which saves a pass. ``settle`` makes it plain; saving and exact steps do.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,6 +76,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self.spiky_codec = None if spiky_codec is None else codec_named(spiky_codec)
         self.frozen_variance = FrozenVariance(variance_floor)
         self.spiky: list[str] | None = None  # decided at the first compressed round
+        self.shares: list[float] | None = None  # of each group, if momentum is lazy
         self.reciprocal = self.accumulated = self.anchor = torch.empty(0)
         super().__init__(params, defaults, **options)
 
@@ -96,6 +101,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self.kernels.accumulate(
             segments, self.momentum, self.accumulated if self.held else self._empty, self.reciprocal, self.work,
             beta=group["betas"][0], gain=gain, lr=rate_of(group, self.steps_done), keep=keep(group),
+            share=self._share(group),
         )  # fmt: skip
 
     def apply(self, kind: Round) -> None:
@@ -107,12 +113,27 @@ class ZeroOneAdam(CompressedOptimizer):
     def _gather(self, window: list[tuple[float, float]]) -> None:
         self.silence_dead()
         anchor = self.anchor if self.held else self._empty
-        for (_, at), (rate, kept) in zip(self.groups(), window, strict=True):
-            self.kernels.gather(
-                self._flat.placed(at), self.work, anchor, self.reciprocal, kept=kept, share=1 / rate if rate > 0 else 0.0
-            )
+        for (_, at), (_, kept) in zip(self.groups(), window, strict=True):
+            self.kernels.gather(self._flat.placed(at), self.work, anchor, kept=kept)
         self.exchange_momentum()
+        self.shares = [1 / rate if rate > 0 else 0.0 for rate, _ in window]
         self.windows.held = 0
+
+    def _share(self, group: dict[str, Any]) -> float | None:
+        if self.shares is None:
+            return None
+        return next(share for mine, share in zip(self.param_groups, self.shares, strict=True) if mine is group)
+
+    def settle(self) -> None:
+        if self.shares is not None:
+            for (_, at), share in zip(self.groups(), self.shares, strict=True):
+                for i in at:
+                    self._momenta[i].mul_(share).div_(self._flat.view(self.reciprocal, i))
+            self.shares = None
+
+    def exact(self, gradients: Sequence[torch.Tensor]) -> None:
+        self.settle()
+        super().exact(gradients)
 
     def local(self, gain: float) -> None:
         """A gradient that is not finite leaves its momentum as it is: nobody can be asked, and the window goes on."""
@@ -127,7 +148,9 @@ class ZeroOneAdam(CompressedOptimizer):
                 self._flat.segments(at) if gain else self._flat.placed(at), self.momentum, self.accumulated, self.anchor,
                 self.reciprocal, beta=group["betas"][0] if gain else 1.0, gain=gain,
                 lr=rate_of(group, self.steps_done), keep=keep(group), kept=kept, begins=self.held == 0,
+                share=self._share(group),
             )  # fmt: skip
+        self.shares = None
         self.counters.ignored_gradients += not finite
         self.windows.hold(window, span)
 
@@ -167,7 +190,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def allocate(self) -> None:
         self.reciprocal = self.accumulated = self.anchor = self._empty
-        self._stale = True
+        self.shares, self._stale = None, True
 
     def replicated(self) -> list[torch.Tensor]:
         return self._flat.views(self.anchor) if self.held else self._flat.weights
