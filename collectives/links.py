@@ -6,7 +6,8 @@ The file that ``commpress probe`` writes is JSON of at most 64 KiB:
      "inside":  {"latency": 3e-5, "bandwidth": 2e9, "together": 1e9},
      "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7},
      "stack":   {"exchange": 4e-4, "message": 1e-4, "byte": 2e-10, "ring": 2e-4, "cores": 2, "ring_byte": 4e-10,
-                 "half_byte": 6e-10, "reduce": 2e-3, "busy": 3e-3},
+                 "half_byte": 6e-10, "reduce": 2e-3, "busy": 3e-3, "ring_message": 2e-4, "reduce_core": 8e-4,
+                 "ring_busy": 3e-4, "first": 3e-5},
      "trials":  {"none": [[1024, 2e-3, 3e-3], [4096, 2e-3, 3e-3]], "sign": [[1024, 2e-3, 3e-3]]}}
 
 One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the smallest exchange of a
@@ -35,6 +36,7 @@ from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import width_of
 
+FIRST = 1 << 16  # bytes of a message, beyond which what each costs no longer falls
 LIMIT = 1 << 16  # bytes of a file
 _FORMAT, _VERSION = "commpress links", 1
 Way = Literal["flat", "hierarchical"]
@@ -68,6 +70,10 @@ class Stack:
     half_byte: float = 0.0  # the same of bfloat16; 0 where it was not measured
     reduce: float = 0.0  # seconds of the shortest compressed all-reduce, between pieces of work
     busy: float = 0.0  # seconds of the smallest exchange of all ranks while every rank computes
+    ring_message: float = 0.0  # seconds of a core for a message of torch's smallest all-reduce, both ends
+    reduce_core: float = 0.0  # seconds of a core of one rank for the shortest compressed all-reduce
+    ring_busy: float = 0.0  # seconds of torch's smallest all-reduce while every rank computes
+    first: float = 0.0  # seconds of a core at each end for the first ``FIRST`` bytes of a message
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -13,10 +13,11 @@ from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.frame import HEADER
 from commpress.collectives.hierarchical import Hierarchy, hierarchy_of, reduce_routes, routes
-from commpress.collectives.links import Link, Links, Stack
+from commpress.collectives.links import FIRST, Link, Links, Stack
 from commpress.collectives.loopback import Loopback, Recorded, simulate
 from commpress.collectives.low_rank import RowsOnly, matrices_of, plan_matrices, reduce_matrices
 from commpress.collectives.topology import Topology
+from commpress.plan import ring
 from commpress.plan.clock import Clock, Cores, Line
 from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link, parse_nodes
 from commpress.plan.costs import Cost, Costs, device_costs
@@ -160,10 +161,25 @@ def test_two_exchanges_take_two_latencies_and_their_bytes(size, numel):
     assert found.seconds == pytest.approx(2e-3 + found.traffic.nbytes / 1e7, rel=1e-6)
 
 
-def test_a_ring_takes_its_bytes_and_a_latency_for_each_step():
+def test_a_ring_takes_its_bytes_and_hides_latencies_behind_them():
+    """Two parts are under way: while one waits, the other passes the line; only the last of each half waits in vain."""
     found = simulate_calls(of(4, 1, nic=1e7), FREE, buffer_by("plain", 10**6, FREE), 10**6)
-    assert found.seconds == pytest.approx(6e-3 + 6 * 10**6 / 1e7, rel=1e-6)
+    assert found.seconds == pytest.approx(2e-3 + 6 * 10**6 / 1e7, rel=1e-6)
     assert found.traffic.nbytes == 6 * 10**6
+    assert found.traffic.messages == 2 * 3 * 2
+    short = simulate_calls(of(4, 1, nic=1e15), FREE, buffer_by("plain", 64, FREE), 64)
+    assert short.seconds == pytest.approx(6e-3, rel=1e-6)
+
+
+def test_a_long_ring_of_few_turns_takes_as_long_as_one_of_all_its_parts(monkeypatch):
+    for nic in (1e7, 1e15):
+        shape = of(16, 1, nic=nic, message_seconds=1e-4)
+        exact = simulate_calls(shape, FREE, buffer_by("plain", 10**6, FREE), 10**6)
+        monkeypatch.setattr(ring, "TURNS", 8)
+        coarse = simulate_calls(shape, FREE, buffer_by("plain", 10**6, FREE), 10**6)
+        monkeypatch.undo()
+        assert coarse.traffic == exact.traffic
+        assert coarse.seconds == pytest.approx(exact.seconds, rel=0.06)
 
 
 def test_ranks_of_a_node_share_its_link():
@@ -272,6 +288,13 @@ def test_what_was_probed_comes_out_again():
         for way, seconds in (("plain", 1.2e-3), ("none", 6e-3)):
             least = simulate_calls(machines, COSTS, buffer_by(way, 64, COSTS), 64).seconds
             assert least == pytest.approx(seconds, rel=0.02)
+    for ranks, cores, message in ((2, 2, 2e-4), (4, 2, 1e-4), (4, 2, 3e-4), (8, 2, 1e-4)):  # the third leaves no core idle
+        seconds = 1.05 * 4 * (ranks - 1) * message * max(ranks / cores, 1)
+        stack = Stack(2e-3, 1e-4, 1e-10, seconds, cores, reduce=6e-3, ring_message=message, reduce_core=3e-3)
+        machines = measured_cluster(Links(Topology.of(*[1] * ranks), None, wire, stack))
+        assert simulate_calls(machines, FREE, buffer_by("plain", 64, FREE), 64).seconds == pytest.approx(seconds, rel=0.01)
+        least = simulate_calls(machines, COSTS, buffer_by("none", 64, COSTS), 64).seconds
+        assert least == pytest.approx(2 * machines.latency + 3e-3 * max(ranks / cores, 1), rel=0.02)
     old = measured_cluster(Links(Topology.of(2, 2), wire, wire))
     assert (old.latency, old.machine_cores, old.message_seconds) == (5e-4, 0, 0)
 
@@ -284,6 +307,28 @@ def test_the_librarys_ring_costs_the_processor_time_that_was_probed():
     for way, byte, size in (("plain", 2e-9, 4), ("bf16-ring", 3e-9, 2)):
         found = simulate_calls(machines, FREE, buffer_by(way, numel, FREE), numel)
         assert found.seconds == pytest.approx(2 * size * numel * byte, rel=0.01)
+
+
+def test_the_first_bytes_of_a_message_cost_what_was_probed():
+    """Of one core for two ranks that send each other a row: twice, both ends."""
+    wire, numel = Link(1e-9, 1e15, 1e15), 1 << 20
+    stack = Stack(exchange=0.0, message=0.0, byte=1e-9, ring=0.0, cores=1, first=1e-2)
+    machines = replace(measured_cluster(Links(Topology.of(1, 1), None, wire, stack)), post_seconds=0.0)
+    for row, seconds in ((FIRST // 2, 5e-3), (FIRST, 1e-2), (1 << 20, 1e-2 + ((1 << 20) - FIRST) * 1e-9)):
+
+        def exchange(transport, workspace, buffer, row=row):
+            rows = torch.zeros(2, transport.size, row, dtype=torch.uint8)
+            return [iter([transport.all_to_all(rows[0], rows[1], 0)])]
+
+        assert simulate_calls(machines, FREE, exchange, numel).seconds == pytest.approx(2 * 2 * seconds, rel=0.01)
+
+
+def test_cores_that_all_share_are_not_taken_for_a_slow_link():
+    """All at once are slower than a pair: on one machine because of cores, which count apart."""
+    wire, stack = Link(1e-4, 9e8, 4e8), Stack(1e-4, 0.0, 1e-9, 1e-4, 0)
+    for cores, rate in ((2, 9e8), (0, 4e8)):
+        links = Links(Topology.of(1, 1), None, wire, replace(stack, cores=cores))
+        assert measured_cluster(links).kinds[0][0].nic == rate
 
 
 def test_a_rank_that_wakes_up_among_busy_ones_does_so_late():

@@ -59,6 +59,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--bucket-mb", type=float, default=25.0, metavar="MB", help="of DDP (default 25)")
 
 
+MEASURED = (
+    "busy_latency", "first_seconds", "half_byte", "machine_cores", "post_seconds", "ring_busy_latency", "ring_byte",
+    "ring_latency", "ring_message",
+)  # fmt: skip
+
+
 def cluster_of(options: argparse.Namespace) -> Cluster:
     on_cpu = options.device == "cpu"
     message = (MESSAGE if on_cpu else 5e-6) if options.message_us is None else 1e-6 * options.message_us
@@ -67,7 +73,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     measured: dict[str, float] = {}
     if options.links:
         known = measured_cluster(load_links(options.links), cores=cores)
-        measured = {n: getattr(known, n) for n in ("ring_latency", "ring_byte", "half_byte", "machine_cores")}
+        measured = {name: getattr(known, name) for name in MEASURED}
         kinds, latency, inside_latency = [*known.kinds], known.latency, known.inside_latency
         message = message if options.message_us is not None else known.message_seconds or message
         byte = byte if options.byte_ns is not None else known.byte_seconds or byte

@@ -27,14 +27,15 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import ranks, table
-from commpress.cli.reduced import Reduced
+from commpress.cli.reduced import Reduced, Watched
 from commpress.cli.trials import TRIED, trials
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.hierarchical import Hierarchy, hierarchy_of
-from commpress.collectives.links import Link, Links, Stack, Trial
+from commpress.collectives.links import FIRST, Link, Links, Stack, Trial
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transport import Divisible, Transport, own_transport
 from commpress.errors import InvalidArgument
+from commpress.kernels import instead
 from commpress.work import Steps, overlapped
 from commpress.work import run as drive
 
@@ -42,6 +43,7 @@ TIMEOUT = timedelta(minutes=5)
 PAIRS = 4  # of each class that are measured alone
 SHORT = 100  # shortest exchanges in a row
 WORK = 1 << 20  # bytes copied between two of them
+WARM = 2  # calls before those that count
 _LINES = 4  # progress lines where there is no terminal
 
 
@@ -88,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed all-reduce {1e6 * stack.reduce:.0f}, "
               f"torch's {1e6 * stack.ring:.0f}")  # fmt: skip
         print(f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns for a byte at each end, "
-              f"{1e9 * stack.ring_byte:.2f} ns for a byte of torch's all-reduce")  # fmt: skip
+              f"{1e6 * stack.reduce_core:.0f} us for a rank's compressed all-reduce")  # fmt: skip
+        print(f"in torch's ring: {1e6 * stack.ring_message:.0f} us for a message, {1e9 * stack.ring_byte:.2f} ns for a byte")
     print(f"saved: {options.out}")
     return 0
 
@@ -232,53 +235,83 @@ class Probe:
             into, source = next(fresh)
             into.copy_(source)
 
-        def beside(call: Callable[[], object]) -> tuple[float, float]:
+        def beside(call: Callable[[], object], calls: int = SHORT) -> tuple[float, float]:
             """What a call costs, the work not counted."""
 
             def both_of_them() -> None:
                 work()
                 call()
 
-            both = self._in_a_row(both_of_them, SHORT)
+            both = self._in_a_row(both_of_them, calls)
             return max(both[0] - alone[0], 0.0), max(both[1] - alone[1], 0.0)
 
         alone = self._in_a_row(work, SHORT)
-        short = torch.zeros(2, size, HEADER + 8, dtype=torch.uint8)
-        exchange, cost = beside(lambda: drive(self._exchange(transport, short[0], short[1], 0)))
+        short = self._rows(transport, 8)
+        exchange, cost = beside(short)
         message = cost / size / peers
-        row = payload // peers
-        rows = torch.zeros(2, size, HEADER + row, dtype=torch.uint8)
-        cost = self._in_a_row(lambda: drive(self._exchange(transport, rows[0], rows[1], 0)), max(self.rounds, 2))[1]
-        byte = max(cost / size - 2 * peers * message, 0.0) / (2 * peers * row)
+        large = max(payload // peers, 2 * FIRST)
+        long_one, longer = (self._rows(transport, row) for row in (FIRST, large))
+        more = self._in_a_row(longer, self.few)[1] - self._in_a_row(long_one, self.few)[1]
+        byte = max(more, 0.0) / size / peers / (2 * (large - FIRST))
         few = torch.zeros(64 * size)  # Gloo halves what a rank passes on, and sends no empty halves
-        ring = self._in_a_row(lambda: dist.all_reduce(few), SHORT)[0]
+        ring, ring_cost = self._in_a_row(lambda: dist.all_reduce(few), SHORT)
+        ring_message = ring_cost / (4 * peers * size)  # all but one of 2 · size halves, twice
         reduced = Reduced(64 * size, "sign", transport, 0)
         reduced.fill()
-        reduce = beside(reduced.reduce)[0]
+        reduce, reduce_core = beside(reduced.reduce)
+        besides = []  # the kernels, of an all-reduce of short and one of longer rows
+        for row in (64, FIRST):
+            reduced, kernels = Reduced(row // 4 * size, "none", transport, 0), Watched()
+            reduced.fill()
+            with instead(kernels):
+                cost = beside(reduced.reduce, 4 * self.few)[1]
+            besides.append(cost - self._sum(kernels.seconds) / (4 * self.few + WARM))
+        first = max(besides[1] - besides[0], 0.0) / size / (4 * peers)  # each end of each row, twice
         with computing():
-            busy = self._in_a_row(lambda: drive(self._exchange(transport, short[0], short[1], 0)), SHORT // 2)[0]
-        whole, half = (self._ring_byte(size, payload, kind) for kind in (torch.float32, torch.bfloat16))
-        return Stack(exchange, message, byte, ring, machine_cores(), whole, half, reduce, busy)
+            busy = self._in_a_row(short, SHORT // 2)[0]
+            ring_busy = self._in_a_row(lambda: dist.all_reduce(few), SHORT // 2)[0]
+        whole, half = (self._ring_byte(size, payload, kind, ring_cost) for kind in (torch.float32, torch.bfloat16))
+        cores = machine_cores()
+        return Stack(
+            exchange, message, byte, ring, cores, whole, half, reduce, busy, ring_message, reduce_core / size, ring_busy, first
+        )
 
-    def _ring_byte(self, size: int, payload: int, kind: torch.dtype) -> float:
-        """Of cores for a byte sent by torch's own all-reduce, of gradients that no cache holds any more."""
-        gradients = cycle(torch.zeros(8, payload // kind.itemsize, dtype=kind))
-        cost = self._in_a_row(lambda: dist.all_reduce(next(gradients)), max(self.rounds, 2))[1]
-        return cost / (2 * (size - 1) * payload)
+    @property
+    def few(self) -> int:
+        """Calls in a row that take longer than the shortest."""
+        return 2 * max(self.rounds, 2)
+
+    def _rows(self, transport: Transport, row: int) -> Callable[[], None]:
+        rows = torch.ones(2, transport.size, HEADER + row, dtype=torch.uint8)  # not zeros: nobody has touched such memory
+        return lambda: drive(self._exchange(transport, rows[0], rows[1], 0))
+
+    def _ring_byte(self, size: int, payload: int, kind: torch.dtype, short: float) -> float:
+        """Of cores for a byte sent by torch's own all-reduce, of gradients that no cache holds any more.
+
+        ``short``: what as many messages cost without bytes.
+        """
+        gradients = cycle(torch.ones(8, payload // kind.itemsize, dtype=kind))
+        cost = self._in_a_row(lambda: dist.all_reduce(next(gradients)), self.few)[1]
+        return max(cost - short, 0.0) / (2 * (size - 1) * payload)
 
     def _in_a_row(self, call: Callable[[], object], calls: int) -> tuple[float, float]:
         """Of one call: seconds of the slowest rank, and seconds of cores of all ranks together."""
         for counts in (False, True):
             dist.barrier()
             start, busy = perf_counter(), process_time()
-            for _ in range(calls if counts else 2):
+            for _ in range(calls if counts else WARM):
                 call()
                 self.sequence += 1
             took, cost = perf_counter() - start, process_time() - busy
-        slowest, every = torch.tensor([took], dtype=torch.float64), torch.tensor([cost], dtype=torch.float64)
+        slowest = torch.tensor([took], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest) / calls, self._sum(cost) / calls
+
+    def _sum(self, figure: float) -> float:
+        """Over all ranks."""
+        every = torch.tensor([figure], dtype=torch.float64)
         dist.all_reduce(every)
-        return float(slowest) / calls, float(every) / calls
+        return float(every)
 
     def _exchange(self, transport: Transport, out: torch.Tensor, inp: torch.Tensor, index: int) -> Steps[None]:
         packed = Frame(ALL_TO_ALL, transport.size, "probe", inp.shape[1], self.sequence, index).pack()

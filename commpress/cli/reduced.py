@@ -1,6 +1,8 @@
 """One buffer that is all-reduced again and again, the way the DDP hook does it: what benchmarks of the all-reduce share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import thread_time
+from typing import Any
 
 import torch
 
@@ -9,7 +11,26 @@ from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.transport import Transport
 from commpress.feedback import ErrorFeedback
+from commpress.kernels import arithmetic
 from commpress.work import run as drive
+
+
+class Watched:
+    """The kernels of this processor, and the seconds of it that they have taken in this thread."""
+
+    def __init__(self) -> None:
+        self.seconds, self._kernels = 0.0, arithmetic(torch.device("cpu"))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        kernel = getattr(self._kernels, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            start = thread_time()
+            result = kernel(*args, **options)
+            self.seconds += thread_time() - start
+            return result
+
+        return watched
 
 
 class Reduced:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from commpress.collectives.links import Links
+from commpress.collectives.links import FIRST, Link, Links, Stack
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
 from commpress.plan.costs import CALL
@@ -49,8 +49,11 @@ class Cluster:
     busy_latency: float = 0.0  # of either, at least, where the receiver finds no core idle
     message_seconds: float = 0.0  # of the sending thread for each message
     post_seconds: float = 0.0  # of the same for each exchange of ours besides: steps of generators, headers, checks
-    ring_latency: float = 0.0  # of a step of the library's ring, processor time included (0: as of our messages)
+    ring_latency: float = 0.0  # of a message of the library's ring (0: as of ours)
+    ring_busy_latency: float = 0.0  # the same, at least, where the receiver computes
+    ring_message: float = 0.0  # of a core for a message of the library's ring, both ends, where it has a latency of its own
     byte_seconds: float = 0.0  # of a core for each byte sent and for each received: the network stack
+    first_seconds: float = 0.0  # the same for the first ``FIRST`` bytes of a message together (0: as for all others)
     ring_byte: float = 0.0  # of a core for a byte that the library's ring sends in float32, both ends and the sum (0: derived)
     half_byte: float = 0.0  # the same in bfloat16
     machine_cores: float = 0.0  # > 0: all nodes lie on one machine and share its cores (network namespaces)
@@ -62,6 +65,11 @@ class Cluster:
             raise InvalidArgument("a cluster needs at least one node of each kind that it names")
         if self.oversubscription < 1:
             raise InvalidArgument(f"oversubscription is {self.oversubscription}, expected at least 1")
+
+    def row_seconds(self, nbytes: float) -> float:
+        """Of a core at each end of a message of so many bytes, besides ``message_seconds``."""
+        first = self.first_seconds or FIRST * self.byte_seconds
+        return first * min(nbytes / FIRST, 1.0) + max(nbytes - FIRST, 0) * self.byte_seconds
 
     @cached_property
     def topology(self) -> Topology:
@@ -131,27 +139,47 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
     Files without a stack have only the latency of an exchange both ways, from a barrier on.
     """
     sizes = [len(node) for node in links.topology.nodes]
-    nic = links.between.together if links.between else UNLIMITED
-    inside = links.inside.together if links.inside else UNLIMITED
+    nic, inside = (_line(link, links.stack) for link in (links.between, links.inside))
     kinds = tuple((Node(size, nic, inside, cores), sizes.count(size)) for size in sorted(set(sizes)))
     between, within = (link.latency / 2 if link else 0.0 for link in (links.between, links.inside))
-    stack = links.stack
+    stack, peers = links.stack, sum(sizes) - 1
     if stack is None:
         return Cluster(kinds, latency=between, inside_latency=within)
-    crowd = max(sum(sizes) / stack.cores, 1.0) if stack.cores else 1.0
-    waits = max(stack.exchange - (sum(sizes) - 1) * stack.message * crowd, LEAST)
-    twice = max(2 * sum(sizes) / stack.cores, 1.0) if stack.cores else 1.0  # every rank has two threads then
-    busy = max(stack.busy - (sum(sizes) - 1) * stack.message * twice, 0.0)
+    crowd = max((peers + 1) / stack.cores, 1.0) if stack.cores else 1.0
+    waits = max(stack.exchange - peers * stack.message * crowd, LEAST)
+    twice = max(2 * (peers + 1) / stack.cores, 1.0) if stack.cores else 1.0  # every rank has two threads then
+    busy = max(stack.busy - peers * stack.message * twice, 0.0)
     if links.between:
         between, within = waits, min(within, waits)
     else:
         within = waits
     return Cluster(
         kinds, latency=between, inside_latency=within, message_seconds=stack.message, byte_seconds=stack.byte,
-        ring_latency=stack.ring / (2 * sum(sizes) - 2), machine_cores=stack.cores,
-        ring_byte=stack.ring_byte, half_byte=stack.half_byte,
-        busy_latency=busy, post_seconds=max(stack.reduce / 2 - stack.exchange - 1.5 * CALL * crowd, 0.0) / crowd,
+        ring_latency=_ring_latency(stack.ring, stack.ring_message * crowd, peers), machine_cores=stack.cores,
+        ring_busy_latency=_ring_latency(stack.ring_busy, stack.ring_message * twice, peers), ring_message=stack.ring_message,
+        first_seconds=stack.first, ring_byte=stack.ring_byte, half_byte=stack.half_byte, busy_latency=busy,
+        post_seconds=_post(stack, peers, crowd),
     )  # fmt: skip
+
+
+def _line(link: Link | None, stack: Stack | None) -> float:
+    """On one machine that all ranks share, all at once may be slower than a pair because cores are, and these count apart."""
+    if link is None:
+        return UNLIMITED
+    return max(link.together, link.bandwidth) if stack and stack.cores else link.together
+
+
+def _post(stack: Stack, peers: int, crowd: float) -> float:
+    if stack.reduce_core:
+        return max(stack.reduce_core / 2 - peers * stack.message - 1.5 * CALL, 0.0)
+    return max(stack.reduce / 2 - stack.exchange - 1.5 * CALL * crowd, 0.0) / crowd
+
+
+def _ring_latency(seconds: float, message: float, peers: int) -> float:
+    """What makes the shortest ring take so long: 2 · peers messages twice, two at once (``ring``), each so much work."""
+    half = seconds / 2
+    latency = (half - message) / peers - message
+    return max(latency if latency > message else half - 2 * peers * message, LEAST)
 
 
 # ---------------------------------------------------------------- as a person types it

@@ -32,8 +32,10 @@ class Flow(NamedTuple):
     nbytes: float
     messages: float
     each: float = -1.0  # bytes that one rank of the other class receives, where not nbytes · n / m
-    latency: float = 0.0  # where it is not the cluster's; then it holds the processor time of the message as well
+    latency: float = 0.0  # where it is not the cluster's
+    busy: float = 0.0  # the same while every rank of the receivers computes
     byte: float = -1.0  # seconds of a core for each byte at each end, where they are not the cluster's
+    message: float = -1.0  # seconds of the sending thread for each message, where they are not the cluster's
 
 
 @dataclass(eq=False)
@@ -50,10 +52,9 @@ class Posted:
     def wait(self) -> None:
         self.waits.append(self)
 
-    @property
-    def messages(self) -> float:
-        """That a thread pays for."""
-        return sum(flow.messages for flow in self.flows if not flow.latency)
+    def seconds(self, message: float) -> float:
+        """That a thread pays for its messages, ``message`` for each of the usual ones."""
+        return sum(flow.messages * (message if flow.message < 0 else flow.message) for flow in self.flows)
 
 
 @dataclass
@@ -134,6 +135,7 @@ class Network:
         self.traffic = [Traffic() for _ in self.classes.every]
         self.scripts: list[Script] = [Script() for _ in self.classes.every]
         self.waits: list[Posted] = []
+        self.computing = [False] * len(self.ledgers)  # forward, backward or optimizer, of each class
         self._kinds = np.repeat(
             np.arange(len(cluster.kinds)), [node.ranks * count for node, count in cluster.kinds]
         )
@@ -190,7 +192,7 @@ class Network:
         """Note an operation; it starts when the arithmetic before it has been paid for (``start``)."""
         posted = Posted(cls, tag, flows, froms, self.waits)
         ledger = self.ledgers[cls]
-        self.scripts[cls].append((ledger.seconds + posted.messages * self.cluster.message_seconds, posted))
+        self.scripts[cls].append((ledger.seconds + posted.seconds(self.cluster.message_seconds), posted))
         ledger.seconds = 0.0
         return posted
 
@@ -217,15 +219,18 @@ class Network:
             traffic.between += flow.nbytes
             last, latency = self._between(source, sink, flow, each), cluster.latency
         ends = [gone]
-        byte = cluster.byte_seconds if flow.byte < 0 else flow.byte
-        if byte:
-            ends.append(self.compute(posted.cls, flow.nbytes * byte))
-            ends.append(self.compute(flow.to, each * byte))
+        known = flow.byte >= 0
+        if cost := flow.nbytes * flow.byte if known else flow.messages * cluster.row_seconds(flow.nbytes / flow.messages):
+            ends.append(self.compute(posted.cls, cost))
+            ends.append(self.compute(flow.to, cost * each / flow.nbytes))
         cores, _ = self.cores(sink)
 
         def arrive() -> None:
-            late = cluster.busy_latency if cores.taken else 0.0
-            self.clock.at(self.clock.now + (flow.latency or max(latency, late)), arrived.fire)
+            if flow.latency:
+                waits = max(flow.latency, flow.busy if self.computing[flow.to] else 0.0)
+            else:
+                waits = max(latency, cluster.busy_latency if cores.taken else 0.0)
+            self.clock.at(self.clock.now + waits, arrived.fire)
 
         self.clock.at(last, gone.fire)
         when_all(ends, arrive)
@@ -272,12 +277,6 @@ class Network:
             yield self.compute(cls, seconds)
             self.start(posted)
         yield self.compute(cls, rest)
-
-    def pause(self, seconds: float) -> Posted:
-        """Work that takes so long and costs nothing."""
-        posted = Posted(0, 0, [], set(), self.waits)
-        posted.done = self.clock.after(seconds)
-        return posted
 
     def waited_for(self, work: Work) -> list[Signal]:
         """What a generator waits for when it yields this work, which may be several in one."""

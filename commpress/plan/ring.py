@@ -1,36 +1,49 @@
 """The baseline: the ring all-reduce of libraries, float32 or bfloat16, as a generator like the others.
 
-Every rank passes a chunk of 1/P of the buffer to the next, 2·(P − 1) times. Ranks of a node follow each other, so one rank
-of a node sends abroad and one receives. A class of several ranks of a node counts as their mean.
+Every rank passes a chunk of 1/P of the buffer to the next, P − 1 times while it is summed and P − 1 times more. As in Gloo, a
+chunk goes in two parts at least, and two parts are under way at once: while one waits, the other passes the line. Ranks of a
+node follow each other, so one rank of a node sends abroad and one receives. A class of several ranks of a node counts as their
+mean.
 """
+
+from collections import deque
 
 from commpress.plan.network import FOREIGN, INSIDE, RACK, Flow, SizedTransport
 from commpress.work import Steps, Work
 
-TURNS = 64  # of a longer ring, several steps are taken as one turn: the same bytes, the same latencies
+PART = 1 << 20  # bytes of the longest part
+AHEAD = 2  # parts under way at once
+TURNS = 64  # parts of half a ring; where there are more, several are taken as one: the same bytes, the same latencies
 
 
 def ring_allreduce(
     nbytes: float, transport: SizedTransport, *, tag: int, arithmetic: float = 0.0, byte: float = -1.0
 ) -> Steps[None]:
     """``arithmetic``: seconds that a rank computes in all; ``byte``: of a core for each byte at each end, if known."""
-    steps = 2 * (transport.size - 1)
-    if steps == 0:
+    chunks = transport.size - 1
+    if chunks == 0:
         return
-    turns = min(steps, TURNS)
-    per_turn = steps / turns
-    cluster = transport.network.cluster
-    latency = cluster.ring_latency or (cluster.inside_latency if len(cluster.topology.nodes) == 1 else cluster.latency)
+    cluster, chunk = transport.network.cluster, nbytes / transport.size
+    parts = chunks * max(-(-chunk // PART), AHEAD)
+    turns = int(min(parts, TURNS))
+    each = parts / turns
+    inside = len(cluster.topology.nodes) == 1
+    latency = cluster.ring_latency or (cluster.inside_latency if inside else cluster.latency)
+    message = cluster.ring_message if cluster.ring_latency else -1.0
     ledger = transport.network.ledgers[transport.cls]
-    flows, froms = neighbours(transport, nbytes / transport.size * per_turn, per_turn)
-    flows = [flow._replace(latency=cluster.ring_latency, byte=byte) for flow in flows]
-    for turn in range(turns):
-        yield transport.network.post(transport.cls, tag, flows, froms)
-        if turn < turns / 2:
-            ledger.seconds += arithmetic * 2 / turns
-        if per_turn > 1:
-            pause: Work = transport.network.pause((per_turn - 1) * latency)
-            yield pause
+    flows, froms = neighbours(transport, chunks * chunk / turns, each)
+    busy = each * cluster.ring_busy_latency
+    flows = [flow._replace(latency=each * latency, busy=busy, byte=byte, message=message) for flow in flows]
+    for summed in (arithmetic / turns, 0.0):
+        under_way: deque[Work] = deque()
+        for _ in range(turns):
+            if len(under_way) == AHEAD:
+                yield under_way.popleft()
+                ledger.seconds += summed
+            under_way.append(transport.network.post(transport.cls, tag, flows, froms))
+        while under_way:
+            yield under_way.popleft()
+            ledger.seconds += summed
 
 
 def neighbours(

@@ -122,11 +122,14 @@ class _Run:
         return jobs
 
     def train(self, cls: int, training: Training, jobs: Sequence[_Job]) -> Process:
+        computing = self.network.computing
+        computing[cls] = True
         yield self.network.compute(cls, training.forward)
         for i, share in enumerate(training.shares):
             yield self.network.compute(cls, training.backward * share)
             if jobs:
                 jobs[i].ready.fire()
+        computing[cls] = False
         for job in jobs:
             yield job.done
         yield self.network.compute(cls, training.optimizer)
