@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from commpress.cli import outputs, ranks, rounds, sizes, table
 from commpress.cli.probe import add_topology, check_topology, on_nodes
-from commpress.cli.trials import Race
+from commpress.cli.trials import LADDER, Race, trials
 from commpress.codecs import codec_named
 from commpress.collectives.links import Links, choose, load_links
 from commpress.errors import InvalidArgument
@@ -76,7 +76,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="none,sign", metavar="A,B", help="between nodes (default none,sign)")
     parser.add_argument("--links", metavar="FILE", help="what commpress probe measured: show what it makes collectives take")
     sizes.options(parser, "1MiB", "32MiB")
-    parser.add_argument("--iterations", type=int, default=5, metavar="N", help="timed, of each line (default 5)")
+    parser.add_argument("--iterations", type=int, default=5, metavar="N", help="timed, of each line; more if short (default 5)")
     ranks.add_options(parser)
     outputs.options(parser, check="ranks agree bit for bit, bytes fit the formula and the choice loses at most 5 %%")
 
@@ -109,7 +109,8 @@ def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None)
         )
     if report is not None:
         report(None, f"nodes {topology}")
-    measured, sequence = [], 1
+    _, sequence = trials("none", transport, hierarchy, settings.iterations, 1, ladder=LADDER[:1])  # a cold process is slow
+    measured = []
     for size_bytes in settings.sizes:
         for codec in settings.codecs:
             race = Race(size_bytes // 4, codec, transport, hierarchy, sequence)
@@ -121,13 +122,14 @@ def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None)
 
 
 def _measure(race: Race, iterations: int, links: Links | None) -> Measured:
-    """The last way was the one by nodes: its result is in the buffer."""
     torchs: dict[str, Callable[[], object]] = {"torch": lambda: dist.all_reduce(race.buffer)}
     before = race.sent()
     took, calls = race.run(torchs, iterations)
+    race.fill()
+    race.levels()  # whose result is checked
     nodes, numel = race.hierarchy.topology.nodes, race.input.numel()
     sent = torch.zeros(len(nodes), dtype=torch.int64)
-    sent[race.hierarchy.topology.node(race.transport.rank)] = (race.sent() - before) // calls
+    sent[race.hierarchy.topology.node(race.transport.rank)] = (race.sent() - before) // (calls + 1)
     dist.all_reduce(sent)
     formula = 2 * (len(nodes) - 1) / len(nodes) * codec_named(race.codec).row_bytes(width_of(numel, 1))
     choice = choose(numel, race.codec, links) if links else None

@@ -21,13 +21,15 @@ def in_turns(
 ) -> dict[str, list[T]]:
     """What each call returned in each of ``rounds`` rounds, after ``warm`` more that do not count.
 
-    Each round begins with another call: who is first after a pause may find a faster disk than who comes last.
+    Each round begins with another call, and every other one goes backwards: who is first after a pause may find a faster disk
+    than who comes last, and who always follows the same neighbour always finds the caches that it leaves.
     """
     figures: dict[str, list[T]] = {name: [] for name in calls}
     names, total = list(calls), warm + rounds
     for turn in range(total):
         first = turn * max(len(names) // total, 1) % len(names)
-        for i, name in enumerate(names[first:] + names[:first]):
+        order = names[first:] + names[:first]
+        for i, name in enumerate(order if turn % 2 == 0 else reversed(order)):
             if progress is not None:
                 progress(name, (turn + i / len(names)) / total)
             figure = calls[name]()

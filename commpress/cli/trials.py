@@ -1,6 +1,6 @@
 """One buffer reduced flat and by way of nodes again and again: which is faster at which size."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from commpress.cli import rounds
@@ -13,6 +13,7 @@ from commpress.work import run as drive
 
 TURN = 7  # calls back to back of one way before the next has its turn
 WARM = 1  # turns that do not count: the first calls of a process are slow
+SPAN, MOST = 2.0, 60  # seconds that short calls are repeated for, and turns at most: near a crossing a few say little
 TRIED = ("none", "sign")  # the longest rows and the shortest
 LADDER = tuple(1 << n for n in range(10, 21, 2))  # elements
 ENOUGH = 0.3  # seconds of a call, from which larger buffers need no trial: bandwidth decides
@@ -29,14 +30,12 @@ class Race(Reduced):
     def run(self, others: Mapping[str, Callable[[], object]], iterations: int) -> tuple[dict[str, float], int]:
         """Median seconds of each way, "flat" and "levels" last, in turns; and how often "levels" was called for that."""
         ways = {**others, "flat": self.reduce, "levels": self.levels}
-        calls = self._calls({name: [self._time(way, 1)] for name, way in ways.items()})
+        once = rounds.medians(rounds.slowest({name: [self._time(way, 1)] for name, way in ways.items()}))
+        calls = {name: max(min(int(1 / s), TURN), 1) for name, s in once.items()}  # in a turn: about a second, or TURN
+        iterations = max(iterations, min(int(SPAN / sum(calls[name] * s for name, s in once.items())), MOST))
         timed = {name: partial(self._time, way, calls[name]) for name, way in ways.items()}
         took = rounds.medians(rounds.slowest(rounds.in_turns(timed, iterations, warm=WARM)))
         return took, 1 + (WARM + iterations) * calls["levels"]
-
-    def _calls(self, took: dict[str, list[float]]) -> dict[str, int]:
-        """How often each way is called back to back in its turn: for about a second, ``TURN`` times at most."""
-        return {name: max(min(int(1 / s), TURN), 1) for name, s in rounds.medians(rounds.slowest(took)).items()}
 
     def _time(self, way: Callable[[], object], calls: int) -> float:
         self.fill()
@@ -54,10 +53,12 @@ class Race(Reduced):
         return sum(t.sent_bytes for t in self.between.values())
 
 
-def trials(codec: str, transport: Transport, hierarchy: Hierarchy, iterations: int, sequence: int) -> tuple[list[Trial], int]:
-    """Both ways at the sizes of ``LADDER``, and the next sequence number."""
+def trials(
+    codec: str, transport: Transport, hierarchy: Hierarchy, iterations: int, sequence: int, *, ladder: Sequence[int] = LADDER
+) -> tuple[list[Trial], int]:
+    """Both ways at the sizes of ``ladder``, and the next sequence number."""
     found: list[Trial] = []
-    for numel in LADDER:
+    for numel in ladder:
         race = Race(numel, codec, transport, hierarchy, sequence)
         took, _ = race.run({}, iterations)
         found.append(Trial(numel, took["flat"], took["levels"]))
