@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -89,6 +90,7 @@ class Outcome:
     feedback: ErrorFeedback | None
     proposed: ErrorFeedback | None
     workspace: Workspace
+    rows: torch.Tensor | None = field(default=None, kw_only=True)  # of the mean, headers first, if nobody has decoded them
 
     def commit(self) -> None:
         if self.feedback is not None and self.proposed is not None:
@@ -98,6 +100,13 @@ class Outcome:
     def discard(self) -> None:
         if self.proposed is not None:
             self.workspace.give_residual(self.message, self.proposed)
+        self.landed()
+
+    def landed(self) -> None:
+        """Nobody needs the rows any more."""
+        if self.rows is not None:
+            self.workspace.give_wires(self.rows)
+            self.rows = None
 
 
 def settle(outcomes: Iterable[Outcome], *, taken: bool) -> None:
@@ -186,6 +195,13 @@ def reduce_message(
         arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.pieces, gain=1.0 / gain)
     workspace.decoded(start)
     workspace.give_wires(rows)
+    return outcome
+
+
+def reduce_undecoded(buffer: torch.Tensor, feedback: ErrorFeedback | None, **options: Any) -> Steps[Outcome]:
+    """As ``reduce_message``, but the rows are left for who takes the mean over, in the outcome."""
+    rows, outcome = yield from average_rows(buffer, feedback, **options)
+    outcome.rows = rows
     return outcome
 
 

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from commpress.kernels import arithmetic
+from commpress.kernels.pieces import Pieces
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -74,10 +77,21 @@ def aim(
             out_.addcmul_(g, r_, value=(1 - beta) * gain)
 
 
-def descend(segments: Segments, p: torch.Tensor, *, step: float, keep: float) -> None:
-    """x := keep·x − step·p."""
-    for x, _, p_ in segments.runs(p):
-        x.mul_(keep).sub_(p_, alpha=step)
+def descend(segments: Segments, p: torch.Tensor, a: torch.Tensor, *, step: float, keep: float) -> None:
+    """x := keep·a − step·p, where an empty a is x."""
+    for x, _, p_, a_ in segments.runs(p, a):
+        torch.mul(x.view(-1) if a_ is None else a_, keep, out=x.view(-1)).sub_(p_, alpha=step)
+
+
+def land(
+    rows: torch.Tensor, pieces: Pieces, segments: Segments, p: torch.Tensor, a: torch.Tensor, *, steps: np.ndarray,
+    keeps: np.ndarray,
+) -> None:  # fmt: skip
+    """p := what the rows of a message say, and ``descend`` with it. The segments are the pieces in their order, with a step
+    and a keep for each."""
+    arithmetic(p.device).decode(rows, p, pieces)
+    for (x, _, p_, a_), step, keep in zip(segments.runs(p, a), steps.tolist(), keeps.tolist(), strict=True):
+        torch.mul(x if a_ is None else a_, keep, out=x).sub_(p_, alpha=step)
 
 
 def _momentum(m: torch.Tensor, r: torch.Tensor, share: float | None) -> torch.Tensor:
@@ -125,12 +139,6 @@ def wander(
         u_.mul_(keep).add_(m_, alpha=lr)
         torch.mul(a_, kept, out=x).addcmul_(u_, r_, value=-1)
     return not finite or bool(torch.stack(finite).all())
-
-
-def gather(segments: Segments, mean: torch.Tensor, a: torch.Tensor, *, kept: float) -> None:
-    """After the mean of u·r is known: x := kept·a − mean. With an empty a the window has one step, and x is its anchor."""
-    for x, _, mean_, a_ in segments.runs(mean, a):
-        torch.mul(x if a_ is None else a_, kept, out=x).sub_(mean_)
 
 
 def square_sum(segments: Segments) -> float:

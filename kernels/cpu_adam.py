@@ -2,26 +2,31 @@
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
 having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 20, ``wander`` 32, ``gather`` 12,
-``square_sum`` 4.
+elements do (``put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 20, ``wander`` 32, ``square_sum``
+4, and ``land`` 8 more than decoding.
 
 Numba walks a table of addresses, because gradients live wherever autograd put them. Every function is that of ``adam``
 with the same name; results do not depend on the number of threads.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from commpress.kernels import cpu
 from commpress.kernels.adam import Segments
-from commpress.kernels.cpu_arrays import bare, floats
+from commpress.kernels.cpu_arrays import bare, begins_line, floats
+from commpress.kernels.cpu_land import land_signs
 from commpress.kernels.cpu_lanes import WIDE, add_squares, all_finite, load, no_sums, put, total, where_finite
 from commpress.kernels.cpu_threads import split
+from commpress.kernels.pieces import KIND, NUMEL
+from commpress.kernels.reference import SIGN_RMS
 
 _LINE = 16  # floats of a cache line
-_PAST = 1 << 22  # a call that handles so many elements leaves none of them in a cache
+PAST = 1 << 22  # a call that handles so many elements leaves none of them in a cache
 
 
 @bare
@@ -39,18 +44,13 @@ def gradient(line, m, alpha):
 
 
 @bare
-def _begins_line(array, first):
-    return (array.ctypes.data + 4 * first) % 64 == 0
-
-
-@bare
 def _blend(table, m, out, beta, alpha, past, start, stop):
     done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
         address, share = gradient(table[s], m, alpha)
         g, first = floats(address + 4 * skip, n), table[s, 2] + skip
-        stream = past and _begins_line(out, first)
+        stream = past and begins_line(out, first)
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
             put(beta * load(m, at, left) + share * load(g, i, left), out, at, left, stream)
@@ -64,7 +64,7 @@ def _aim(table, p, r, out, beta, alpha, past, start, stop):
         skip, n = part(table[s], done, start, stop)
         address, share = gradient(table[s], p, alpha)
         g, first = floats(address + 4 * skip, n), table[s, 2] + skip
-        stream = past and _begins_line(out, first)
+        stream = past and begins_line(out, first)
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
             new = beta * load(p, at, left) + (share * load(g, i, left)) * load(r, at, left)
@@ -73,14 +73,18 @@ def _aim(table, p, r, out, beta, alpha, past, start, stop):
 
 
 @bare
-def _descend(table, p, step, keep, start, stop):
+def _descend(table, p, a, step, keep, past, start, stop):
     done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
         x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
-        p_ = p[first : first + x.size]
-        for i in range(x.size):
-            x[i] = keep * x[i] - step * p_[i]
+        stream = past and begins_line(x, 0)
+        for i in range(0, n, WIDE):
+            at, left = first + i, n - i
+            if a is None:
+                put(keep * load(x, i, left) - step * load(p, at, left), x, i, left, False)
+            else:
+                put(keep * load(a, at, left) - step * load(p, at, left), x, i, left, stream)
         done += table[s, 3]
 
 
@@ -99,7 +103,7 @@ def _accumulate(table, m, u, r, out, beta, alpha, lr, keep, lazy, past, start, s
         skip, n = part(table[s], done, start, stop)
         address, share = gradient(table[s], m, alpha)
         g, first = floats(address + 4 * skip, n), table[s, 2] + skip
-        stream = past and _begins_line(out, first)
+        stream = past and begins_line(out, first)
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
             new = lr * (beta * _momentum(m, r, at, left, lazy) + share * load(g, i, left))
@@ -120,8 +124,8 @@ def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, lazy, begins, past, 
         x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
         address, share = gradient(table[s], m, alpha)
         g = floats(address + 4 * skip, n)
-        stream = past and _begins_line(x, 0)
-        beyond = past and _begins_line(u, first) and _begins_line(a, first)
+        stream = past and begins_line(x, 0)
+        beyond = past and begins_line(u, first) and begins_line(a, first)
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
             new, before = load(g, i, left), _momentum(m, r, at, left, lazy)
@@ -137,22 +141,6 @@ def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, lazy, begins, past, 
             put(kept * anchor - moved * load(r, at, left), x, i, left, stream and not begins)
         done += table[s, 3]
     return bad
-
-
-@bare
-def _gather(table, mean, a, kept, past, start, stop):
-    done = 0
-    for s in range(table.shape[0]):
-        skip, n = part(table[s], done, start, stop)
-        x, first = floats(table[s, 0] + 4 * skip, n), table[s, 2] + skip
-        stream = past and _begins_line(x, 0) and a is not None
-        for i in range(0, n, WIDE):
-            at, left = first + i, n - i
-            if a is None:
-                put(kept * load(x, i, left) - load(mean, at, left), x, i, left, False)
-            else:
-                put(kept * load(a, at, left) - load(mean, at, left), x, i, left, stream)
-        done += table[s, 3]
 
 
 @bare
@@ -180,33 +168,44 @@ def _share(share: float | None) -> np.float32 | None:
 
 def blend(segments, m, out, *, beta, gain):
     scalars = map(np.float32, (beta, (1 - beta) * gain))
-    _run(_blend, segments, m.numpy(), out.numpy(), *scalars, segments.numel >= _PAST)
+    _run(_blend, segments, m.numpy(), out.numpy(), *scalars, segments.numel >= PAST)
 
 
 def aim(segments, p, r, out, *, beta, gain):
     scalars = map(np.float32, (beta, (1 - beta) * gain))
-    _run(_aim, segments, p.numpy(), r.numpy(), out.numpy(), *scalars, segments.numel >= _PAST)
+    _run(_aim, segments, p.numpy(), r.numpy(), out.numpy(), *scalars, segments.numel >= PAST)
 
 
-def descend(segments, p, *, step, keep):
-    _run(_descend, segments, p.numpy(), np.float32(step), np.float32(keep))
+def descend(segments, p, a, *, step, keep):
+    if p.numel():
+        _run(_descend, segments, p.numpy(), _array(a), np.float32(step), np.float32(keep), segments.numel >= PAST)
+
+
+def land(rows, pieces, segments, p, a, *, steps, keeps):
+    signs = pieces.table[:, KIND] <= SIGN_RMS
+    past, lines, anchor = pieces.numel >= PAST, segments.table, _array(a)
+    if signs.any():
+        land_signs(rows, pieces.table[signs], lines[signs], p, anchor, steps[signs], keeps[signs], past)
+    if signs.all():
+        return
+    others = replace(pieces, table=pieces.table[~signs], numel=int(pieces.table[~signs, NUMEL].sum()))
+    cpu.decode(rows, p, others)
+    for step, keep in {*zip(steps[~signs].tolist(), keeps[~signs].tolist(), strict=True)}:
+        alike = lines[~signs & (steps == step) & (keeps == keep)]
+        numel = int(alike[:, 3].sum())
+        split(_descend, numel, numel, alike, p.numpy(), anchor, np.float32(step), np.float32(keep), past)
 
 
 def accumulate(segments, m, u, r, out, *, beta, gain, lr, keep, share=None):
     buffers, scalars = map(_array, (m, u, r, out)), map(np.float32, (beta, (1 - beta) * gain, lr, keep))
     if m.numel():
-        _run(_accumulate, segments, *buffers, *scalars, _share(share), segments.numel >= _PAST)
+        _run(_accumulate, segments, *buffers, *scalars, _share(share), segments.numel >= PAST)
 
 
 def wander(segments, m, u, a, r, *, beta, gain, lr, keep, kept, begins, share=None):
     buffers, scalars = (b.numpy() for b in (m, u, a, r)), map(np.float32, (beta, (1 - beta) * gain, lr, keep, kept))
-    how = _share(share), begins, segments.numel >= _PAST
+    how = _share(share), begins, segments.numel >= PAST
     return not any(split(_wander, segments.numel, segments.numel, segments.table, *buffers, *scalars, *how))
-
-
-def gather(segments, mean, a, *, kept):
-    if mean.numel():
-        _run(_gather, segments, mean.numpy(), _array(a), np.float32(kept), segments.numel >= _PAST)
 
 
 def square_sum(segments):

@@ -33,3 +33,9 @@ def floats(typing, address, numel):
         return _unowned(context, builder, kind, data, args[1])
 
     return kind(types.intp, types.intp), generate
+
+
+@bare
+def begins_line(array, first):
+    """Whether array[first] begins a cache line."""
+    return (array.ctypes.data + 4 * first) % 64 == 0

@@ -163,6 +163,39 @@ def all_finite(typing, of):
 
 
 @intrinsic
+def number(typing, wire, at):
+    """The float32 in four bytes."""
+
+    def generate(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.load(builder.bitcast(builder.gep(data, [args[1]]), ir.FloatType().as_pointer()), align=1)
+
+    return types.float32(wire, types.intp), generate
+
+
+@intrinsic
+def bits(typing, wire, at):
+    """The 64 bits in eight bytes, the first byte lowest."""
+
+    def generate(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.load(builder.bitcast(builder.gep(data, [args[1]]), _I64.as_pointer()), align=1)
+
+    return types.uint64(wire, types.intp), generate
+
+
+@intrinsic
+def signed(typing, word, scale):
+    """The scale where a bit is 1, minus the scale where it is 0; the first bit of a byte is its highest."""
+
+    def generate(context, builder, signature, args):
+        mask, scale = builder.bitcast(builder.bswap(builder.bitreverse(args[0])), _MASK), _spread(builder, args[1])
+        return builder.select(mask, scale, builder.fneg(scale))
+
+    return lanes(types.uint64, types.float32), generate
+
+
+@intrinsic
 def root(typing, value):
     def generate(context, builder, signature, args):
         return _masked(builder, "llvm.sqrt.v64f32", _VECTOR, *args)

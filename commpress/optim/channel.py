@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from commpress.codecs.policy import Policy
-from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
+from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, reduce_undecoded, settle
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.transport import Transport
 from commpress.feedback import ErrorFeedback, ResidualStore
@@ -51,12 +51,14 @@ class Channel:
         return self._layouts[indices]
 
     def reduce(
-        self, buffer: torch.Tensor, indices: Sequence[int], *, workspace: Workspace, sequence: int, key: int
-    ) -> Steps[list[Outcome]]:
+        self, buffer: torch.Tensor, indices: Sequence[int], *, workspace: Workspace, sequence: int, key: int,
+        undecoded: bool = False,
+    ) -> Steps[list[Outcome]]:  # fmt: skip
+        """``undecoded``: the mean is left in the outcomes."""
         layout = self.layout(tuple(indices), workspace)
         return reduce_bucket(
             buffer, layout.feedbacks, messages=layout.messages, transport=self.transport, workspace=workspace,
-            sequence=sequence, key=key,
+            sequence=sequence, key=key, reduce=reduce_undecoded if undecoded else None,
         )  # fmt: skip
 
     def count(self, indices: Sequence[int], workspace: Workspace) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from commpress.codecs import Codec, codec_named
+from commpress.collectives.allreduce import Outcome
 from commpress.errors import InvalidArgument
 from commpress.kernels.adam import Segments
 from commpress.optim.frozen import FrozenVariance
@@ -47,6 +48,8 @@ class OneBitAdam(CompressedOptimizer):
 
     On one rank it is Adam, in every bit.
     """
+
+    lands = True
 
     def __init__(
         self,
@@ -86,17 +89,16 @@ class OneBitAdam(CompressedOptimizer):
     def prepare(self, group: dict[str, Any], segments: Segments, gain: float) -> None:
         self.kernels.aim(segments, self.momentum, self.reciprocal, self.work, beta=group["betas"][0], gain=gain)
 
-    def apply(self, kind: Round) -> None:
+    def apply(self, kind: Round, outcomes: Sequence[Outcome]) -> None:
         if kind is Round.EXACT:
             self.exact(self._works)
             return
-        self.take_mean()
-        for group, at in self.groups():
-            correction = 1 - group["betas"][0] ** (self.steps_done + 1) if group["bias_correction"] else 1.0
-            self.kernels.descend(
-                self._flat.placed(at), self.momentum, step=float(group["lr"]) / correction,
-                keep=1 - float(group["lr"]) * group["weight_decay"],
-            )  # fmt: skip
+        self.land(outcomes, self._empty, [self._move(group) for group in self.param_groups])
+        self.exchange_momentum()
+
+    def _move(self, group: dict[str, Any]) -> tuple[float, float]:
+        lr, correction = float(group["lr"]), 1 - group["betas"][0] ** (self.steps_done + 1)
+        return lr / (correction if group["bias_correction"] else 1.0), 1 - lr * group["weight_decay"]
 
     def exact(self, gradients: Sequence[torch.Tensor]) -> None:
         if self.frozen:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 
+from commpress.collectives.allreduce import Outcome
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.kernels.lamb import LayerRule, lamb_arithmetic
 from commpress.optim.onebit_adam import OneBitAdam
@@ -38,6 +39,8 @@ class OneBitLamb(OneBitAdam):
     - ``coefficients``: bounds of a layer's rate; ``coefficient_beta``: β_c, how slowly averages follow.
     - ``factors``: bounds of f; ``factor_change``: how much f may change in one step, relatively; of frozen rates.
     """
+
+    lands = False  # a layer's norms come before its move
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class OneBitLamb(OneBitAdam):
             self.coefficient_beta, self.factors, self.factor_change,
         )  # fmt: skip
 
-    def apply(self, kind: Round) -> None:
+    def apply(self, kind: Round, outcomes: Sequence[Outcome]) -> None:
         if kind is Round.EXACT:
             self.exact(self._works)
             return

@@ -10,16 +10,20 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import Enum
+from time import perf_counter
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.optim.adam import adam
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace
+from commpress.collectives.frame import HEADER
 from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import check_feedback
+from commpress.kernels import arithmetic
 from commpress.kernels.adam import Segments, adam_arithmetic
 from commpress.optim import checkpoint
 from commpress.optim.agreement import Clipping, compare_replicas
@@ -43,6 +47,7 @@ class Round(Enum):
 class CompressedOptimizer(SteppingOptimizer):
     """See ``OneBitAdam`` for the options. Subclasses say what a round sends and what it does with the answer."""
 
+    lands = False  # whether ``apply`` decodes what a compressed round brings, moving parameters in the same pass
     _step_supports_amp_scaling = True  # a GradScaler leaves unscaling to us: gradients keep their scale until they are read
 
     def __init__(
@@ -90,8 +95,8 @@ class CompressedOptimizer(SteppingOptimizer):
         """Write into ``work`` what a compressed round sends of these parameters; change nothing else."""
 
     @abstractmethod
-    def apply(self, kind: Round) -> None:
-        """Take the mean in ``work`` over into momentum and parameters."""
+    def apply(self, kind: Round, outcomes: Sequence[Outcome]) -> None:
+        """Take the mean over into momentum and parameters. It is in ``work``, or in the outcomes if the class ``lands``."""
 
     def local(self, gain: float) -> None:
         """A step without communication, for those whose ``round`` may say LOCAL."""
@@ -166,7 +171,7 @@ class CompressedOptimizer(SteppingOptimizer):
             finite = False
         self.channel(kind).settle(started + outcomes, finite=finite)
         if finite:
-            self.apply(kind)
+            self.apply(kind, started + outcomes)
         return finite
 
     def begin(
@@ -190,8 +195,30 @@ class CompressedOptimizer(SteppingOptimizer):
         sequence = self._sequence
         self._sequence += channel.count(indices, workspace)
         return channel.reduce(
-            self.work, indices, workspace=workspace, sequence=sequence, key=self.seed * 1_000_003 + self.steps_done
-        )
+            self.work, indices, workspace=workspace, sequence=sequence, key=self.seed * 1_000_003 + self.steps_done,
+            undecoded=self.lands and kind is Round.COMPRESSED,
+        )  # fmt: skip
+
+    def land(self, outcomes: Sequence[Outcome], anchor: torch.Tensor, moves: Sequence[tuple[float, float]]) -> None:
+        """``work`` := the mean; x := keep·anchor − step·mean with (step, keep) of each group, where an empty anchor is x."""
+        by_group = np.array(moves, np.float32)
+        groups = np.repeat(np.arange(len(moves)), [len(at) for _, at in self.groups()])
+        fused = bool(outcomes) and self.quantized.dead is None
+        for outcome in outcomes:
+            assert outcome.rows is not None
+            start, rows, pieces = perf_counter(), outcome.rows[:, HEADER:], outcome.message.pieces
+            if fused:
+                segments, owners = self._flat.landing(outcome.message)
+                steps, keeps = by_group[groups[owners]].T
+                self.kernels.land(rows, pieces, segments, self.work, anchor, steps=steps, keeps=keeps)
+            else:
+                arithmetic(self.work.device).decode(rows, self.work, pieces)
+            outcome.workspace.decoded(start)
+            outcome.landed()
+        if not fused:
+            self.silence_dead()
+            for (_, at), (step, keep) in zip(self.groups(), moves, strict=True):
+                self.kernels.descend(self._flat.placed(at), self.work, anchor, step=step, keep=keep)
 
     def channel(self, kind: Round) -> Channel:
         return self.full if kind is Round.EXACT else self.quantized

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from commpress.codecs import Codec, codec_named
-from commpress.collectives.allreduce import reduce_message
+from commpress.collectives.allreduce import Outcome, reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.errors import StateMismatch
 from commpress.kernels.adam import Segments
@@ -51,6 +51,8 @@ class ZeroOneAdam(CompressedOptimizer):
 
     Between synchronisations ranks hold different parameters: call ``synchronize()`` before evaluating or exporting.
     """
+
+    lands = True
 
     def __init__(
         self,
@@ -104,17 +106,14 @@ class ZeroOneAdam(CompressedOptimizer):
             share=self._share(group),
         )  # fmt: skip
 
-    def apply(self, kind: Round) -> None:
+    def apply(self, kind: Round, outcomes: Sequence[Outcome]) -> None:
         if kind is Round.EXACT:
             self.exact(self._works)
         else:
-            self._gather(self.windows.after(self.steps_done, self.param_groups))
+            self._gather(outcomes, self.windows.after(self.steps_done, self.param_groups))
 
-    def _gather(self, window: list[tuple[float, float]]) -> None:
-        self.silence_dead()
-        anchor = self.anchor if self.held else self._empty
-        for (_, at), (_, kept) in zip(self.groups(), window, strict=True):
-            self.kernels.gather(self._flat.placed(at), self.work, anchor, kept=kept)
+    def _gather(self, outcomes: Sequence[Outcome], window: list[tuple[float, float]]) -> None:
+        self.land(outcomes, self.anchor if self.held else self._empty, [(1.0, kept) for _, kept in window])
         self.exchange_momentum()
         self.shares = [1 / rate if rate > 0 else 0.0 for rate, _ in window]
         self.windows.held = 0
@@ -206,6 +205,7 @@ class ZeroOneAdam(CompressedOptimizer):
         if self.held == 0:
             return
         torch.mul(self.accumulated, self.reciprocal, out=self.work)
+        outcomes: list[Outcome] = []
         if any(rate > 0 for rate in self.windows.rates):
             outcomes = yield from self.reduce(
                 Round.COMPRESSED, range(len(self._flat.parameters)), workspace=self.workspace
@@ -213,8 +213,9 @@ class ZeroOneAdam(CompressedOptimizer):
             finite = all(outcome.finite for outcome in outcomes)
             self.quantized.settle(outcomes, finite=finite)
             if not finite:
+                outcomes = []
                 self.work.zero_()
-        self._gather(list(zip(self.windows.rates, self.windows.kept, strict=True)))
+        self._gather(outcomes, list(zip(self.windows.rates, self.windows.kept, strict=True)))
         self._flat.publish()
         self.counters.compressed_rounds += 1
         self.counters.compressed_bytes += self.sent_bytes()

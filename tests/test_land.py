@@ -1,0 +1,68 @@
+"""Decoding and moving parameters in one pass: the bits of a decoding and a move after it, for every mixture of codecs."""
+
+import numpy as np
+import pytest
+import torch
+
+from commpress.codecs import codec_named
+from commpress.codecs.family import SignCodec
+from commpress.codecs.policy import policy_of
+from commpress.collectives.buckets import Span, messages
+from commpress.kernels import adam, cpu, cpu_adam, cpu_threads
+from commpress.optim.flat import Flat
+from optim_twin import start
+
+SHAPES = ((40, 50), (7,), (0,), (300, 11), (130,), (4100,), (65,), (256, 16))
+STEPS, KEEPS = (0.1, 0.3), (0.99, 0.98)
+
+
+def landed(fused, codec, size, anchored):
+    """Parameters and mean after one message, its rows made of noise, with the groups of even and of odd parameters."""
+    flat = Flat([torch.nn.Parameter(p) for p in start(SHAPES)], [str(i) for i in range(len(SHAPES))])
+    spans = [Span(name, *place) for name, place in zip(flat.names, flat.places, strict=True)]
+    draws = torch.Generator().manual_seed(3)
+    values, a, mean = flat.new(), flat.new(), flat.new()
+    for buffer in (values, a):
+        buffer.copy_(torch.randn(flat.numel, generator=draws))
+    a = a if anchored else a[:0]
+    for message in messages(spans, policy_of(codec, min_numel=100), size, message=5000):
+        pieces = message.pieces
+        rows, flag = torch.zeros(size, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        cpu.encode(values, rows, flag, pieces, key=5)
+        segments, owners = flat.landing(message)
+        steps, keeps = (np.array(numbers, np.float32)[owners % 2] for numbers in (STEPS, KEEPS))
+        if fused:
+            fused.land(rows, pieces, segments, mean, a, steps=steps, keeps=keeps)
+        else:
+            cpu.decode(rows, mean, pieces)
+    if not fused:
+        for group in (0, 1):
+            every = range(group, len(SHAPES), 2)
+            cpu_adam.descend(flat.placed(every), mean, a, step=STEPS[group], keep=KEEPS[group])
+    return [mean, *flat.weights]
+
+
+CODECS = {
+    "blocks": SignCodec(), "small blocks": SignCodec(block=512), "rows": SignCodec(block=0), "mean": SignCodec(scale="l1"),
+    "int8": codec_named("int8"), "none": codec_named("none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("anchored", [True, False])
+def test_landing_is_decoding_and_then_moving(compiled, monkeypatch, codec, size, anchored):
+    expected = landed(None, codec, size, anchored)
+    for mine, theirs in zip(landed(adam, codec, size, anchored), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    monkeypatch.setattr(cpu_threads, "_PARALLEL_NUMEL", 500)
+    for past, threads in ((False, 1), (True, 1), (True, 3)):
+        monkeypatch.setattr(cpu_adam, "PAST", 0 if past else 1 << 60)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            got = landed(cpu_adam, codec, size, anchored)
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert any(not torch.equal(p, q) for p, q in zip(start(SHAPES), expected[1:], strict=True))
