@@ -61,3 +61,6 @@ def test_bench_convergence(compiled, tmp_path, capsys):
     assert main(["bench", "convergence", "--merge", str(file), "--plot", str(plot)]) == 0
     assert plot.stat().st_size > 10_000
     assert capsys.readouterr().out.count("onebit") == 3
+    every = ["--tasks", "gpt", "--optimizers", "zero-one", "--seeds", "1", "--steps", "20", "--sync", "every"]
+    assert main(["bench", "convergence", *every]) == 0
+    assert "zero-one, every" in capsys.readouterr().out

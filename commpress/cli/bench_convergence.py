@@ -42,6 +42,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="N", help="default 1 to 5")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
     parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
+    parser.add_argument(
+        "--sync", default="qsr", choices=("qsr", "rate", "every"), help="when zero-one synchronises (default qsr)"
+    )
     parser.add_argument("--no-feedback", action="store_true", help="forget what compression leaves behind")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--merge", nargs="+", metavar="FILE", help="show runs of earlier --json files instead of new ones")
@@ -61,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         finished = [run for file in options.merge for run in load(file)]
     else:
         runs = [
-            Run(task, name, seed, options.steps, not options.no_feedback, options.codec)
+            Run(task, name, seed, options.steps, not options.no_feedback, options.codec, options.sync)
             for task in options.tasks
             for seed in options.seeds
             for name in options.optimizers

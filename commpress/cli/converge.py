@@ -34,6 +34,7 @@ class Run:
     steps: int
     feedback: bool = True
     codec: str = "sign"
+    sync: str = "qsr"
 
     @property
     def reference(self) -> str:
@@ -41,7 +42,8 @@ class Run:
 
     @property
     def label(self) -> str:
-        return self.optimizer if self.feedback else f"{self.optimizer}, no feedback"
+        name = self.optimizer if self.sync == "qsr" else f"{self.optimizer}, {self.sync}"
+        return name if self.feedback else f"{name}, no feedback"
 
 
 @dataclass
@@ -131,7 +133,7 @@ def optimizer_of(run: Run, model: nn.Module, transport: object) -> CompressedOpt
     }  # fmt: skip
     named = list(model.named_parameters())
     if run.optimizer == "zero-one":
-        return ZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
+        return ZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, sync=run.sync, **options)  # type: ignore[arg-type]
     exact = run.optimizer in ("adam", "lamb")
     cls = OneBitLamb if run.reference == "lamb" else OneBitAdam
     return cls(named, warmup_steps=run.steps + 1 if exact else run.steps * 15 // 100, **options)  # type: ignore[arg-type]
