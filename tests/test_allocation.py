@@ -21,7 +21,7 @@ torch.ones(30 << 18)  # mapped, and unmapped here: from now on glibc would take 
 begin, kept = anonymous(), []
 for _ in range(20):
     one = torch.ones(20 << 18)  # 20 MiB
-    kept.append(torch.ones(1 << 10))  # lives on behind it
+    kept.append(torch.ones(1 << 15))  # lives on behind it, and is too large for a gap elsewhere
     del one
     torch.ones(24 << 18)  # does not fit where that was
 print(anonymous() - begin)
