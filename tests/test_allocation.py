@@ -21,7 +21,7 @@ torch.ones(30 << 18)  # mapped, and unmapped here: from now on glibc would take 
 begin, kept = anonymous(), []
 for _ in range(20):
     one = torch.ones(20 << 18)  # 20 MiB
-    kept.append(torch.ones(1 << 15))  # lives on behind it, and is too large for a gap elsewhere
+    kept.append(torch.ones(1 << 15))  # lives on behind it
     del one
     torch.ones(24 << 18)  # does not fit where that was
 print(anonymous() - begin)
@@ -31,11 +31,11 @@ print(anonymous() - begin)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.parametrize("chosen", [False, True])
 def test_freed_blocks_go_back(chosen):
-    """Unless the user has tuned the allocator."""
+    """Unless the user has tuned the allocator: then nothing is changed, and what heaps keep depends on their addresses."""
     own = {name: value for name, value in os.environ.items() if name not in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")}
     if chosen:
         own["MALLOC_MMAP_THRESHOLD_"] = str(1 << 30)
     result = subprocess.run(
         [sys.executable, "-c", CODE.format(fixed=not chosen)], env=own, stdout=subprocess.PIPE, text=True, check=True
     )
-    assert int(result.stdout) > 100 if chosen else int(result.stdout) < 8
+    assert chosen or int(result.stdout) < 8  # 380 and more where the threshold is left alone
