@@ -80,8 +80,11 @@ class Trainee:
         return took
 
     def turn(self, steps: int) -> list[float]:
+        """Barriers part the counts of two turns: a send is done when the kernel holds its bytes, which may leave later."""
+        dist.barrier()
         before = sent_bytes()
         took = [self.step() for _ in range(steps)]
+        dist.barrier()
         if before is not None:
             self.sent += (sent_bytes() or before) - before
         return took

@@ -6,14 +6,15 @@ import struct
 import sys
 
 HEADERS = 52  # IP and TCP with time stamps, per segment
-_SEGMENTS, _BYTES = 136, 200  # offsets of tcpi_segs_out and tcpi_bytes_sent in struct tcp_info
+_REPEATED, _SEGMENTS, _BYTES = 100, 136, 200  # offsets of tcpi_total_retrans, _segs_out, _bytes_sent in struct tcp_info
 
 
 def sent_bytes() -> int | None:
     """Bytes this process has sent on sockets that are open now, headers and acknowledgements included.
 
-    None where the system does not tell (anything but Linux from 4.19 on). Unlike an interface's counters these hold
-    nothing of other processes. Over loopback segments are longer than on a network: there headers weigh more.
+    Segments sent again count once: a busy machine repeats some that were only acknowledged late. None where the system
+    does not tell (anything but Linux from 4.19 on). Unlike an interface's counters these hold nothing of other
+    processes. Over loopback segments are longer than on a network: there headers weigh more.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -22,9 +23,11 @@ def sent_bytes() -> int | None:
         info = _tcp_info(int(name))
         if info is None:
             continue
-        if len(info) < _BYTES + 8:
+        if len(info) < _BYTES + 16:
             return None
-        total += struct.unpack_from("=Q", info, _BYTES)[0] + HEADERS * struct.unpack_from("=I", info, _SEGMENTS)[0]
+        sent, sent_again = struct.unpack_from("=QQ", info, _BYTES)
+        (segments,), (again,) = (struct.unpack_from("=I", info, offset) for offset in (_SEGMENTS, _REPEATED))
+        total += sent - sent_again + HEADERS * (segments - again)
     return total
 
 
