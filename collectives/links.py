@@ -4,17 +4,18 @@ The file that ``commpress probe`` writes is JSON of at most 64 KiB:
 
     {"format": "commpress links", "version": 1, "nodes": [[0, 1], [2, 3]],
      "inside":  {"latency": 3e-5, "bandwidth": 2e9, "together": 1e9},
-     "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7},
+     "between": {"latency": 1e-4, "bandwidth": 1.2e7, "together": 1.2e7, "burst": 14e3},
      "stack":   {"exchange": 4e-4, "message": 1e-4, "byte": 2e-10, "ring": 2e-4, "cores": 2, "ring_byte": 4e-10,
                  "half_byte": 6e-10, "reduce": 2e-3, "busy": 3e-3, "ring_message": 2e-4, "reduce_core": 8e-4,
-                 "ring_busy": 3e-4, "first": 3e-5},
+                 "ring_busy": 3e-4, "first": 3e-5, "uneven": 1.25},
      "trials":  {"none": [[1024, 2e-3, 3e-3], [4096, 2e-3, 3e-3]], "sign": [[1024, 2e-3, 3e-3]]}}
 
 One entry per class of pairs, ``null`` where there is no such pair. Latency is the seconds of the smallest exchange of a
 pair, from a barrier of all ranks on: so it holds what ranks come late, which a collective's phases wait for as well.
 Bandwidths are bytes per second in each direction: of one pair alone, and of a node when all its ranks send to all others
-of the class at once, a message between nodes counted where it leaves. ``stack`` is what that costs processors, for the
-simulator. ``trials`` are all-reduces of so many elements: seconds flat, and by way of nodes. Files without them are older.
+of the class at once, a message between nodes counted where it leaves. ``burst`` bytes pass at once after a rest.
+``stack`` is what that costs processors, for the simulator. ``trials`` are all-reduces of so many elements: seconds flat,
+and by way of nodes. Files without them are older.
 """
 
 import json
@@ -50,10 +51,12 @@ class Link:
     latency: float  # seconds
     bandwidth: float  # bytes per second, one pair alone
     together: float  # bytes per second of a node, all pairs at once
+    burst: float = 0.0  # bytes that pass at once after a rest
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            least = 0 if name == "burst" else math.ulp(0.0)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < math.inf:
                 raise InvalidArgument(f"{name} of a link is {value!r}, expected a positive number: run commpress probe again")
 
 
@@ -74,6 +77,7 @@ class Stack:
     reduce_core: float = 0.0  # seconds of a core of one rank for the shortest compressed all-reduce
     ring_busy: float = 0.0  # seconds of torch's smallest all-reduce while every rank computes
     first: float = 0.0  # seconds of a core at each end for the first ``FIRST`` bytes of a message
+    uneven: float = 0.0  # encoding until the last rank is done, of what it takes with ``cores`` shared fairly; 0: not measured
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -24,8 +24,8 @@ from commpress.errors import InvalidArgument
 FAST, SLOW = Link(3e-5, 2e9, 1e9), Link(1e-3, 1.2e7, 1.2e7)
 CLUSTER = Links(Topology.of(2, 2), FAST, SLOW)
 positive = st.floats(1e-9, 1e12)
-links = st.builds(Link, positive, positive, positive)
-stacks = st.builds(Stack, positive, positive, positive, positive, st.integers(0, 64), positive, positive)
+links = st.builds(Link, positive, positive, positive, st.just(0.0) | positive)
+stacks = st.builds(Stack, positive, positive, positive, positive, st.integers(0, 64), positive, positive, uneven=positive)
 
 tried = st.lists(st.builds(Trial, st.integers(1, 1 << 40), positive, positive), max_size=4, unique_by=lambda t: t.numel)
 trials = st.dictionaries(st.sampled_from(["none", "sign"]), tried.map(lambda ts: tuple(sorted(ts, key=lambda t: t.numel))))

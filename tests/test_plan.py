@@ -43,6 +43,8 @@ def test_a_coarser_way_must_be_worth_it():
     assert recommended(even).codec == "int8"
     assert recommended([replace(c, seconds=0.4) if c.codec == "sign" else c for c in even]).codec == "sign"
     assert recommended([replace(c, seconds=0.99) if c.codec != "plain" else c for c in even]).codec == "plain"
+    assert recommended([replace(c, seconds=0.95) if c.codec != "plain" else c for c in even]).codec == "plain"
+    assert recommended([replace(c, seconds=0.93) if c.codec != "plain" else c for c in even]).codec == "int8"
 
 
 def test_the_fastest_come_first_and_what_does_not_fit_last():

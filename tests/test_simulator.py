@@ -340,3 +340,58 @@ def test_a_rank_that_wakes_up_among_busy_ones_does_so_late():
         usual = simulate_calls(shape, slow, build, numel).seconds
         busy = simulate_calls(replace(shape, busy_latency=0.5), slow, build, numel).seconds
         assert (busy > usual + 0.4) == late
+
+
+@settings(deadline=None)
+@given(
+    burst=st.integers(0, 500), sends=st.lists(st.tuples(st.integers(0, 10), st.integers(1, 400)), min_size=1, max_size=30),
+)  # fmt: skip
+def test_a_line_lets_a_burst_pass_at_once_after_a_rest(burst, sends):
+    """A bucket of tokens: in any stretch no more bytes have passed than its length allows and one burst."""
+    clock, rate = Clock(), 100.0
+    line, ended, start = Line(clock, rate, burst), [], []
+    for pause, nbytes in sends:
+        clock.now += pause
+        start.append(clock.now)
+        ended.append(line.carry(nbytes))
+    assert ended == sorted(ended)
+    assert all(e >= s for s, e in zip(start, ended, strict=True))
+    for first in range(len(sends)):
+        sent = 0
+        for last in range(first, len(sends)):
+            sent += sends[last][1]
+            assert ended[last] - start[first] >= (sent - burst) / rate - 1e-9
+    assert line.carried == sum(nbytes for _, nbytes in sends)
+    if len(sends) == 1:
+        assert ended[0] == pytest.approx(start[0] + max(sends[0][1] - burst, 0) / rate)
+
+
+def test_what_a_shaper_lets_pass_at_once_shortens_short_calls():
+    numel, nic = 1 << 18, 1e7
+    shape = of(4, 1, nic=nic, latency=1e-4)
+    rested = replace(shape, kinds=((replace(shape.kinds[0][0], burst=14_000), 4),))
+    for way, saved in (("sign", 2 * 14_000), ("none", 2 * 14_000)):
+        usual, soon = (simulate_calls(c, FREE, buffer_by(way, numel, FREE), numel).seconds for c in (shape, rested))
+        assert 0 < usual - soon <= saved / nic + 1e-9
+
+
+def test_kernels_wait_for_the_last_rank_where_cores_are_shared_unevenly():
+    """Half as long again until the last is done; not while every core has something else to do as well."""
+    slow, numel = Costs({0: Cost(1e-6, 0.0, 0.0)}, 0.0, 0.0, 0.0), 10_000
+    wire, stack = Link(1e-4, 1e15, 1e15), Stack(0.0, 0.0, 0.0, 0.0, 2, uneven=1.5)
+    build = buffer_by("sign", numel, slow)
+    for ranks in (2, 4):
+        links = Links(Topology.of(*[1] * ranks), None, wire, stack)
+        fair, uneven = (
+            simulate_calls(measured_cluster(replace(links, stack=s)), slow, build, numel).seconds
+            for s in (replace(stack, uneven=0.0), stack)
+        )
+        assert uneven == pytest.approx(1.5 * fair, rel=0.01)
+    training = Training(0.0, 1.0, 0.0, (0.0, 1.0))  # the first bucket is full at once, the second when backward ends
+    shape = measured_cluster(links)
+    every = [Bucket((Span(str(i), 0, n),), ((n,),)) for i, n in enumerate((numel, 8))]
+    buckets = buckets_by("sign", every, slow, min_numel=0)
+    while_computing, fair = (
+        simulate_step(replace(shape, uneven=u), slow, buckets, numel + 8, training).seconds for u in (1.5, 1.0)
+    )
+    assert while_computing == pytest.approx(fair, rel=0.01)

@@ -24,6 +24,7 @@ from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
 from commpress.collectives.transport import own_transport
 from commpress.errors import InvalidArgument
+from commpress.plan.costs import Costs
 from commpress.plan.simulator import simulate_calls
 from commpress.plan.ways import buffer_by
 
@@ -47,6 +48,8 @@ class Row:
     way: str
     size: int
     seconds: float  # median over rounds of the slowest rank's, of one call among several back to back
+    calls: int  # of them
+    costs: Costs  # of kernels that find a buffer of this size as these calls do
     simulated_seconds: float = 0.0
 
     @property
@@ -58,7 +61,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default=WAYS, metavar="A,B", help=f"plain, and codecs (default {WAYS})")
     parser.add_argument("--sizes", default=SIZES, metavar="A,B", help=f"of the buffer (default {SIZES})")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each, the median counts (default 5)")
-    parser.add_argument("--calls", type=int, default=3, metavar="N", help="back to back in a turn (default 3)")
+    parser.add_argument("--calls", type=int, default=3, metavar="N", help="back to back in a turn, at least (default 3)")
     ranks.add_options(parser)
     outputs.options(parser, check=f"half are within {MEDIAN:.0%} and all within {WORST:.0%}".replace("%", "%%"))
 
@@ -75,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if found is None:  # not rank 0 of a launcher
         return 0
     machines, rows = found
-    simulate(machines, rows, settings.calls)
+    simulate(machines, rows)
     print(table.render(HEAD, list(map(cells, rows))))
     offs = sorted(abs(row.off) for row in rows)
     print(f"off by {100 * median(offs):.0f} % (median), {100 * offs[-1]:.0f} % (worst)")
@@ -90,28 +93,41 @@ def run(options: argparse.Namespace) -> int:
 def bench(
     rank: int, size: int, settings: Settings, report: ranks.Report | None
 ) -> tuple[modelled.Machines, list[Row]]:
-    machines = modelled.measured(rank, size, [way for way in settings.ways if way != "plain"] or ["none"])
+    codecs = [way for way in settings.ways if way != "plain"] or ["none"]
+    machines = modelled.measured(rank, size, codecs)
+    costs = {nbytes: modelled.kernels(codecs, nbytes // 4) for nbytes in settings.sizes}
     if report is not None:
         report(machines.summary())
     transport, sequence = own_transport(timeout=TIMEOUT), 0
     rows = []
     for nbytes in settings.sizes:
+        calls: dict[str, int] = {}
         turns = {}
         for i, way in enumerate(settings.ways):
             if way == "plain":
-                buffer = torch.zeros(nbytes // 4)
-                turns[way] = partial(turn, partial(dist.all_reduce, buffer), settings.calls)
+                call: Callable[[], object] = partial(dist.all_reduce, torch.zeros(nbytes // 4))
             else:
                 reduced = Reduced(nbytes // 4, way, transport, sequence + i * SPAN)
                 reduced.fill()
-                turns[way] = partial(turn, reduced.reduce, settings.calls)
+                call = reduced.reduce
+            calls[way] = repeats(call, settings.calls)
+            turns[way] = partial(turn, call, calls[way])
         sequence += len(settings.ways) * SPAN
         took = rounds.medians(rounds.slowest(rounds.in_turns(turns, settings.rounds, warm=1)))
-        rows += [Row(size, way, nbytes, took[way]) for way in settings.ways]
+        rows += [Row(size, way, nbytes, took[way], calls[way], costs[nbytes]) for way in settings.ways]
     return machines, rows
 
 
 SPAN = 100_000  # sequence numbers of one buffer
+LEAST, MOST = 0.1, 60  # seconds of a turn, and calls in it: short calls need more to say something
+
+
+def repeats(call: Callable[[], object], least: int) -> int:
+    """Calls in a turn, equal on all ranks."""
+    turn(call, least)
+    took = torch.tensor([turn(call, least)], dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return max(min(round(LEAST / float(took)), MOST), least)
 
 
 def turn(call: Callable[[], object], calls: int) -> float:
@@ -129,11 +145,13 @@ def turn(call: Callable[[], object], calls: int) -> float:
 
 # ---------------------------------------------------------------- on paper
 
+FEW = 10  # calls after which one more tells nothing new
 
-def simulate(machines: modelled.Machines, rows: list[Row], calls: int) -> None:
+
+def simulate(machines: modelled.Machines, rows: list[Row]) -> None:
     for row in rows:
-        build = buffer_by(row.way, row.size // 4, machines.costs)
-        found = simulate_calls(machines.cluster(), machines.costs, build, row.size // 4, calls=calls)
+        build = buffer_by(row.way, row.size // 4, row.costs)
+        found = simulate_calls(machines.cluster(), row.costs, build, row.size // 4, calls=min(row.calls, FEW))
         row.simulated_seconds = found.seconds
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from commpress.cli import probe, rounds
 from commpress.collectives.links import Links
 from commpress.plan.cluster import Cluster, measured_cluster
-from commpress.plan.costs import Cost, Costs, measure_costs
+from commpress.plan.costs import BEYOND, Cost, Costs, measure_costs
 
 PAYLOAD, ROUNDS = 4 << 20, 5
 
@@ -38,10 +38,18 @@ class Machines:
 
 def measured(rank: int, size: int, codecs: Sequence[str]) -> Machines:
     """Collective. Kernels run on all ranks at once, since busy cores slow each other down; the slowest rank's count."""
-    links = probe.measure(rank, size, probe.Settings("auto", PAYLOAD, ROUNDS), None)
+    return Machines(probe.measure(rank, size, probe.Settings("auto", PAYLOAD, ROUNDS), None), kernels(codecs))
+
+
+def kernels(codecs: Sequence[str], numel: int = BEYOND) -> Costs:
+    """Collective. ``numel``: of the buffer, which caches hold if it is short and used again and again.
+
+    What a call takes whatever its size is then in what each element takes.
+    """
     dist.barrier()
-    own = measure_costs(codecs)
+    own = measure_costs(codecs, numel=numel)
     figures = {str(kind): list(astuple(cost)) for kind, cost in own.codecs.items()}
     found = rounds.slowest(figures | {"others": [own.memory, own.product, own.call]})
     costs = {kind: Cost(*found[str(kind)].tolist()) for kind in own.codecs}
-    return Machines(links, Costs(costs, *found["others"].tolist()))
+    memory, product, call = found["others"].tolist()
+    return Costs(costs, memory, product, call if numel >= BEYOND else 0.0)

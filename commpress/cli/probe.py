@@ -15,13 +15,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from itertools import combinations, cycle
 from pathlib import Path
-from statistics import median
-from time import perf_counter, process_time
+from statistics import fmean, median
+from time import perf_counter, process_time, sleep, thread_time
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ import torch.distributed as dist
 from commpress.cli import ranks, table
 from commpress.cli.reduced import Reduced, Watched
 from commpress.cli.trials import TRIED, trials
+from commpress.codecs import codec_named
+from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.hierarchical import Hierarchy, hierarchy_of
 from commpress.collectives.links import FIRST, Link, Links, Stack, Trial
@@ -36,14 +38,19 @@ from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transport import Divisible, Transport, own_transport
 from commpress.errors import InvalidArgument
 from commpress.kernels import instead
+from commpress.plan.costs import ROWS, encoding
 from commpress.work import Steps, overlapped
 from commpress.work import run as drive
 
 TIMEOUT = timedelta(minutes=5)
 PAIRS = 4  # of each class that are measured alone
-SHORT = 100  # shortest exchanges in a row
+SHORT = 50  # shortest exchanges in a row
+PASSES = 3  # over all that concerns processors
 WORK = 1 << 20  # bytes copied between two of them
 WARM = 2  # calls before those that count
+STRETCHES = 7  # of calls in a row, of which one may meet other work
+RESTED = 1 << 17  # bytes of a row that finds a link rested
+REST, REPEATS = 4e-3, 3  # seconds of such a rest; such rows for each round
 _LINES = 4  # progress lines where there is no terminal
 
 
@@ -140,6 +147,8 @@ def measure(rank: int, size: int, settings: Settings, report: ranks.Report | Non
             among: Mapping[int, Transport] = {} if alone is None else {0: alone}
             tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.task(f"{name} latency", among, 8)))
             tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.task(f"{name} alone", among, settings.bytes)))
+            if name == "between":
+                tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.rested_task(among)))
     every: Mapping[str, Mapping[int, Transport]] = {"inside": {0: hierarchy.inside}, "between": hierarchy.between}
     for name, all_of in every.items():
         if pairs_of(topology)[name]:
@@ -222,7 +231,34 @@ class Probe:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return median(slowest.tolist())
 
+    def rested_task(self, among: Mapping[int, Transport]) -> Callable[[], None]:
+        return lambda: self.seconds.setdefault("between rested", []).append(self._rested(among))
+
+    def _rested(self, among: Mapping[int, Transport]) -> float:
+        """What ``RESTED`` bytes take longer than the shortest exchange, each time after a rest."""
+        short, long_one = ([self._rows(t, row) for t in among.values()] for row in (8, RESTED))
+        took = []
+        for _ in range(REPEATS * self.rounds):
+            times = []
+            if among:
+                sleep(REST)
+            for calls in (short, short, long_one):  # the first wakes both ends
+                start = perf_counter()
+                for call in calls:
+                    call()
+                times.append(perf_counter() - start)
+                self.sequence += 1
+            took.append(times[2] - times[1])
+        slowest = torch.tensor(took, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return median(slowest.tolist())
+
     def stack(self, transport: Transport, payload: int) -> Stack:
+        """Several passes: a machine may be slow for as long as one takes."""
+        passes = [astuple(self._stack(transport, payload)) for _ in range(PASSES)]
+        return Stack(*map(median, zip(*passes, strict=True)))
+
+    def _stack(self, transport: Transport, payload: int) -> Stack:
         """All ranks with all others: short rows for messages, ``payload`` bytes of a rank in all for bytes.
 
         Short calls alternate with work, as they do with encoding: a thread that sleeps is woken late on a busy processor, and
@@ -267,19 +303,43 @@ class Probe:
                 cost = beside(reduced.reduce, 4 * self.few)[1]
             besides.append(cost - self._sum(kernels.seconds) / (4 * self.few + WARM))
         first = max(besides[1] - besides[0], 0.0) / size / (4 * peers)  # each end of each row, twice
-        with computing():
-            busy = self._in_a_row(short, SHORT // 2)[0]
-            ring_busy = self._in_a_row(lambda: dist.all_reduce(few), SHORT // 2)[0]
-        whole, half = (self._ring_byte(size, payload, kind, ring_cost) for kind in (torch.float32, torch.bfloat16))
         cores = machine_cores()
+        uneven = self._uneven(short, torch.ones(payload // 4), max(size / cores, 1.0)) if cores else 0.0
+        with computing():
+            busy = self._in_a_row(short, SHORT, fmean)[0]  # here late turns are not others' work but what is asked for
+            ring_busy = self._in_a_row(lambda: dist.all_reduce(few), SHORT, fmean)[0]
+        whole, half = (self._ring_byte(size, payload, kind, ring_cost) for kind in (torch.float32, torch.bfloat16))
         return Stack(
-            exchange, message, byte, ring, cores, whole, half, reduce, busy, ring_message, reduce_core / size, ring_busy, first
-        )
+            exchange, message, byte, ring, cores, whole, half, reduce, busy, ring_message, reduce_core / size, ring_busy, first,
+            uneven,
+        )  # fmt: skip
+
+    def _uneven(self, short: Callable[[], None], x: torch.Tensor, crowd: float) -> float:
+        """The scheduler moves threads to idle cores late, and an exchange waits for the last of them."""
+        pieces = one_message(x.numel(), codec_named("int8"), ROWS).pieces
+        encode, alone = encoding(x, torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), pieces), 0.0
+
+        def watched() -> None:
+            nonlocal alone
+            start = thread_time()
+            encode()
+            alone += thread_time() - start
+
+        def both() -> None:
+            watched()
+            short()
+
+        waits = self._in_a_row(short, SHORT)[0]
+        watched()
+        alone = 0.0
+        took = self._in_a_row(both, SHORT)[0]
+        fair = self._sum(alone) / dist.get_world_size() / (SHORT + WARM) * crowd
+        return max(took - waits, 0.0) / fair
 
     @property
     def few(self) -> int:
         """Calls in a row that take longer than the shortest."""
-        return 2 * max(self.rounds, 2)
+        return max(self.rounds, 2)
 
     def _rows(self, transport: Transport, row: int) -> Callable[[], None]:
         rows = torch.ones(2, transport.size, HEADER + row, dtype=torch.uint8)  # not zeros: nobody has touched such memory
@@ -294,18 +354,28 @@ class Probe:
         cost = self._in_a_row(lambda: dist.all_reduce(next(gradients)), self.few)[1]
         return max(cost - short, 0.0) / (2 * (size - 1) * payload)
 
-    def _in_a_row(self, call: Callable[[], object], calls: int) -> tuple[float, float]:
-        """Of one call: seconds of the slowest rank, and seconds of cores of all ranks together."""
-        for counts in (False, True):
-            dist.barrier()
-            start, busy = perf_counter(), process_time()
-            for _ in range(calls if counts else WARM):
+    def _in_a_row(
+        self, call: Callable[[], object], calls: int, usual: Callable[[list[float]], float] = median
+    ) -> tuple[float, float]:
+        """Of one call: seconds of the slowest rank, and seconds of cores of all ranks together; the usual stretch counts."""
+
+        def repeat(count: int) -> None:
+            for _ in range(count):
                 call()
                 self.sequence += 1
-            took, cost = perf_counter() - start, process_time() - busy
-        slowest = torch.tensor([took], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest) / calls, self._sum(cost) / calls
+
+        repeat(WARM)
+        dist.barrier()
+        parts = min(calls, STRETCHES)
+        took, cost = torch.zeros(2, parts, dtype=torch.float64)
+        for i in range(parts):
+            count = (i + 1) * calls // parts - i * calls // parts
+            start, busy = perf_counter(), process_time()
+            repeat(count)
+            took[i], cost[i] = (perf_counter() - start) / count, (process_time() - busy) / count
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        dist.all_reduce(cost)
+        return usual(took.tolist()), usual(cost.tolist())
 
     def _sum(self, figure: float) -> float:
         """Over all ranks."""
@@ -330,7 +400,8 @@ class Probe:
                 latency = median(self.seconds[f"{name} latency"])
                 alone, together = median(self.seconds[f"{name} alone"]), self.seconds[f"{name} together"][0]
                 least = latency / 10  # an exchange too fast to tell from an empty one
-                found[name] = Link(
-                    latency, payload / max(alone - latency, least), sent[name] / max(together - latency, least)
-                )
+                bandwidth = payload / max(alone - latency, least)
+                rested = self.seconds.get(f"{name} rested")
+                burst = max(RESTED - bandwidth * median(rested), 0.0) if rested else 0.0
+                found[name] = Link(latency, bandwidth, sent[name] / max(together - latency, least), burst)
         return Links(topology, found["inside"], found["between"])

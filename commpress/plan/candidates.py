@@ -30,6 +30,7 @@ HOOK = {"bf16-ring"}  # torch's own hook: no codec of ours, so no plan can name 
 LOCAL = 16  # steps between two rounds of local steps and of 0/1 Adam late in a run
 SHARDED_LIMIT = 512  # ranks up to which sharded candidates are simulated
 MARGIN = 0.03  # of its step that a coarser way must save to be worth it, as in codec="auto"
+AT_ALL = 0.06  # of a step without compression that compression must save: two predictions are each a few per cent off
 TIERS = ("device", "host", "disk")
 
 
@@ -95,13 +96,14 @@ def candidates(
 
 
 def recommended(found: Sequence[Candidate], ways: Sequence[str] = WAYS) -> Candidate:
-    """Of what a plan can say, the finest that is within ``MARGIN`` of the fastest: no compression, if that is."""
+    """Of what a plan can say, the finest within ``MARGIN`` of the fastest; no compression, if that is within ``AT_ALL``."""
     order = {way: i for i, way in enumerate(dict.fromkeys([PLAIN, *ways]))}
     able = [c for c in found if c.codec in order and c.fits]
     if not able:
         raise InvalidArgument("no way to reduce gradients under DDP fits the memory: take one of the sharded candidates")
     least = min(c.seconds for c in able)
-    return min((c for c in able if c.seconds <= least * (1 + MARGIN)), key=lambda c: (order[c.codec], c.seconds))
+    near = (c for c in able if c.seconds * (1 - (AT_ALL if c.codec == PLAIN else MARGIN)) <= least)
+    return min(near, key=lambda c: (order[c.codec], c.seconds))
 
 
 def plan_of(chosen: Candidate, found: Sequence[Candidate], cluster: Cluster, bucket_mb: float) -> Planned:

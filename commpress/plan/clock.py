@@ -70,16 +70,17 @@ class Clock:
 
 
 class Line:
-    """Carries bytes at one rate, first come first served."""
+    """Carries bytes at one rate, first come first served; after a rest, ``burst`` of them at once (a token bucket)."""
 
-    def __init__(self, clock: Clock, bytes_per_second: float) -> None:
+    def __init__(self, clock: Clock, bytes_per_second: float, burst: float = 0.0) -> None:
         self.clock, self.rate, self.free, self.carried = clock, bytes_per_second, 0.0, 0.0
+        self.ahead = burst / bytes_per_second
 
     def carry(self, nbytes: float) -> float:
         """The time at which the last of so many bytes has passed."""
         self.carried += nbytes
         self.free = max(self.clock.now, self.free) + nbytes / self.rate
-        return self.free
+        return max(self.clock.now, self.free - self.ahead)
 
 
 class Cores:

@@ -33,9 +33,10 @@ class Node:
     cores: float = UNLIMITED  # for all ranks of the node
     slowdown: float = 1.0  # of everything that its ranks compute: a straggler has more than 1
     foreign: float = 0.0  # to nodes of another kind, where that is slower than ``nic`` (0: it is not)
+    burst: float = 0.0  # bytes that pass ``nic`` at once after a rest: shapers of virtual machines and containers allow some
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or min(self.nic, self.inside, self.cores, self.slowdown) <= 0 or self.foreign < 0:
+        if self.ranks < 1 or min(self.nic, self.inside, self.cores, self.slowdown) <= 0 or min(self.foreign, self.burst) < 0:
             raise InvalidArgument(f"a node is {self}: ranks, rates, cores and slowdown must be positive")
 
 
@@ -56,6 +57,7 @@ class Cluster:
     first_seconds: float = 0.0  # the same for the first ``FIRST`` bytes of a message together (0: as for all others)
     ring_byte: float = 0.0  # of a core for a byte that the library's ring sends in float32, both ends and the sum (0: derived)
     half_byte: float = 0.0  # the same in bfloat16
+    uneven: float = 1.0  # what kernels take, of their fair share of ``machine_cores``, until the last rank is done
     machine_cores: float = 0.0  # > 0: all nodes lie on one machine and share its cores (network namespaces)
     rack: int = 0  # nodes below one switch (0: all)
     oversubscription: float = 1.0  # a rack's uplink carries its nodes' rates divided by this
@@ -140,7 +142,8 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
     """
     sizes = [len(node) for node in links.topology.nodes]
     nic, inside = (_line(link, links.stack) for link in (links.between, links.inside))
-    kinds = tuple((Node(size, nic, inside, cores), sizes.count(size)) for size in sorted(set(sizes)))
+    burst = links.between.burst if links.between else 0.0
+    kinds = tuple((Node(size, nic, inside, cores, burst=burst), sizes.count(size)) for size in sorted(set(sizes)))
     between, within = (link.latency / 2 if link else 0.0 for link in (links.between, links.inside))
     stack, peers = links.stack, sum(sizes) - 1
     if stack is None:
@@ -158,7 +161,7 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
         ring_latency=_ring_latency(stack.ring, stack.ring_message * crowd, peers), machine_cores=stack.cores,
         ring_busy_latency=_ring_latency(stack.ring_busy, stack.ring_message * twice, peers), ring_message=stack.ring_message,
         first_seconds=stack.first, ring_byte=stack.ring_byte, half_byte=stack.half_byte, busy_latency=busy,
-        post_seconds=_post(stack, peers, crowd),
+        post_seconds=_post(stack, peers, crowd), uneven=max(stack.uneven, 1.0) if stack.cores else 1.0,
     )  # fmt: skip
 
 

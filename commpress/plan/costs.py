@@ -4,7 +4,7 @@
 what the real ones took per element when they were measured. So the generators of ``collectives`` run unchanged.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import thread_time
@@ -22,7 +22,9 @@ from commpress.kernels.pieces import KIND, NUMEL, WIDTH, Pieces
 
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "sign", "sign-l1", "ternary", "terngrad", "bits4")
 CALL = 2e-5
-_NUMEL, _ROWS, _RANK = 1 << 23, 4, 4  # longer than caches: gradients and residuals come from memory
+ROWS = 4  # of a message
+_ENOUGH, _MOST = 0.05, 60  # seconds of calls, and calls
+BEYOND, _RANK = 1 << 23, 4  # longer than caches: gradients and residuals come from memory
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def device_costs(memory_bandwidth: float, *, call: float = CALL) -> Costs:
     return Costs(codecs, byte, byte / 10, call)
 
 
-def measure_costs(names: Sequence[str] = CODECS, *, numel: int = _NUMEL) -> Costs:
+def measure_costs(names: Sequence[str] = CODECS, *, numel: int = BEYOND) -> Costs:
     """Of one thread of this processor, by running the kernels; about half a second for each codec."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -73,23 +75,22 @@ def measure_costs(names: Sequence[str] = CODECS, *, numel: int = _NUMEL) -> Cost
         torch.set_num_threads(threads)
 
 
+def encoding(x: torch.Tensor, wire: torch.Tensor, pieces: Pieces) -> Callable[[], None]:
+    """A kernel call on the CPU, always the same."""
+    kernels, flag = arithmetic(x.device), torch.zeros(1, dtype=torch.uint8)
+    old, new = (ErrorFeedback.zeros(pieces, x.device) if pieces.kept else None for _ in range(2))
+    return lambda: kernels.encode(
+        x, wire, flag, pieces, residual=old and old.sent, residual_scale=old and old.sent_scale,
+        new_residual=new and new.sent, new_scale=new and new.sent_scale,
+    )  # fmt: skip
+
+
 def _cost(codec: Codec, numel: int) -> Cost:
-    kernels, device = arithmetic(torch.device("cpu")), torch.device("cpu")
-    message = one_message(numel, codec, _ROWS)
-    pieces = message.pieces
+    kernels, pieces = arithmetic(torch.device("cpu")), one_message(numel, codec, ROWS).pieces
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    wire = torch.zeros(_ROWS, pieces.row_bytes, dtype=torch.uint8)
-    flag = torch.zeros(1, dtype=torch.uint8)
-    old = ErrorFeedback.zeros(pieces, device) if pieces.kept else None
-    new = ErrorFeedback.zeros(pieces, device) if pieces.kept else None
+    wire = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8)
+    encode = encoding(x, wire, pieces)
     out = torch.zeros(int(pieces.table[0, WIDTH]))
-
-    def encode() -> None:
-        kernels.encode(
-            x, wire, flag, pieces, residual=old and old.sent, residual_scale=old and old.sent_scale,
-            new_residual=new and new.sent, new_scale=new and new.sent_scale,
-        )  # fmt: skip
-
     add, decode = _usual(lambda: kernels.decode_mean(wire, out, pieces, 0)), _usual(lambda: kernels.decode(wire, x, pieces))
     return Cost(_usual(encode) / numel, add / numel, decode / numel)
 
@@ -109,9 +110,9 @@ def _product() -> float:
 
 
 def _usual(call: Any, rounds: int = 5) -> float:
-    """Of this thread alone, so that others who use the processor count little."""
-    took = []
-    for _ in range(rounds + 1):
+    """Of this thread alone, so that others who use the processor count little. Short calls repeat more."""
+    took: list[float] = []
+    while len(took) < rounds + 1 or (sum(took) < _ENOUGH and len(took) < _MOST):
         start = thread_time()
         call()
         took.append(thread_time() - start)

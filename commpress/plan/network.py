@@ -67,7 +67,7 @@ class Traffic:
 
 
 class Script(list[tuple[float, Posted]]):
-    """What a rank posted since it last waited, each with the seconds of arithmetic before it."""
+    """What a rank posted since it last waited, each with the seconds of kernels before it."""
 
 
 @dataclass(eq=False)
@@ -192,7 +192,7 @@ class Network:
         """Note an operation; it starts when the arithmetic before it has been paid for (``start``)."""
         posted = Posted(cls, tag, flows, froms, self.waits)
         ledger = self.ledgers[cls]
-        self.scripts[cls].append((ledger.seconds + posted.seconds(self.cluster.message_seconds), posted))
+        self.scripts[cls].append((ledger.seconds, posted))
         ledger.seconds = 0.0
         return posted
 
@@ -239,7 +239,9 @@ class Network:
     def _between(self, source: Class, sink: Class, flow: Flow, each: float) -> float:
         cluster, out, into = self.cluster, flow.nbytes * source.in_node, each * sink.in_node
         a, b = cluster.kinds[source.kind][0], cluster.kinds[sink.kind][0]
-        ends = [self._line("out", source, a.nic).carry(out), self._line("in", sink, b.nic).carry(into)]
+        ends = [
+            self._line("out", source, a.nic, a.burst).carry(out), self._line("in", sink, b.nic, b.burst).carry(into)
+        ]
         if flow.place == FOREIGN and a.foreign:
             ends.append(self._line("foreign out", source, a.foreign).carry(out))
         if flow.place == FOREIGN and b.foreign:
@@ -249,8 +251,8 @@ class Network:
             ends.append(self._line("down", sink, b.nic / cluster.oversubscription).carry(into))
         return max(ends)
 
-    def _line(self, name: str, cls: Class, rate: float) -> Line:
-        return self._lines.setdefault((name, int(self.cluster.node_of[cls.rank])), Line(self.clock, rate))
+    def _line(self, name: str, cls: Class, rate: float, burst: float = 0.0) -> Line:
+        return self._lines.setdefault((name, int(self.cluster.node_of[cls.rank])), Line(self.clock, rate, burst))
 
     def _meet(
         self,
@@ -273,10 +275,11 @@ class Network:
         turns, rest = [*script], ledger.seconds
         script.clear()
         ledger.seconds = 0.0
+        slower = 1.0 if any(self.computing) else self.cluster.uneven  # who computes fills what would stay idle
         for seconds, posted in turns:
-            yield self.compute(cls, seconds)
+            yield self.compute(cls, seconds * slower + posted.seconds(self.cluster.message_seconds))
             self.start(posted)
-        yield self.compute(cls, rest)
+        yield self.compute(cls, rest * slower)
 
     def waited_for(self, work: Work) -> list[Signal]:
         """What a generator waits for when it yields this work, which may be several in one."""
