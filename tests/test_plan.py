@@ -1,17 +1,20 @@
 """Plans: what they recommend in plain cases, what they count, and the commands that make them."""
 
+import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from commpress.cli import main
+from commpress.cli import cluster_options, main
 from commpress.codecs.planned import load_plan
+from commpress.collectives.links import Link, Links, Stack
+from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
 from commpress.integrations.group_policy import policy_from
 from commpress.plan.candidates import Settings, candidates, plan_of, recommended
-from commpress.plan.cluster import Cluster, Node, parse_link
+from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link
 from commpress.plan.costs import device_costs
 from commpress.plan.model import transformer
 
@@ -137,3 +140,23 @@ def test_simulate_scales_and_draws(tmp_path, capsys):
     assert main([*common, "--nodes", "2x2", "--parameters", "1M", "--compute-ms", "10", "--plot", str(plots[1])]) == 0
     assert "exposed" in capsys.readouterr().out
     assert all(plot.stat().st_size > 10_000 for plot in plots)
+
+
+def test_what_a_probe_measured_reaches_the_model_whole(tmp_path):
+    """Every figure: one that the command forgot would be simulated as if it were nothing."""
+    wire = Link(1e-3, 1e8, 9e7, 14e3)
+    stack = Stack(2e-3, 1e-4, 1e-10, 9e-3, 2, 2e-9, 3e-9, 6e-3, 8e-3, 2e-4, 3e-3, 12e-3, 1e-4, 1.25)
+    links = Links(Topology.of(1, 1, 1, 1), None, wire, stack)
+    links.save(tmp_path / "links.json")
+    parser = argparse.ArgumentParser()
+    cluster_options.add_cluster(parser)
+    given = ["--links", str(tmp_path / "links.json")]
+    found, measured = cluster_options.cluster_of(parser.parse_args(given)), measured_cluster(links)
+    assert asdict(found) == asdict(measured)
+    assert found.uneven == 1.25
+    assert found.kinds[0][0].burst == 14e3
+    unset = asdict(Cluster(measured.kinds)) | {"rack": None, "oversubscription": None}
+    left = {name for name, value in asdict(measured).items() if value == unset[name]}
+    assert left <= {"kinds", "inside_latency"}, "the probe's file sets every other figure"
+    slow = cluster_options.cluster_of(parser.parse_args([*given, "--straggler", "2"]))
+    assert [(node.slowdown, node.burst, count) for node, count in slow.kinds] == [(2.0, 14e3, 1), (1.0, 14e3, 3)]

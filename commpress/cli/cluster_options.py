@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -61,7 +62,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 MEASURED = (
     "busy_latency", "first_seconds", "half_byte", "machine_cores", "post_seconds", "ring_busy_latency", "ring_byte",
-    "ring_latency", "ring_message",
+    "ring_latency", "ring_message", "uneven",
 )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         measured["machine_cores"] = options.machine_cores
     if options.straggler != 1.0:
         node, count = kinds[0]
-        slow = Node(node.ranks, node.nic, node.inside, node.cores, options.straggler, node.foreign)
+        slow = replace(node, slowdown=options.straggler)
         kinds = [(slow, 1), *([(node, count - 1)] if count > 1 else []), *kinds[1:]]
     return Cluster(
         tuple(kinds), latency=latency, inside_latency=inside_latency, message_seconds=message, byte_seconds=byte,

@@ -9,17 +9,11 @@ collectives whether the hierarchical all-reduce pays at a size; docs/hierarchy.m
 """
 
 import argparse
-import os
-import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
-from hashlib import sha256
 from itertools import combinations, cycle
-from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter, process_time, sleep, thread_time
 
@@ -27,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import ranks, table
+from commpress.cli.crowd import computing, machine_cores
 from commpress.cli.reduced import Reduced, Watched
 from commpress.cli.trials import TRIED, trials
 from commpress.codecs import codec_named
@@ -167,36 +162,6 @@ def measure(rank: int, size: int, settings: Settings, report: ranks.Report | Non
         if report is not None:
             report(len(tasks) + 2 + i, count, f"all-reduces with codec {codec}")
     return replace(probe.links(topology, settings.bytes), stack=stack, trials=tried)
-
-
-@contextmanager
-def computing() -> Iterator[None]:
-    """One more thread of this process that computes, as backward does while gradients travel."""
-    ended, factor = threading.Event(), torch.ones(384, 384)
-
-    def multiply() -> None:
-        while not ended.is_set():
-            factor @ factor
-
-    thread = threading.Thread(target=multiply, name="commpress-computing", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def machine_cores() -> int:
-    """Of the machine that all ranks run on, 0 if they run on several; collective."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = socket.gethostname()
-    mine = int.from_bytes(sha256(boot.encode()).digest()[:7])
-    ends = torch.tensor([mine, -mine])
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
-    return (os.cpu_count() or 1) if ends[0] == -ends[1] else 0
 
 
 def pairs_of(topology: Topology) -> dict[str, list[tuple[int, int]]]:
