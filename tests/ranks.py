@@ -145,12 +145,20 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
         return function(*args)
     except Exception as error:
         error.add_note(f"on rank {rank} of {size}:\n{''.join(traceback.format_exception(error))}")
+        _let_go(error)
         return error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         if not TASKS.exists() or len(os.listdir(TASKS)) > CROWD:
             gc.collect()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of what its frames hold, while the group is still there: the end of a DDP model that outlives its group may hang."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def meet(place: str, count: int) -> None:
