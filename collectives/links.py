@@ -55,8 +55,8 @@ class Link:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name == "burst" else math.ulp(0.0)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < math.inf:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not (0 < value < math.inf or (value == 0 and name == "burst")):
                 raise InvalidArgument(f"{name} of a link is {value!r}, expected a positive number: run commpress probe again")
 
 

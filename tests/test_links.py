@@ -71,6 +71,7 @@ def changed(**what):
         (changed(inside={"latency": 1, "bandwidth": 1}), "expected latency, bandwidth and together"),
         (changed(inside={"latency": "1", "bandwidth": 1, "together": 1}), "latency of a link is '1'"),
         (changed(inside={"latency": 1, "bandwidth": 0, "together": 1}), "expected a positive number"),
+        (changed(inside={"latency": 1, "bandwidth": 1, "together": 1, "burst": -1}), "burst of a link is -1"),
         (changed(stack={"exchange": 1, "message": 1, "byte": 0, "ring": 1, "cores": 2, "wings": 1}), "expected exchange"),
         (changed(stack={"exchange": 1}), "expected exchange, message, byte, ring and cores"),
         (changed(stack={"exchange": 1, "message": -1, "byte": 0, "ring": 1, "cores": 2}), "message of the stack is -1"),

@@ -24,7 +24,6 @@ from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
 from commpress.collectives.transport import own_transport
 from commpress.errors import InvalidArgument
-from commpress.plan.costs import Costs
 from commpress.plan.simulator import simulate_calls
 from commpress.plan.ways import buffer_by
 
@@ -49,7 +48,6 @@ class Row:
     size: int
     seconds: float  # median over rounds of the slowest rank's, of one call among several back to back
     calls: int  # of them
-    costs: Costs  # of kernels that find a buffer of this size as these calls do
     simulated_seconds: float = 0.0
 
     @property
@@ -77,14 +75,15 @@ def run(options: argparse.Namespace) -> int:
     found = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
     if found is None:  # not rank 0 of a launcher
         return 0
-    machines, rows = found
+    machines, rows = found  # machines as a buffer of each size finds them
     simulate(machines, rows)
     print(table.render(HEAD, list(map(cells, rows))))
     offs = sorted(abs(row.off) for row in rows)
     print(f"off by {100 * median(offs):.0f} % (median), {100 * offs[-1]:.0f} % (worst)")
     return outputs.deliver(
-        options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows), machines=machines.as_dict()
-    )
+        options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows),
+        machines={table.show_bytes(size): machine.as_dict() for size, machine in machines.items()},
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- on every rank
@@ -92,12 +91,11 @@ def run(options: argparse.Namespace) -> int:
 
 def bench(
     rank: int, size: int, settings: Settings, report: ranks.Report | None
-) -> tuple[modelled.Machines, list[Row]]:
-    codecs = [way for way in settings.ways if way != "plain"] or ["none"]
-    machines = modelled.measured(rank, size, codecs)
-    costs = {nbytes: modelled.kernels(codecs, nbytes // 4) for nbytes in settings.sizes}
+) -> tuple[dict[int, modelled.Machines], list[Row]]:
+    codecs, links = [way for way in settings.ways if way != "plain"] or ["none"], modelled.links(rank, size)
+    machines = {nbytes: modelled.Machines(links, modelled.kernels(codecs, nbytes // 4)) for nbytes in settings.sizes}
     if report is not None:
-        report(machines.summary())
+        report(machines[settings.sizes[0]].summary())
     transport, sequence = own_transport(timeout=TIMEOUT), 0
     rows = []
     for nbytes in settings.sizes:
@@ -114,7 +112,7 @@ def bench(
             turns[way] = partial(turn, call, calls[way])
         sequence += len(settings.ways) * SPAN
         took = rounds.medians(rounds.slowest(rounds.in_turns(turns, settings.rounds, warm=1)))
-        rows += [Row(size, way, nbytes, took[way], calls[way], costs[nbytes]) for way in settings.ways]
+        rows += [Row(size, way, nbytes, took[way], calls[way]) for way in settings.ways]
     return machines, rows
 
 
@@ -148,10 +146,11 @@ def turn(call: Callable[[], object], calls: int) -> float:
 FEW = 10  # calls after which one more tells nothing new
 
 
-def simulate(machines: modelled.Machines, rows: list[Row]) -> None:
+def simulate(machines: dict[int, modelled.Machines], rows: list[Row]) -> None:
     for row in rows:
-        build = buffer_by(row.way, row.size // 4, row.costs)
-        found = simulate_calls(machines.cluster(), row.costs, build, row.size // 4, calls=min(row.calls, FEW))
+        one, numel = machines[row.size], row.size // 4
+        build = buffer_by(row.way, numel, one.costs)
+        found = simulate_calls(one.cluster(), one.costs, build, numel, calls=min(row.calls, FEW))
         row.simulated_seconds = found.seconds
 
 

@@ -37,14 +37,20 @@ class Machines:
 
 
 def measured(rank: int, size: int, codecs: Sequence[str]) -> Machines:
-    """Collective. Kernels run on all ranks at once, since busy cores slow each other down; the slowest rank's count."""
-    return Machines(probe.measure(rank, size, probe.Settings("auto", PAYLOAD, ROUNDS), None), kernels(codecs))
+    """Collective."""
+    return Machines(links(rank, size), kernels(codecs))
+
+
+def links(rank: int, size: int) -> Links:
+    """Collective."""
+    return probe.measure(rank, size, probe.Settings("auto", PAYLOAD, ROUNDS), None)
 
 
 def kernels(codecs: Sequence[str], numel: int = BEYOND) -> Costs:
-    """Collective. ``numel``: of the buffer, which caches hold if it is short and used again and again.
+    """Collective. On all ranks at once, since busy cores slow each other down; the slowest rank's count.
 
-    What a call takes whatever its size is then in what each element takes.
+    ``numel``: of the buffer, which caches hold if it is short and used again and again. What a call takes whatever its
+    size is then in what each element takes.
     """
     dist.barrier()
     own = measure_costs(codecs, numel=numel)
