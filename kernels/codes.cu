@@ -1,7 +1,7 @@
 // What one element and one scale mean. Mirrors reference.py; one module per family of kinds, compiled with -DKIND=...
 
 // Numbered as in reference.py, where ANY_BITS is named BITS.
-enum { SIGN_L1, SIGN_RMS, INT8, INT4, TERNARY, FP8, BF16, FP16, FP32, ANY_BITS, TOP, RANDOM, UNBIASED };
+enum { SIGN_L1, SIGN_RMS, INT8, INT4, TERNARY, FP8, BF16, FP16, FP32, ANY_BITS, TOP, RANDOM, UNBIASED, LOG };
 
 typedef unsigned char byte;
 typedef long long int64;

@@ -1,9 +1,9 @@
-"""Blocks whose head holds more than a scale: any number of bits with outliers kept, top-k, one at random."""
+"""Blocks with a head: any number of bits with outliers kept, top-k, one at random, powers of four."""
 
 import numpy as np
 
 from commpress.kernels.cpu_blocks import _INFINITY, _MAGNITUDE, _peak_bits, _uniform, jit
-from commpress.kernels.reference import BITS, SHIFTED, TINY, TOP, UNBIASED
+from commpress.kernels.reference import BITS, LOG, POWERS, SHIFTED, TINY, TOP, UNBIASED
 
 HEADS = BITS  # kinds of this family and above have heads
 _SIGN = np.int32(0x7FFFFFFF)
@@ -17,6 +17,8 @@ def block_head(kind, span, block):
         return 20
     if family == TOP:
         return 6 * ((span * parameter + block - 1) // block)
+    if family == LOG:
+        return 4
     return 4 + 4 * ((span + parameter - 1) // parameter)
 
 
@@ -40,7 +42,8 @@ def encode_headed(c, n, kind, first, key, work, left, head, codes):
     """Head and codes of one block, ``left`` := c − decoded; returns NaN if the block is not finite."""
     family, parameter = kind & 255, kind >> 8
     head[:] = 0
-    if _peak_bits(c, n) >= _INFINITY:
+    peak = _peak_bits(c, n)
+    if peak >= _INFINITY:
         for i in range(n):
             left[i] = c[i]
         codes[:] = 0
@@ -53,6 +56,8 @@ def encode_headed(c, n, kind, first, key, work, left, head, codes):
         return _encode_bits(c, n, parameter & ~SHIFTED, shift, work, left, head, codes)
     if family == TOP:
         return _encode_top(c, n, work, left, head)
+    if family == LOG:
+        return _encode_powers(c, n, peak, work, left, head, codes)
     seed = np.uint32(key + np.uint32(np.uint32(first) * np.uint32(0x9E3779B1)))
     return _encode_random(c, n, parameter, family == UNBIASED, seed, work, left, head)
 
@@ -64,6 +69,9 @@ def decode_headed(head, codes, n, kind, gain, work, out, add):
     patterns = work.view(np.uint32)
     if family == BITS:
         _decode_bits(head, codes, n, parameter & ~SHIFTED, gain, work, out, add)
+        return
+    if family == LOG:
+        _decode_powers(head, codes, n, gain, work, out, add)
         return
     if not add:
         for i in range(n):
@@ -175,23 +183,28 @@ def _pack(work, n, bits, codes):
 
 
 @jit
+def _unpack(codes, n, bits, work):
+    if bits == 8:
+        for i in range(n):
+            work[i] = np.float32(codes[i])
+        return
+    mask = np.uint64((1 << bits) - 1)
+    for g in range((n + 7) // 8):
+        word = np.uint64(0)
+        for i in range(bits):
+            word = (word << np.uint64(8)) | np.uint64(codes[g * bits + i])
+        for i in range(8):
+            work[8 * g + i] = np.float32(np.int32((word >> np.uint64(bits * (7 - i))) & mask))
+
+
+@jit
 def _decode_bits(head, codes, n, bits, gain, work, out, add):
     spare = work.view(np.uint32)
     for i in range(4):
         spare[i] = _get(head, 4 * i, 4)
     step, zero, bottom, top = work[0] * gain, work[1], work[2] * gain, work[3] * gain
     least, greatest = np.int64(_get(head, 16, 2)), np.int64(_get(head, 18, 2))
-    if bits == 8:
-        for i in range(n):
-            work[i] = np.float32(codes[i])
-    else:
-        mask = np.uint64((1 << bits) - 1)
-        for g in range((n + 7) // 8):
-            word = np.uint64(0)
-            for i in range(bits):
-                word = (word << np.uint64(8)) | np.uint64(codes[g * bits + i])
-            for i in range(8):
-                work[8 * g + i] = np.float32(np.int32((word >> np.uint64(bits * (7 - i))) & mask))
+    _unpack(codes, n, bits, work)
     for i in range(n):
         work[i] = (work[i] - zero) * step
     if n:
@@ -203,6 +216,50 @@ def _decode_bits(head, codes, n, bits, gain, work, out, add):
     else:
         for i in range(n):
             out[i] = work[i]
+
+
+# ---------------------------------------------------------------- powers of four
+
+
+@jit
+def _encode_powers(c, n, peak, work, left, head, codes):
+    patterns = work.view(np.uint32)
+    patterns[0] = peak
+    scale = work[0]
+    if scale < TINY:
+        for i in range(n):
+            left[i] = c[i]
+        codes[:] = 0
+        return np.float32(0)
+    half, eighth = scale * np.float32(1 / 2), scale * np.float32(1 / 8)
+    fourth, sixteenth = scale * np.float32(1 / 4), scale * np.float32(1 / 16)
+    for i in range(n):
+        size = abs(c[i])
+        level = np.float32(size >= half) + np.float32(size >= eighth) + np.float32(size > 0)
+        value = scale if size >= half else fourth if size >= eighth else sixteenth
+        value = value if size > 0 else np.float32(0)
+        below = c[i] < 0
+        left[i] = c[i] - (-value if below else value)
+        work[i] = level + (np.float32(4) if below else np.float32(0))
+    for i in range(n, (n + 7) // 8 * 8):
+        work[i] = np.float32(0)
+    _pack(work, n, 3, codes)
+    _put(head, 0, peak, 4)
+    return scale
+
+
+@jit
+def _decode_powers(head, codes, n, gain, work, out, add):
+    spare = work.view(np.uint32)
+    spare[0] = _get(head, 0, 4)
+    scale = work[0] * gain
+    _unpack(codes, n, 3, work)
+    if add:
+        for i in range(n):
+            out[i] += POWERS[np.int32(work[i])] * scale
+    else:
+        for i in range(n):
+            out[i] = POWERS[np.int32(work[i])] * scale
 
 
 # ---------------------------------------------------------------- sparse

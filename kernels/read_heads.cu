@@ -1,8 +1,9 @@
-// Rows of bytes to floats where each block has a head: any number of bits, top-k, one at random. Mirrors "blocks with a
-// head" in reference.py.
+// Rows of bytes to floats where each block has a head: any number of bits, top-k, one at random, powers of four. Mirrors
+// "blocks with a head" in reference.py.
 
-constexpr int APART = KIND == ANY_BITS ? 1 : 32; // STRIDE of decoding: eight codes of b bits are b bytes, one thread's
-constexpr int SHIFTED = 16;                      // in the parameter of ANY_BITS
+constexpr bool CODED = KIND == ANY_BITS || KIND == LOG; // a code per element behind the heads
+constexpr int APART = CODED ? 1 : 32; // STRIDE of decoding: eight codes of b bits are b bytes, one thread's
+constexpr int SHIFTED = 16;           // in the parameter of ANY_BITS
 typedef unsigned long long uint64;
 
 // A block of the codec; a tile holds whole ones, but for the row's last.
@@ -14,6 +15,7 @@ struct Block {
 
 // How many values a head has room for.
 __device__ __forceinline__ int slots_of(int parameter, int span, int shift) {
+    if (KIND == LOG) return 0;
     return KIND == TOP ? (span * parameter + (1 << shift) - 1) >> shift : (span + parameter - 1) / parameter;
 }
 
@@ -59,6 +61,23 @@ __device__ __forceinline__ void read_grid(f32 (&v)[ITEMS], const byte *row, cons
     }
 }
 
+// What a code of LOG means, times its block's scale.
+__device__ __forceinline__ f32 power(unsigned code) {
+    const unsigned level = code & 3; // 1/16, 1/4, 1
+    return number((level ? (121u + 2 * level) << 23 : 0) | (code & 4) << 29);
+}
+
+// Eight neighbours per thread, all of one block.
+__device__ __forceinline__ void read_powers(f32 (&v)[ITEMS], const byte *row, const Tile &tile, f32 gain) {
+    const int element = item_base<1, ITEMS>();
+    if (element >= tile.real) return;
+    const byte *codes = row + tile.head + (tile.start + element) / 8 * 3;
+    const unsigned word = codes[0] << 16 | codes[1] << 8 | codes[2];
+    const f32 scale = load_float(row + this_block(tile, element).head) * gain;
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) v[j] = power(word >> 3 * (ITEMS - 1 - j) & 7) * scale;
+}
+
 // The threads that would hold a block with STRIDE = 1 put its values where they belong, in shared memory.
 template <int STRIDE>
 __device__ __forceinline__ void read_sparse(f32 (&v)[ITEMS], const byte *row, const Tile &tile, f32 gain, f32 absent) {
@@ -94,5 +113,6 @@ template <bool ONE, int STRIDE>
 __device__ __forceinline__ void read_items(f32 (&v)[ITEMS], const byte *row, const Tile &tile, int, f32 gain,
                                            f32 absent) {
     if constexpr (KIND == ANY_BITS) read_grid(v, row, tile, gain);
+    else if constexpr (KIND == LOG) read_powers(v, row, tile, gain);
     else read_sparse<STRIDE>(v, row, tile, gain, absent);
 }

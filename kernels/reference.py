@@ -18,11 +18,13 @@ CHUNK = 2048  # the longest run of elements summed in float32
 SIGN_L1, SIGN_RMS, INT8, INT4, TERNARY, FP8, BF16, FP16, FP32 = range(9)
 CODE_BITS = {SIGN_L1: 1, SIGN_RMS: 1, INT8: 8, INT4: 4, TERNARY: 2, FP8: 8, BF16: 16, FP16: 16, FP32: 32}
 CASTS = (BF16, FP16, FP32)
-BITS, TOP, RANDOM, UNBIASED = range(9, 13)  # any number of bits, top-k, one at random of every so many, the same scaled
+# Any number of bits, top-k, one at random of every so many, the same scaled, powers of four.
+BITS, TOP, RANDOM, UNBIASED, LOG = range(9, 14)
 LEVELS = {INT8: 127, INT4: 7}
 SHIFTED = 16  # in the parameter of BITS: the grid is moved by a random part of its step
 TINY = np.float32(2.0**-100)  # below this a block is sent as zero: 1/scale would overflow
 FP8_MAX = np.float32(448.0)
+POWERS = np.array([0, 1 / 16, 1 / 4, 1, 0, -1 / 16, -1 / 4, -1], np.float32)  # what LOG's codes mean, times the scale
 
 
 def kind_of(family: int, parameter: int = 0) -> int:
@@ -38,7 +40,7 @@ def family_of(kind: int) -> int:
 def code_bits(kind: int) -> int:
     """Bits per element behind the heads."""
     family = family_of(kind)
-    return CODE_BITS[family] if family < BITS else kind >> 8 & ~SHIFTED if family == BITS else 0
+    return CODE_BITS[family] if family < BITS else kind >> 8 & ~SHIFTED if family == BITS else 3 if family == LOG else 0
 
 
 # ---------------------------------------------------------------- sums and scales
@@ -284,6 +286,8 @@ def encode_headed(
     elif family == BITS:
         shift = uniform(np.array([first], np.uint32), key)[0] if parameter & SHIFTED else None
         head[:], codes = encode_bits(c, code_bits(kind), shift)
+    elif family == LOG:
+        head[:], codes = encode_powers(c)
     elif family == TOP:
         places = top_places(c, min(len(head) // 6, len(c)))
         values = np.zeros(len(head) // 6, np.float32)
@@ -299,7 +303,7 @@ def encode_headed(
         if family == UNBIASED:
             values[: len(places)] *= run_lengths(len(c), parameter)
         head[:] = np.concatenate([np.array([seed], "<u4").view(np.uint8), values.view(np.uint8)])
-    return head, pack_codes(codes, code_bits(kind)) if family == BITS else np.zeros(0, np.uint8)
+    return head, pack_codes(codes, code_bits(kind)) if code_bits(kind) else np.zeros(0, np.uint8)
 
 
 def decode_headed(head: np.ndarray, codes: np.ndarray, kind: int, numel: int, gain: np.float32) -> np.ndarray:
@@ -310,6 +314,8 @@ def decode_headed(head: np.ndarray, codes: np.ndarray, kind: int, numel: int, ga
         places = head[16:].view("<u2")
         out = (unpack_codes(codes, code_bits(kind), numel).astype(np.float32) - zero) * (step * gain)
         out[places[0]], out[places[1]] = least * gain, greatest * gain
+    elif family == LOG:
+        out = POWERS[unpack_codes(codes, code_bits(kind), numel)] * (head.view(np.float32)[0] * gain)
     elif family == TOP:
         count = len(head) // 6
         values, places = head[: 4 * count].view(np.float32), head[4 * count :].view("<u2")
@@ -346,6 +352,14 @@ def encode_bits(c: np.ndarray, bits: int, shift: np.float32 | None = None) -> tu
             codes[rest] = np.clip(np.rint(c[rest] * inverse + zero), 0, levels).astype(np.uint8)
     floats = np.array([step, zero, c[places[0]], c[places[1]]], np.float32)
     return np.concatenate([floats.view(np.uint8), np.array(places, "<u2").view(np.uint8)]), codes
+
+
+def encode_powers(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The largest magnitude, and per element a sign and which of its 1, 1/4 and 1/16 is nearest as a ratio; only 0 is 0."""
+    scale, size = peak_scale(c, 1), np.abs(c)
+    levels = (size >= scale / np.float32(2)).astype(np.uint8) + (size >= scale / np.float32(8)) + (size > 0)
+    codes = np.where(scale > 0, levels + 4 * (c < 0).astype(np.uint8), np.uint8(0))
+    return np.array([scale], np.float32).view(np.uint8), codes.astype(np.uint8)
 
 
 def top_places(c: np.ndarray, count: int) -> np.ndarray:

@@ -107,6 +107,15 @@ __device__ __forceinline__ Ends find_ends(const f32 (&c)[ITEMS], int first, int 
     return Ends{true, 0xffff - (int)(ends[0] & 0xffff), 0xffff - (int)(ends[1] & 0xffff)};
 }
 
+// Eight codes of every thread, in one word, to the codes of the tile.
+__device__ __forceinline__ void store_words(uint64 word, int bits, const Job &job, const Tile &tile) {
+    __shared__ byte packed[TILE];
+    for (int i = 0; i < bits; ++i) packed[threadIdx.x * bits + i] = (byte)(word >> 8 * (bits - 1 - i));
+    __syncthreads();
+    byte *codes = job.row(tile) + tile.head + tile.start / 8 * bits;
+    for (int i = threadIdx.x; i < tile.padded / 8 * bits; i += THREADS) codes[i] = packed[i];
+}
+
 struct Grid {
     f32 step, inverse, zero;
 };
@@ -138,7 +147,6 @@ __device__ __forceinline__ unsigned to_grid(f32 c, const Grid &grid, int top, bo
 // c := what stays behind.
 __device__ __forceinline__ void encode_grid(f32 (&c)[ITEMS], const Job &job, const Tile &tile, const Block &block,
                                             Team &team) {
-    __shared__ byte packed[TILE];
     const int bits = tile.parameter & ~SHIFTED, top = (1 << bits) - 1, first = team.rank * ITEMS;
     const bool shifted = tile.parameter & SHIFTED;
     const Ends ends = find_ends(c, first, block.real, team);
@@ -165,10 +173,33 @@ __device__ __forceinline__ void encode_grid(f32 (&c)[ITEMS], const Job &job, con
         else if (ends.sound) c[j] = f32{0};
         word = word << bits | code;
     }
-    for (int i = 0; i < bits; ++i) packed[threadIdx.x * bits + i] = (byte)(word >> 8 * (bits - 1 - i));
-    __syncthreads();
-    byte *codes = job.row(tile) + tile.head + tile.start / 8 * bits;
-    for (int i = threadIdx.x; i < tile.padded / 8 * bits; i += THREADS) codes[i] = packed[i];
+    store_words(word, bits, job, tile);
+}
+
+// ---------------------------------------------------------------- powers of four
+
+// c := what stays behind.
+__device__ __forceinline__ void encode_powers(f32 (&c)[ITEMS], const Job &job, const Tile &tile, const Block &block,
+                                              Team &team) {
+    unsigned peak[1] = {0};
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) peak[0] = max(peak[0], pattern(magnitude(c[j])));
+    unite<Max>(peak, team);
+    const Scale s = peak_scale(peak[0]); // of top 1
+    if (team.rank == 0 && block.span) store_float(job.row(tile) + block.head, s.scale);
+    if (!finite(s.scale)) *job.flag = 1;
+    const bool coded = pattern(s.inverse) != 0;
+    const f32 half = s.scale * f32{1.0f / 2}, eighth = s.scale * f32{1.0f / 8};
+    unsigned word = 0;
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) {
+        const f32 size = magnitude(c[j]);
+        const unsigned level = (size >= half) + (size >= eighth) + (size > f32{0});
+        const unsigned code = coded ? level | (c[j] < f32{0} ? 4 : 0) : 0;
+        c[j] = c[j] - power(code) * s.scale;
+        word = word << 3 | code;
+    }
+    store_words(word, 3, job, tile);
 }
 
 // ---------------------------------------------------------------- sparse
@@ -258,6 +289,7 @@ __device__ __forceinline__ void encode_tile(const Job &job) {
     Team team = {1 << (tile.shift - 3), 0, 0};
     team.rank = threadIdx.x & (team.threads - 1);
     if (KIND == ANY_BITS) encode_grid(c, job, tile, block, team);
+    else if (KIND == LOG) encode_powers(c, job, tile, block, team);
     else if (KIND == TOP) encode_top(c, job, tile, block, team);
     else encode_random(c, job, tile, block, team);
     if (job.new_residual && tile.feedback) write_floats<1>(job.new_residual + tile.kept, c, tile.real);

@@ -8,7 +8,7 @@ import torch
 
 from commpress.kernels import cuda, reference
 from commpress.kernels.pieces import COLUMN, KEPT, SHARD, WIDTH, Piece, Pieces, cut, width_of
-from commpress.kernels.reference import BITS, RANDOM, SHIFTED, TERNARY, TOP, UNBIASED, family_of, kind_of
+from commpress.kernels.reference import BITS, LOG, RANDOM, SHIFTED, TERNARY, TOP, UNBIASED, family_of, kind_of
 
 KINDS = sorted(reference.CODE_BITS)
 BLOCKS = [0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
@@ -30,6 +30,7 @@ PARAMETERS = {  # family: parameter and block
     TOP: [(5, 64), (1, 8), (32, 256), (8, 512), (32, 2048), (2048, 2048)],
     RANDOM: [(4, 64), (8, 8), (32, 512), (32, 2048), (1, 256), (1024, 1024)],
     UNBIASED: [(8, 64), (2, 256), (8, 2048)],
+    LOG: [(0, 8), (0, 64), (0, 256), (0, 2048)],
 }  # fmt: skip
 PAIRS = [(kind, block) for kind in KINDS for block in BLOCKS if has(kind, block)]
 PAIRS += [(kind_of(family, parameter), block) for family, many in PARAMETERS.items() for parameter, block in many]

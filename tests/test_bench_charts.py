@@ -112,16 +112,19 @@ def optimizer(path):
 
 def loss(path):
     kinds = ("plain", 10.0), ("powersgd1", 1.1), ("onebit", 1.0), ("zero-one-int8", None)
-    rows = [bench_loss.Measured(name, 1e-3, seconds, 100, {"plain": 100}, 2.6) for name, seconds in kinds]
+    rows = [bench_loss.Measured(name, 1e-3, seconds, [seconds], [100], {"plain": 100}, 2.6) for name, seconds in kinds]
     assert [holds for _, holds in bench_loss.judge(rows)] == [True, False]
     assert not bench_loss.judge(rows[3:])[0][1]
-    curve = bench_loss.Curve("plain", 1e-3, [3.0] * 10 + [2.0] * 10, ["plain"] * 20)
+    curve = bench_loss.Curve("plain", 1e-3, 0, [3.0] * 10 + [2.0] * 10, ["plain"] * 20)
     assert curve.steps_to(2.5) == 15
     assert curve.steps_to(1.5) is None
-    assert bench_loss.reached(curve, {"plain": 2.0}, 2.5).seconds == 30.0
-    slower = bench_loss.Curve("plain", 1e-4, [3.0] * 20, ["plain"] * 20)
-    assert bench_loss.of.best([slower, curve], 2.5) is curve
-    assert bench_loss.of.best([slower, curve], 1.5) is curve
+    later = bench_loss.Curve("plain", 1e-3, 1, [3.0] * 14 + [2.0] * 6, ["plain"] * 20)
+    both = bench_loss.reached([curve, later], {"plain": 2.0}, 2.5)
+    assert (both.seconds, both.every, both.steps) == (34.0, [30.0, 38.0], [15, 19])
+    slower = bench_loss.Curve("plain", 1e-4, 0, [3.0] * 20, ["plain"] * 20)
+    assert bench_loss.reached([curve, slower], {"plain": 2.0}, 2.5).seconds is None
+    for target in (2.5, 1.5):
+        assert bench_loss.of.best([[slower, curve], [curve, later]], target) == [curve, later]
     bench_loss.draw(path, rows, 2.6)
     return ["To a training loss of 2.6", "seconds", "zero-one-int8"]
 

@@ -57,7 +57,7 @@ def test_contractions(numel, seed, spread):
     c = heavy(numel, seed, spread)
     size = float(c.double().square().sum())
     bounds = {"sign-l1": 1.0, "fp8": 2.0**-6, "bf16": 2.0**-15, "fp16": 2.0**-20 if spread < 4 else 1.0, "none": 0.0}
-    bounds |= {"randk-32": 1.0}
+    bounds |= {"randk-32": 1.0, "log3": 1.0}
     bounds |= {f"bits{b}": 1.0 for b in range(2, 9)}
     bounds |= {"topk-64": 1 - 1 / 64, "topk-8/256": 1 - 1 / 8, "topk-1": 0.0}
     for name, bound in bounds.items():
@@ -68,6 +68,31 @@ def test_contractions(numel, seed, spread):
         for start in range(0, numel, 256):
             off, peak = (c - out)[start : start + 256].abs().max(), c[start : start + 256].abs().max()
             assert off <= peak / levels * (0.5 + 1e-4), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(numel=st.integers(1, 3000), seed=st.integers(0, 2**20), spread=st.sampled_from([0.0, 1.0, 4.0]))
+def test_log3_keeps_signs_and_rounds_nothing_but_zero_to_zero(numel, seed, spread):
+    """Signs, zeros and the peak as they were; a factor of two at most between an element and its code, or 1/16 of the peak."""
+    c = heavy(numel, seed, spread)
+    c[::7] = 0
+    out, _ = through(NAMES["log3"], c)
+    assert torch.equal(out.sign(), c.sign())
+    for start in range(0, numel, 256):
+        one, got = c[start : start + 256].double().abs(), out[start : start + 256].double().abs()
+        peak = one.max()
+        near = one >= peak / 32
+        assert got[one == peak].eq(peak).all()
+        assert (got[near] <= 2 * one[near]).all()
+        assert (2 * got[near] >= one[near]).all()
+        assert (got[~near & (one > 0)] == peak / 16).all()
+
+
+def test_log3_is_a_contraction_even_where_one_element_towers():
+    c = torch.full((256,), 1e-6)
+    c[7] = 1.0
+    out, _ = through(NAMES["log3"], c)
+    assert 0.99 < float((c - out).square().sum() / c.square().sum()) < 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -244,6 +269,7 @@ GOLDEN = {
     "fp8/256": 0xA40C27E7,
     "int4/256": 0x9212257C,
     "int8/256": 0x5C8BD06B,
+    "log3/256": 0x530253EB,
     "none": 0x0C7DFFE9,
     "randk-unbiased/8/2048": 0x52C69F5A,
     "randk/32/2048": 0x7CA7CBC8,
@@ -274,6 +300,9 @@ def test_small_rows_byte_by_byte():
     row = reference.encode_row(c, TopKCodec(2 / 8, 8).kind, 8, 8)
     assert row[:8].view(np.float32).tolist() == [-4.0, 9.0]
     assert row[8:].view("<u2").tolist() == [4, 6]
+    row = reference.encode_row(c, reference.LOG, 8, 8)
+    assert row[:4].view(np.float32).tolist() == [9.0]
+    assert row[4:].tolist() == [0b000_001_01, 0b0_010_110_0, 0b01_011_001]
     row = reference.encode_row(c, BitsCodec(2, 8).kind, 8, 8)
     assert row[:16].view(np.float32).tolist() == [1.0, 0.0, -4.0, 9.0]  # step, zero, least, greatest
     assert row[16:20].view("<u2").tolist() == [4, 6]

@@ -50,7 +50,7 @@ def test_row_bytes_is_what_encode_writes(codec, numel, ranks):
 
 
 def test_sizes_that_users_count_on():
-    """Bytes of 4096 elements: one bit each and a scale per block, half a byte, a byte, two bytes."""
+    """Bytes of 4096 elements: one bit each and a scale per block, half a byte, a byte, two bytes, three bits."""
     assert {name: codec.row_bytes(4096) for name, codec in NAMES.items()} == {
         "sign": 512 + 2 * 4,
         "sign-l1": 512 + 2 * 4,
@@ -58,6 +58,7 @@ def test_sizes_that_users_count_on():
         "int4": 2048 + 16 * 4,
         "int8": 4096 + 16 * 4,
         "fp8": 4096 + 16 * 4,
+        "log3": 1536 + 16 * 4,
         "bf16": 8192,
         "fp16": 8192,
         "none": 16384,
@@ -168,7 +169,7 @@ def test_by_role_spends_bits_where_errors_cost_most():
         (lambda: SignCodec(block=4), "power of two from 8 to 2048 or 0"),
         (lambda: SignCodec(block=4096), "block is 4096"),
         (lambda: TernaryCodec(0), "block is 0, expected a power of two from 8 to 2048$"),
-        (lambda: BlockCodec("int2"), "number is 'int2', expected 'int8', 'int4' or 'fp8'"),
+        (lambda: BlockCodec("int2"), "number is 'int2', expected one of 'int8', 'int4', 'fp8', 'log3'"),
         (lambda: BlockCodec("int8", 0), "block is 0"),
         (lambda: BlockCodec("int8", 300), "block is 300"),
         (lambda: CastCodec("fp64"), "number is 'fp64', expected 'bf16', 'fp16' or 'none'"),

@@ -16,6 +16,7 @@ KINDS = [
     reference.kind_of(reference.TOP, 3),
     reference.kind_of(reference.RANDOM, 8),
     reference.kind_of(reference.UNBIASED, 4),
+    reference.LOG,
 ]
 LENGTHS = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 2047, 2048, 2049, 5003]
 

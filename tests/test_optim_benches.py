@@ -28,6 +28,13 @@ def test_bench_loss(compiled, tmp_path):
     assert [(curve["variant"], curve["lr"]) for curve in first[:3]] == [("plain", 1e-3), ("plain", 4e-3), ("powersgd1", 1e-3)]
     assert all(len(curve["losses"]) == len(curve["kinds"]) == 14 for curve in first)
     assert all(curve["finer"] for curve in first if curve["bytes"])
+    more = ["--variants", "plain", "--seeds", "2", "--no-times"]
+    assert main(["bench", "loss", *TINY, *options, "--lr", "1e-3", *more]) == 0
+    second = json.loads(curves.read_text())["curves"]
+    assert second[:-1] == first
+    assert second[-1]["seed"] == 1
+    assert second[-1]["losses"] != first[0]["losses"]
+    first = second
     options[-1] = "5.6"
     assert main(["bench", "loss", *TINY, *options, "--json", str(file)]) == 0
     assert json.loads(curves.read_text())["curves"] == first

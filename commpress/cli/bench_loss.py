@@ -5,6 +5,7 @@ measured where each is measured best, and multiplied:
   losses   each variant trains one GPT from equal weights on equal batches until the mean loss of its last 160 windows
            reaches --target, at most --train steps, once with each learning rate of --lr, which falls in a line to a tenth;
            the rate that needs the fewest steps counts, for each variant its own.
+           --seeds N: as often, with other weights and batches; means count.
            --losses FILE keeps the curves: those that are in it are not trained again, whatever network is there
   times    steps of every kind that the curves have take turns over the network that is there; medians of the slowest
            rank's. A compressed step here sends as many bytes as in the run of the curve, or the bench stops.
@@ -12,7 +13,7 @@ measured where each is measured best, and multiplied:
 Seconds to the target are the sum of the times of the steps up to it, whatever their kinds.
   plain, bf16, powersgdN   torch's hooks with AdamW; PowerSGD's first two steps are plain ones
   onebit, zero-one         commpress, overlapped with backward. onebit-int8-12: twelve exact rounds, and these in int8 with
-                           error feedback; or bf16, or int4; if not named, float32 and --warmup rounds. 0/1 Adam has more
+                           error feedback; or bf16, int4, log3; if not named, float32 and --warmup rounds. 0/1 Adam has more
                            exact rounds later, and local steps once the rate falls; zero-one-int8-12-every has none of these
 
   commpress bench loss --losses curves.json --lr 5e-4,1e-3 --no-times
@@ -21,6 +22,7 @@ Seconds to the target are the sum of the times of the steps up to it, whatever t
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from commpress.cli import outputs, ranks, table, training
 from commpress.cli.curves import Curve, Settings, Variant, variant_of
 from commpress.errors import InvalidArgument, StateMismatch
 
-VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-int8-20,zero-one-int8-8"
+VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-log3-20,zero-one-log3-8"
 WARM = 3  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD and compressed rounds begin after two
 RATE = 5e-4
 FASTER, THAN_HOOKS = 8.0, 1.15
@@ -40,15 +42,16 @@ HEAD = ["variant", "rate", "seconds", "steps", "exact", "compressed", "local", "
 class Measured:
     variant: str
     lr: float
-    seconds: float | None  # to the target; None where it is not reached
-    steps: int
-    kinds: dict[str, int]
+    seconds: float | None  # to the target, mean over the seeds; None where one of them does not reach it
+    every: list[float | None]  # of each seed
+    steps: list[int]
+    kinds: dict[str, int]  # of the first seed's
     loss: float
 
 
 @dataclass
 class Results:
-    curves: list[Curve]  # the best of each variant
+    curves: list[Sequence[Curve]]  # the best of each variant, one for each seed
     seconds: dict[str, float]  # of a step of each kind
     sent: dict[str, float | None]  # bytes per step of each kind, mean over the ranks
 
@@ -61,10 +64,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--times", metavar="FILE", help="step times of an earlier --json file instead of new ones")
     parser.add_argument("--train", type=int, default=150, metavar="N", help="steps of each curve at most (default 150)")
     parser.add_argument("--lr", metavar="R,R", help="peaks to try (default: those that a variant's curves have, else 5e-4)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="of each curve (default 1)")
     parser.add_argument("--beta2", type=float, default=0.999, metavar="B", help="of Adam's variance (default 0.999)")
     parser.add_argument("--warmup", type=int, default=20, metavar="N", help="exact steps of ours (default 20)")
     parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
-    parser.add_argument("--spiky", default="int4", metavar="NAME", help="of tensors with few large elements (default int4)")
+    parser.add_argument("--spiky", default="log3", metavar="NAME", help="of tensors with few large elements (default log3)")
     parser.add_argument("--bucket-mb", type=float, default=8, metavar="MB", help="DDP's buckets (default 8)")
     training.options(parser, rounds=3, steps=2, batch=2)
     ranks.add_options(parser)
@@ -74,12 +78,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if min(options.train, options.warmup) < 1:
-        raise InvalidArgument("--train and --warmup must be at least 1")
+    if min(options.train, options.warmup, options.seeds) < 1:
+        raise InvalidArgument("--train, --warmup and --seeds must be at least 1")
     variants = tuple(variant_of(name, options.warmup) for name in dict.fromkeys(options.variants.split(",")))
     settings = Settings(
         variants, rates_of(options.lr), options.losses, options.target, not (options.no_times or options.times), options.train,
-        options.codec, options.bucket_mb, options.beta2, options.spiky, training.load_of(options),
+        options.codec, options.bucket_mb, options.beta2, options.spiky, training.load_of(options), options.seeds,
     )  # fmt: skip
     results = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
     if results is None or options.no_times:  # None: not rank 0 of a launcher
@@ -112,28 +116,27 @@ def rates_of(words: str | None) -> tuple[float, ...]:
 
 
 def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> Results:
-    curves = {(curve.variant, curve.lr): curve for curve in of.load(settings)}
-    chosen = []
+    curves = {(curve.variant, curve.lr, curve.seed): curve for curve in of.load(settings)}
+    chosen, seeds = [], range(settings.seeds)
     for variant in settings.variants:
-        rates = settings.rates or tuple(lr for name, lr in curves if name == variant.name) or (RATE,)
-        for lr in rates:
-            curve = curves.get((variant.name, lr))
+        rates = settings.rates or tuple(dict.fromkeys(lr for name, lr, _ in curves if name == variant.name)) or (RATE,)
+        for at in ((variant.name, lr, seed) for lr in rates for seed in seeds):
+            curve = curves.get(at)
             if curve is None or (len(curve.losses) < settings.steps and curve.steps_to(settings.target) is None):
-                curve = curves[variant.name, lr] = of.train(variant, lr, settings)
+                curve = curves[at] = of.train(variant, *at[1:], settings)
                 if report is not None:
-                    steps = len(curve.losses)
-                    report(f"{variant.name}, rate {lr:g}: loss {curve.last():.3f} after {steps} steps")
+                    report(f"{at[0]}, rate {at[1]:g}, seed {at[2]}: loss {curve.last():.3f} after {len(curve.losses)} steps")
                 if rank == 0:
                     of.save(settings, list(curves.values()))
-        chosen.append(of.best([curves[variant.name, lr] for lr in rates], settings.target))
+        chosen.append(of.best([[curves[variant.name, lr, seed] for seed in seeds] for lr in rates], settings.target))
     return times(chosen, settings) if settings.times else Results(chosen, {}, {})
 
 
-def times(chosen: list[Curve], settings: Settings) -> Results:
-    """Each kind of step, as the first variant that has it does it."""
+def times(chosen: list[Sequence[Curve]], settings: Settings) -> Results:
+    """Each kind of step, as the first variant and the first seed that have it do it."""
     trainees: dict[str, training.Trainee] = {}
     expected: dict[str, int] = {}
-    for variant, curve in zip(settings.variants, chosen, strict=True):
+    for variant, curve in ((v, curve) for v, every in zip(settings.variants, chosen, strict=True) for curve in every):
         for kind in dict.fromkeys(curve.kinds[: curve.steps_to(settings.target)]):
             if kind not in trainees:
                 whose = Variant("plain", "plain") if kind == "plain" else variant
@@ -157,15 +160,22 @@ def times(chosen: list[Curve], settings: Settings) -> Results:
 # ---------------------------------------------------------------- on paper
 
 
-def reached(curve: Curve, seconds: dict[str, float], target: float) -> Measured:
-    steps = curve.steps_to(target)
-    kinds = curve.kinds[:steps]
-    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    if unknown := [kind for kind in counts if kind not in seconds]:
-        raise InvalidArgument(f"no step {unknown[0]!r} was timed: measure this variant, without --times")
-    total = None if steps is None else sum(seconds[kind] * count for kind, count in counts.items())
-    loss = curve.last() if steps is None else curve.smooth()[steps - curve.window]
-    return Measured(curve.variant, curve.lr, total, len(kinds), counts, loss)
+def reached(curves: Sequence[Curve], seconds: dict[str, float], target: float) -> Measured:
+    first, every, taken, losses = curves[0], [], [], []
+    for curve in curves:
+        steps = curve.steps_to(target)
+        kinds = curve.kinds[:steps]
+        if unknown := [kind for kind in kinds if kind not in seconds]:
+            raise InvalidArgument(f"no step {unknown[0]!r} was timed: measure this variant, without --times")
+        every.append(None if steps is None else sum(seconds[kind] for kind in kinds))
+        taken.append(len(kinds))
+        losses.append(curve.last() if steps is None else curve.smooth()[steps - curve.window])
+    total = sum(took for took in every if took is not None)
+    kinds = first.kinds[: taken[0]]
+    return Measured(
+        first.variant, first.lr, None if None in every else total / len(every), every, taken,
+        {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, sum(losses) / len(losses),
+    )  # fmt: skip
 
 
 def step_table(results: Results) -> str:
@@ -183,7 +193,7 @@ def summary(measured: list[Measured]) -> str:
         counts = [sum(n for kind, n in m.kinds.items() if word in kind) for word in ("exact", "compressed", "local")]
         rows.append(
             [
-                m.variant, f"{m.lr:g}", "not reached" if m.seconds is None else f"{m.seconds:.1f}", str(m.steps),
+                m.variant, f"{m.lr:g}", "not reached" if m.seconds is None else f"{m.seconds:.1f}", " ".join(map(str, m.steps)),
                 *map(str, counts), f"{m.loss:.3f}", f"{plain / m.seconds:.2f}x" if plain and m.seconds else "-",
             ]
         )  # fmt: skip

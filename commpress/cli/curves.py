@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ ENDS = 0.1  # of the peak, at the last step
 VARIANCE_UPDATES = 2  # of 0/1 Adam at each interval: the published 16 are meant for runs of 100,000 steps
 UNSET = 1e-4  # rate of an optimizer that is set before each step, or whose steps are only timed
 PLAIN_FIRST = 2  # steps before PowerSGD compresses
-_OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4))?(?:-(\d+))?(-every)?")
+_OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4|log3))?(?:-(\d+))?(-every)?")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Curve:
 
     variant: str
     lr: float
+    seed: int = 0
     losses: list[float] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     bytes: dict[str, int] = field(default_factory=dict)  # of the last step of each kind, as the optimizer counts; ours only
@@ -82,7 +84,7 @@ class Curve:
         return None if reached is None else reached + self.window
 
     def last(self) -> float:
-        return self.smooth()[-1] if len(self.losses) >= self.window else float("inf")
+        return self.smooth()[-1] if len(self.losses) >= self.window else inf
 
 
 def window(batch: int, ranks: int) -> int:
@@ -108,6 +110,10 @@ class Settings:
     beta2: float
     spiky: str
     load: training.Load
+    seeds: int = 1
+
+    def with_seed(self, seed: int) -> "Settings":
+        return replace(self, load=replace(self.load, seed=seed))
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -116,8 +122,8 @@ class Settings:
 
 def task(settings: Settings) -> dict[str, object]:
     """What two curves must have in common to be comparable."""
-    load = asdict(settings.load)
-    shared = {key: load[key] for key in ("width", "layers", "length", "batch", "seed")}
+    load = asdict(settings.load)  # the seed is a curve's own
+    shared = {key: load[key] for key in ("width", "layers", "length", "batch")}
     return shared | {"codec": settings.codec, "steps": settings.steps, "beta2": settings.beta2, "spiky": settings.spiky}
 
 
@@ -138,18 +144,18 @@ def save(settings: Settings, curves: Sequence[Curve]) -> None:
         Path(settings.file).write_text(f'{{"task": {json.dumps(task(settings))}, "curves": [\n{lines}\n]}}\n')
 
 
-def best(curves: Sequence[Curve], target: float) -> Curve:
-    """The one that needs the fewest steps, or, where none reaches the target, that ends lowest."""
-    return min(curves, key=lambda curve: (curve.steps_to(target) or float("inf"), curve.last()))
+def best(rates: Sequence[Sequence[Curve]], target: float) -> Sequence[Curve]:
+    """Curves of all seeds at the rate that needs the fewest steps, or, where none gets there, ends lowest."""
+    return min(rates, key=lambda every: (sum(c.steps_to(target) or inf for c in every), sum(c.last() for c in every)))
 
 
 # ---------------------------------------------------------------- on every rank
 
 
-def train(variant: Variant, lr: float, settings: Settings) -> Curve:
+def train(variant: Variant, lr: float, seed: int, settings: Settings) -> Curve:
     """Up to the target, or for all the steps."""
-    one = learner(variant, settings)
-    curve = Curve(variant.name, lr, window=window(settings.load.batch, dist.get_world_size()))
+    one = learner(variant, settings.with_seed(seed))
+    curve = Curve(variant.name, lr, seed, window=window(settings.load.batch, dist.get_world_size()))
     own = one.optimizer if isinstance(one.optimizer, CompressedOptimizer) else None
     while len(curve.losses) < settings.steps and curve.steps_to(settings.target) is None:
         step = len(curve.losses)

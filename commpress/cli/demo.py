@@ -45,7 +45,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     option("steps", "N", "training steps of each run")
     option("seed", "N", "of weights and batches")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with so many seeds (default 1)")
-    option("codec", "NAME", "of the run commpress: sign, sign-l1, ternary, int8, int4, fp8, bf16, fp16 or none", str)
+    option("codec", "NAME", "of the run commpress: sign, sign-l1, ternary, int8, int4, fp8, log3, bf16, fp16 or none", str)
     option("head_codec", "NAME", "of the output layer in that run", str)
     parser.add_argument("--error-feedback", choices=FEEDBACK, default="kept",
                         help="what compression leaves out: kept and sent later (default), ef21: changes sent instead, or none")

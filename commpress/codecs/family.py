@@ -81,21 +81,29 @@ class TernaryCodec(_Kernel):
         return f"ternary/{self.block}" + (f"/{round(10 * self.clip)}" if self.clip else "")
 
 
+KINDS = {"int8": reference.INT8, "int4": reference.INT4, "fp8": reference.FP8, "log3": reference.LOG}
+
+
 @dataclass(frozen=True)
 class BlockCodec(_Kernel):
-    """int8, int4 or fp8 (e4m3) codes under one scale per block, set by its largest magnitude."""
+    """int8, int4, fp8 (e4m3) or log3 codes under one scale per block, set by its largest magnitude.
 
-    number: Literal["int8", "int4", "fp8"] = "int8"
+    log3: ± 1, 1/4 or 1/16 of the scale, in 3 bits, and 0 for 0 alone. What is squared and divided by, as gradients that become
+    a variance are, must not round to zero; a factor of two is no matter. In blocks of up to 256 a contraction: every error is
+    at most |c| or 1/16 of the peak, whose own is none, and 255/16² < 1.
+    """
+
+    number: Literal["int8", "int4", "fp8", "log3"] = "int8"
     block: int = 256
 
     def __post_init__(self) -> None:
-        if self.number not in ("int8", "int4", "fp8"):
-            raise InvalidArgument(f"number is {self.number!r}, expected 'int8', 'int4' or 'fp8'")
+        if self.number not in KINDS:
+            raise InvalidArgument(f"number is {self.number!r}, expected one of {', '.join(map(repr, KINDS))}")
         _check_block(self.block, row=False)
 
     @property
     def kind(self) -> int:
-        return {"int8": reference.INT8, "int4": reference.INT4, "fp8": reference.FP8}[self.number]
+        return KINDS[self.number]
 
     @property
     def spec(self) -> str:
@@ -134,6 +142,7 @@ NAMES: dict[str, Codec] = {
     "int8": BlockCodec("int8"),
     "int4": BlockCodec("int4"),
     "fp8": BlockCodec("fp8"),
+    "log3": BlockCodec("log3"),
     "bf16": CastCodec("bf16"),
     "fp16": CastCodec("fp16"),
     "none": EXACT,
