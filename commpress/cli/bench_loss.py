@@ -15,6 +15,7 @@ Seconds to the target are the sum of the times of the steps up to it, whatever t
   onebit, zero-one         commpress, overlapped with backward. onebit-int8-12: twelve exact rounds, and these in int8 with
                            error feedback; or bf16, int4, log3; if not named, float32 and --warmup rounds. 0/1 Adam has more
                            exact rounds later, and local steps once the rate falls; zero-one-int8-12-every has none of these
+  deepspeed-onebit-12, deepspeed-zero-one   of DeepSpeed 0.19.6 under DDP; on CPU with NumPy in place of CuPy
 
   commpress bench loss --losses curves.json --lr 5e-4,1e-3 --no-times
   torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench loss --losses curves.json

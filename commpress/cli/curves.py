@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import training
+from commpress.cli import deepspeed_peer, training
 from commpress.cli.bench_train import ONE_BUCKET, attach
 from commpress.codecs import ByName, codec_named, policy_of
 from commpress.errors import InvalidArgument
@@ -28,6 +28,7 @@ VARIANCE_UPDATES = 2  # of 0/1 Adam at each interval: the published 16 are meant
 UNSET = 1e-4  # rate of an optimizer that is set before each step, or whose steps are only timed
 PLAIN_FIRST = 2  # steps before PowerSGD compresses
 _OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4|log3))?(?:-(\d+))?(-every)?")
+_DEEPSPEED = re.compile(r"(deepspeed-(?:onebit|zero-one))(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Variant:
         return self.family in ("onebit", "zero-one")
 
     @property
+    def deepspeed(self) -> bool:
+        return self.family.startswith("deepspeed")
+
+    @property
     def exact(self) -> str:
         return "exact" if self.exact_codec == "none" else f"exact-{self.exact_codec}"
 
@@ -52,11 +57,13 @@ class Variant:
 def variant_of(name: str, warmup: int) -> Variant:
     if name in ("plain", "bf16") or re.fullmatch(r"powersgd\d+", name):
         return Variant(name, name)
+    if peer := _DEEPSPEED.fullmatch(name):
+        return Variant(name, peer[1], warmup=int(peer[2] or warmup))
     match = _OURS.fullmatch(name)
     if match is None:
         raise InvalidArgument(
             f"variant is {name!r}, expected plain, bf16, powersgdN or onebit or zero-one, with or without the codec and "
-            "number of its exact rounds: onebit-int8-12"
+            "number of its exact rounds: onebit-int8-12; or deepspeed-onebit-12 or deepspeed-zero-one"
         )
     return Variant(name, match[1], match[2] or "none", int(match[3] or warmup), not match[4])
 
@@ -162,12 +169,14 @@ def train(variant: Variant, lr: float, seed: int, settings: Settings) -> Curve:
         for group in one.optimizer.param_groups:
             group["lr"] = rate(lr, step, settings.steps)
         before = None if own is None else replace(own.counters)
+        sends = deepspeed_peer.communicates(one.optimizer) if variant.deepspeed else ""
         one.step()
         mean = torch.tensor(one.loss)
         dist.all_reduce(mean)
         curve.losses.append(round(float(mean) / dist.get_world_size(), 5))
         if own is None or before is None:
-            curve.kinds.append("plain" if variant.family.startswith("powersgd") and step < PLAIN_FIRST else variant.name)
+            plain = variant.family.startswith("powersgd") and step < PLAIN_FIRST
+            curve.kinds.append("plain" if plain else f"deepspeed, {sends}" if sends else variant.name)
             continue
         compressed = own.counters.compressed_rounds > before.compressed_rounds
         local = own.counters.local_steps > before.local_steps
@@ -192,6 +201,8 @@ def local_kind(variant: Variant) -> str:
 def learner(variant: Variant, settings: Settings) -> training.Trainee:
     """As users would set it up."""
     ddp = wrapped(variant, settings)
+    if variant.deepspeed:
+        return peers(variant.family.removeprefix("deepspeed-"), variant.warmup, ddp, settings)
     if not variant.ours:
         return theirs(variant, ddp, settings)
     more: dict[str, object] = {}
@@ -219,6 +230,8 @@ def repeater(kind: str, variant: Variant, curve: Curve, settings: Settings) -> t
     Left to choose, it would find every tensor spiky whose first gradient is.
     """
     ddp = wrapped(variant, settings)
+    if variant.deepspeed:
+        return peers("onebit", 1 << 30 if kind.endswith("exact") else 0, ddp, settings)
     if not variant.ours:
         return theirs(variant, ddp, settings)
     if kind == variant.exact:
@@ -241,6 +254,11 @@ def theirs(variant: Variant, ddp: DistributedDataParallel, settings: Settings) -
     attach(ddp, variant.name)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=UNSET, betas=settings.betas, fused=True)
     return training.Trainee(variant.name, ddp, optimizer, settings.load)
+
+
+def peers(family: str, exact: int, ddp: DistributedDataParallel, settings: Settings) -> training.Trainee:
+    optimizer = deepspeed_peer.optimizer(family, ddp, settings.betas, exact, VARIANCE_UPDATES)
+    return training.Trainee(f"deepspeed-{family}", ddp, optimizer, settings.load)
 
 
 def ours(variant: Variant, ddp: DistributedDataParallel, settings: Settings, **more: object) -> training.Trainee:
