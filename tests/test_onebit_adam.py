@@ -270,6 +270,28 @@ def test_bytes_are_those_of_one_bit_each_way():
     assert owed([o.quantized for o in group.optimizers]).any()
 
 
+def test_exact_rounds_in_log3_leave_no_element_without_variance():
+    """int4 rounds most of a heavy-tailed gradient to zero, and Adam divides by its root. Rows without gradient keep none."""
+    shapes, steps = ((64, 256),), 3
+    size = torch.exp(2 * torch.randn(shapes[0], generator=torch.Generator().manual_seed(3)))
+    size[5:9] = 0
+    empty, sent = {}, {}
+    for codec in ("int4", "log3"):
+        group = replicas(2, shapes, warmup_steps=8, exact_codec=codec, check_every=0)
+        for step in range(steps):
+            group.step([[size * g for g in of_rank] for of_rank in noise(2, step, shapes)])
+        o = group.optimizers[0]
+        variance = o.state[group.parameters[0][0]]["exp_avg_sq"]
+        assert group.agree()
+        assert not variance[5:9].any()
+        empty[codec] = float((variance == 0).float().mean()) - 4 / 64
+        sent[codec] = o.counters.exact_bytes / steps / size.numel()
+    assert empty["int4"] > 0.1
+    assert empty["log3"] == 0
+    assert sent["log3"] == pytest.approx(2 * 3.125 / 8 / 2, rel=0.05)
+    assert sent["int4"] == pytest.approx(2 * 4.125 / 8 / 2, rel=0.05)
+
+
 @pytest.mark.slow
 def test_volume_with_a_warm_up_of_15_percent():
     """At least 4.9 times fewer bytes than 16-bit all-reduces over the whole run, counted on the wire."""
