@@ -27,13 +27,21 @@ class Segments:
     x: Sequence[torch.Tensor]
     g: Sequence[torch.Tensor | None]
     places: Sequence[tuple[int, int]]  # first element, elements
+    before: "Segments | None" = None  # the same with other gradients: all but these need not be asked for again
+
+    def having(self, gradients: Sequence[torch.Tensor | None]) -> "Segments":
+        return Segments(self.x, gradients, self.places, self)
 
     @cached_property
     def table(self) -> np.ndarray:
         """int64[segments, 4]: address of x, address of g or 0, first element, elements."""
+        gradients = [0 if g is None else g.data_ptr() for g in self.g]
+        if self.before is not None:
+            table = self.before.table.copy()
+            table[:, 1] = gradients
+            return table
         lines = [
-            (x.data_ptr(), 0 if g is None else g.data_ptr(), first, numel)
-            for x, g, (first, numel) in zip(self.x, self.g, self.places, strict=True)
+            (x.data_ptr(), g, first, numel) for x, g, (first, numel) in zip(self.x, gradients, self.places, strict=True)
         ]
         return np.array(lines, np.int64).reshape(-1, 4)
 

@@ -23,16 +23,25 @@ def _unowned(context, builder, kind, data, numel):
     return array._getvalue()
 
 
+def _at_address(number, element):
+    kind = types.Array(number, 1, "C")
+
+    def generate(context, builder, signature, args):
+        return _unowned(context, builder, kind, builder.inttoptr(args[0], element.as_pointer()), args[1])
+
+    return kind(types.intp, types.intp), generate
+
+
 @intrinsic
 def floats(typing, address, numel):
     """The float32 numbers at an address."""
-    kind = types.Array(types.float32, 1, "C")
+    return _at_address(types.float32, ir.FloatType())
 
-    def generate(context, builder, signature, args):
-        data = builder.inttoptr(args[0], ir.FloatType().as_pointer())
-        return _unowned(context, builder, kind, data, args[1])
 
-    return kind(types.intp, types.intp), generate
+@intrinsic
+def octets(typing, address, numel):
+    """The bytes at an address."""
+    return _at_address(types.uint8, ir.IntType(8))
 
 
 @bare

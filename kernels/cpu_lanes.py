@@ -28,6 +28,7 @@ class _Sums(types.Type):
 
 
 lanes, sums = _Lanes(), _Sums()
+_OCTETS = ir.VectorType(ir.IntType(8), 8)
 _TOTALS = ir.VectorType(ir.DoubleType(), WIDE // 2)
 
 
@@ -174,14 +175,29 @@ def number(typing, wire, at):
 
 
 @intrinsic
-def bits(typing, wire, at):
-    """The 64 bits in eight bytes, the first byte lowest."""
+def bits(typing, wire, at, left):
+    """The 64 bits in eight bytes, the first byte lowest; or as many bytes as hold ``left`` of them, and zeros."""
 
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.load(builder.bitcast(builder.gep(data, [args[1]]), _I64.as_pointer()), align=1)
+        place = builder.bitcast(builder.gep(data, [args[1]]), _I64.as_pointer())
+        with builder.if_else(builder.icmp_signed(">=", args[2], _I64(WIDE))) as (whole, part):
+            with whole:
+                every, from_whole = builder.load(place, align=1), builder.block
+            with part:
+                octets = builder.lshr(builder.add(args[2], _I64(7)), _I64(3))
+                ones = builder.trunc(builder.sub(builder.shl(_I64(1), octets), _I64(1)), ir.IntType(8))
+                some = _masked(
+                    builder, "llvm.masked.load.v8i8.p0", _OCTETS, place, ir.IntType(32)(1),
+                    builder.bitcast(ones, ir.VectorType(ir.IntType(1), 8)), ir.Constant(_OCTETS, None),
+                )  # fmt: skip
+                some, from_part = builder.bitcast(some, _I64), builder.block
+        value = builder.phi(_I64)
+        value.add_incoming(every, from_whole)
+        value.add_incoming(some, from_part)
+        return value
 
-    return types.uint64(wire, types.intp), generate
+    return types.uint64(wire, types.intp, types.intp), generate
 
 
 @intrinsic

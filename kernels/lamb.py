@@ -4,12 +4,15 @@ Every segment is a layer: x its parameters, g its gradient, p = m·r as in ``ada
 number per layer. w is room for as many floats as m, which may be the buffer that the gradient or the earlier p lies in.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from commpress.kernels import arithmetic
 from commpress.kernels.adam import Segments
+from commpress.kernels.pieces import Pieces
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,16 @@ def exact(
         x.sub_(w_.mul_(rate), alpha=rule.lr)
 
 
-def live(segments: Segments, p: torch.Tensor, course: torch.Tensor, rule: LayerRule) -> None:
+def decode(rows: torch.Tensor, pieces: Pieces, p: torch.Tensor) -> None:
+    """p := what the rows of a message say, or all but what ``live`` and ``frozen`` decode themselves: see ``runs``."""
+    arithmetic(p.device).decode(rows, p, pieces)
+
+
+def runs(segments: Segments, messages: Sequence[Pieces]) -> None:
+    """Where the mean of each layer lies once the ``messages`` came and were decoded as above. Here all of it is in p."""
+
+
+def live(segments: Segments, runs: None, p: torch.Tensor, course: torch.Tensor, rule: LayerRule) -> None:
     """course := its average with p; x := x − γ·c·(p + λx), where c := clip(‖x‖ / ‖course + λx‖)."""
     slow = rule.coefficient_beta
     for x, _, p_, course_ in segments.runs(p, course):
@@ -65,8 +77,8 @@ def live(segments: Segments, p: torch.Tensor, course: torch.Tensor, rule: LayerR
 
 
 def frozen(
-    segments: Segments, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor, floor: torch.Tensor,
-    coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule,
+    segments: Segments, runs: None, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor,
+    floor: torch.Tensor, coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule,
 ) -> None:  # fmt: skip
     """``w`` comes with the p before, which with p gives the mean gradient and so the fresh variance, and is not needed
     after; f from r and the fresh variance, none taken as less than the layer's ``floor``; x := x − γ·c̄·f·(p + λx)."""

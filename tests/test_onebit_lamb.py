@@ -6,7 +6,7 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.kernels import cpu_lamb, lamb
-from commpress.optim import OneBitLamb
+from commpress.optim import OneBitLamb, onebit_lamb
 from commpress.optim.flat import Flat
 from optim_twin import SHAPES, Replicas, equal, flat, mean, noise, start, state_of
 
@@ -195,15 +195,37 @@ def test_the_fused_kernels_are_the_torch_operations():
         fresh.copy_(v)
         r = 1 / (v.sqrt() + EPS)
         m.mul_(r)
-        course = m.clone()
+        course, nothing = m.clone(), arithmetic.runs(flat.placed(range(4)), [])
         for _ in range(3):
             torch.mul(m, 0.9, out=w)
             m, w = w, m
-            arithmetic.live(flat.placed(range(4)), m, course, rule)
-            arithmetic.frozen(flat.placed(range(4)), m, w, r, fresh, floor, coefficient, factor, rule)
+            arithmetic.live(flat.placed(range(4)), nothing, m, course, rule)
+            arithmetic.frozen(flat.placed(range(4)), nothing, m, w, r, fresh, floor, coefficient, factor, rule)
         results.append([*flat.weights, m, v, fresh, course, coefficient, factor])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rates", ["live", "frozen"])
+@pytest.mark.parametrize("dead", [False, True])
+def test_whole_steps_in_torch_operations_are_those_of_the_kernels(monkeypatch, rates, dead):
+    """With signs that are decoded while layers move, and with elements that are made zero in between."""
+    results = []
+    for arithmetic in (cpu_lamb, lamb):
+        monkeypatch.setattr(onebit_lamb, "lamb_arithmetic", lambda device, arithmetic=arithmetic: arithmetic)
+        group = replicas(2, rates=rates, min_numel=100)
+        for step in range(8):
+            gradients = noise(2, step)
+            for mine in gradients:
+                mine[0][30:] *= not dead
+            group.step(gradients)
+        first = group.optimizers[0]
+        assert first.frozen
+        assert (first.quantized.dead is not None) == dead
+        assert group.agree()
+        results.append([*group.parameters[0], *first._momenta, first.factor])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("at", "rates"), [(3, "live"), (5, "live"), (9, "live"), (9, "frozen")])

@@ -4,7 +4,7 @@ Note: why flat. A message then is a table of runs in one buffer, whichever param
 kernel walks all of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ class Flat:
             self._cast = self.new()
         return self.view(self._cast, i).copy_(g)
 
-    def placed(self, indices: range) -> Segments:
+    def placed(self, indices: range | tuple[int, ...]) -> Segments:
         """Parameters without their gradients."""
         if indices not in self._placed:
             weights, places = [self.weights[i] for i in indices], [self.places[i] for i in indices]
@@ -120,7 +120,10 @@ class Flat:
             self._placed[message] = Segments(weights, [None] * len(weights), places)
         return self._placed[message], owners
 
-    def segments(self, indices: Iterable[int], given: dict[int, torch.Tensor] | None = None) -> Segments:
-        every = list(indices)
+    def segments(
+        self, indices: Iterable[int], given: Mapping[int, torch.Tensor] | Sequence[torch.Tensor] | None = None
+    ) -> Segments:
+        """``given``: gradients, found by the number of their parameter, if not those in ``grad``."""
+        every = indices if isinstance(indices, range) else tuple(indices)
         gradients = [self.gradient(i, None if given is None else given[i]) for i in every]
-        return Segments([self.weights[i] for i in every], gradients, [self.places[i] for i in every])
+        return self.placed(every).having(gradients)

@@ -19,12 +19,17 @@ tensor has scales of its own, and a power of two in front of a layer changes not
 """
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
 
 from commpress.collectives.allreduce import Outcome
+from commpress.collectives.buckets import Message
+from commpress.collectives.frame import HEADER
 from commpress.errors import InvalidArgument, StateMismatch
+from commpress.kernels import arithmetic
+from commpress.kernels.adam import Segments
 from commpress.kernels.lamb import LayerRule, lamb_arithmetic
 from commpress.optim.onebit_adam import OneBitAdam
 from commpress.optim.optimizer import Round
@@ -39,8 +44,6 @@ class OneBitLamb(OneBitAdam):
     - ``coefficients``: bounds of a layer's rate; ``coefficient_beta``: β_c, how slowly averages follow.
     - ``factors``: bounds of f; ``factor_change``: how much f may change in one step, relatively; of frozen rates.
     """
-
-    lands = False  # a layer's norms come before its move
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class OneBitLamb(OneBitAdam):
         if self.frozen:
             self.thaw()
         for group, at in self.groups():
-            segments = self._flat.segments(at, {i: gradients[i] for i in at})
+            segments = self._flat.segments(at, gradients)
             self.layers.exact(
                 segments, self.momentum, self.variance, self.work, self.coefficient[at.start : at.stop], self._rule(group)
             )
@@ -91,16 +94,44 @@ class OneBitLamb(OneBitAdam):
         if kind is Round.EXACT:
             self.exact(self._works)
             return
+        start = perf_counter()
+        messages, wires = self._arrived(outcomes)
         self.take_mean()  # work now holds the momentum before
         for group, at in self.groups():
-            of = slice(at.start, at.stop)
+            of, layers = slice(at.start, at.stop), self._flat.placed(at)
+            runs = self._runs(at, layers, messages, wires)
             if self.rates == "live":
-                self.layers.live(self._flat.placed(at), self.momentum, self.course, self._rule(group))
+                self.layers.live(layers, runs, self.momentum, self.course, self._rule(group))
                 continue
             self.layers.frozen(
-                self._flat.placed(at), self.momentum, self.work, self.reciprocal, self.fresh, self.least[of],
-                self.coefficient[of], self.factor[of], self._rule(group),
+                layers, runs, self.momentum, self.work, self.reciprocal, self.fresh, self.least[of], self.coefficient[of],
+                self.factor[of], self._rule(group),
             )  # fmt: skip
+        self.workspace.decoded(start)
+        for outcome in outcomes:
+            outcome.landed()
+
+    def _arrived(self, outcomes: Sequence[Outcome]) -> tuple[tuple[Message, ...], list[torch.Tensor]]:
+        """What came and where, once decoded but for what is decoded while parameters move. Dead elements are made zero in
+        between, so with them nothing is left."""
+        messages = tuple(outcome.message for outcome in outcomes)
+        wires = [outcome.rows[:, HEADER:] for outcome in outcomes if outcome.rows is not None]
+        whole = self.quantized.dead is not None
+        for message, rows in zip(messages, wires, strict=True):
+            if whole:
+                arithmetic(self.work.device).decode(rows, self.work, message.pieces)
+            else:
+                self.layers.decode(rows, message.pieces, self.work)
+        return ((), []) if whole else (messages, wires)
+
+    def _runs(self, at: range, layers: Segments, messages: tuple[Message, ...], wires: Sequence[torch.Tensor]) -> Any:
+        """How the layers of a group lie in what came: the same until other messages come."""
+        if at not in self._known or self._known[at][0] != messages:
+            self._known[at] = messages, self.layers.runs(layers, [message.pieces for message in messages])
+        runs = self._known[at][1]
+        if runs is not None:
+            runs.lie_in(wires)
+        return runs
 
     # ------------------------------------------------------------ state
 
@@ -115,6 +146,7 @@ class OneBitLamb(OneBitAdam):
 
     def thaw_or_freeze(self) -> None:
         super().thaw_or_freeze()
+        self._known: dict[range, tuple[tuple[Message, ...], Any]] = {}  # messages that came, and their runs
         self.fresh = self.course = self._empty
         if not self.frozen:
             return
