@@ -51,7 +51,7 @@ HOMES = {
     "mpi4py": ("commpress.collectives.mpi",),
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.tiered_mem.checksum",),
-    "deepspeed": ("commpress.cli.io_peers",),
+    "deepspeed": ("commpress.cli.io_peers", "commpress.cli.deepspeed_peer"),
     "aiofiles": ("commpress.tiered_mem.engines*",),
     "transformers": ("commpress.integrations.hf", "commpress.integrations.hf_model"),
     "accelerate": ("commpress.integrations.hf",),
