@@ -212,7 +212,7 @@ def test_bench_io(tmp_path, capsys):
     assert commpress(*command, "--engine", "threads", "--no-fio", "--json", tmp_path / "io.json") == 0
     rows = json.loads((tmp_path / "io.json").read_text())["rows"]
     assert [(r["chunk"] >> 20, r["verb"]) for r in rows] == [(1, "write"), (1, "read"), (4, "write"), (4, "read")]
-    assert all(r["store"] > 0 and r["engine"] > 0 for r in rows)
+    assert all(r["store"] > 0 and r["engine"] > 0 and r["bare"] > 0 for r in rows)
     assert 'suggested: TieredStore.open(..., engine="threads"' in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "nothing stays behind"
 

@@ -4,9 +4,11 @@ Through the store's own calls, checksums on, with a depth of 4 unless said other
   write   flush: tensors that are newer in memory go to disk
   read    prefetch: tensors on disk come back and are verified
 "engine" is the same transfers without the store, from as few buffers as fio has: one for each transfer at once, which stay in
-the processor's cache while they are small. "fio" is the best of its engines io_uring, libaio and psync, at the same depth, if
-fio is installed; "cold" is its io_uring with a buffer for every chunk, as tensors have, and so at a greater depth. All use the
-same stretch of a file, in turns; medians.
+the processor's cache while they are small; "bare" is the engine without checksums from as much memory as the tensors have: what
+memory and disk allow. "fio" is the best of its engines io_uring, libaio and psync, at the same depth, if
+fio is installed; "huge" is its io_uring with buffers in huge pages, as the store's memory is (where vm.nr_hugepages sets some
+aside); "cold" is its io_uring with a buffer for every chunk, as tensors have, and so at a greater depth. All use the same
+stretch of a file, in turns; medians.
 
   commpress bench io                                     in the current directory, about a minute
   commpress bench io --directory /nvme/tmp --size 2GiB   elsewhere, more bytes
@@ -24,7 +26,7 @@ from typing import Any
 
 from commpress.cli import outputs, rounds, table
 from commpress.cli.io_passes import passes
-from commpress.cli.io_peers import COLD, FIO
+from commpress.cli.io_peers import COLD, FIO, HUGE
 from commpress.errors import InvalidArgument
 from commpress.tiered_mem import engines
 from commpress.tiered_mem.layer import FileLayer
@@ -61,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         engine, speeds = chosen(folder, options.engine, options.depth)
         print(f"engine {engine}, depth {options.depth}, {show_bytes(size)} a figure, {options.rounds} rounds, GB/s\n")
-        head = ["chunk", "", "store", "min-max", "engine", "fio", "its engine", "of fio", "cold"]
-        widths = [7, 5, 6, 11, 6, 6, 10, 6, 6]
+        head = ["chunk", "", "store", "min-max", "engine", "bare", "fio", "its engine", "of fio", "huge", "cold"]
+        widths = [7, 5, 6, 11, 6, 6, 6, 10, 6, 6, 6]
         if options.deepspeed:
             head, widths = [*head, "DeepSpeed"], [*widths, 9]
         print(table.line(head, widths))
@@ -119,13 +121,13 @@ def summary(chunk: int, verb: str, figures: dict[str, list[float]]) -> dict[str,
     ours = figures[f"store {verb}"]
     row: dict[str, Any] = {
         "chunk": chunk, "verb": verb, "store": median(ours), "low": min(ours), "high": max(ours),
-        "engine": median(figures[f"engine {verb}"]),
+        "engine": median(figures[f"engine {verb}"]), "bare": median(figures[f"bare {verb}"]),
     }  # fmt: skip
     best = {kind: median(figures[f"fio {kind} {verb}"]) for kind in FIO if figures.get(f"fio {kind} {verb}")}
     if best:
         kind = max(best, key=lambda k: best[k])
-        cold = median(figures[f"fio {COLD} {verb}"])
-        row |= {"fio": best[kind], "fio_engine": kind, "of_fio": median(ours) / best[kind], "fio_engines": best, "cold": cold}
+        row |= {"fio": best[kind], "fio_engine": kind, "of_fio": median(ours) / best[kind], "fio_engines": best}
+        row |= {key: median(figures[f"fio {of} {verb}"]) or None for key, of in (("huge", HUGE), ("cold", COLD))}
     if peer := figures.get(f"deepspeed {verb}"):
         row |= {"deepspeed": median(peer), "of_deepspeed": median(ours) / median(peer)}
     return row
@@ -133,8 +135,8 @@ def summary(chunk: int, verb: str, figures: dict[str, list[float]]) -> dict[str,
 
 def cells_of(row: dict[str, Any]) -> list[str]:
     span, of = f"{gb(row['low'])}-{gb(row['high'])}", f"{100 * row['of_fio']:.0f}%" if row.get("of_fio") else ""
-    rates = [gb(row.get(key)) for key in ("store", "engine", "fio", "cold", "deepspeed")]
-    return [show_bytes(row["chunk"]), row["verb"], rates[0], span, *rates[1:3], row.get("fio_engine", ""), of, *rates[3:]]
+    rates = [gb(row.get(key)) for key in ("store", "engine", "bare", "fio", "huge", "cold", "deepspeed")]
+    return [show_bytes(row["chunk"]), row["verb"], rates[0], span, *rates[1:4], row.get("fio_engine", ""), of, *rates[4:]]
 
 
 def gb(rate: object) -> str:

@@ -12,7 +12,7 @@ from time import perf_counter
 
 import torch
 
-from commpress.cli.io_peers import COLD, FIO, DeepSpeed, Stretch, run_fio
+from commpress.cli.io_peers import COLD, FIO, HUGE, DeepSpeed, Stretch, run_fio
 from commpress.errors import InvalidArgument
 from commpress.tiered_mem import engines
 from commpress.tiered_mem.engines.probe import transfer_all
@@ -35,10 +35,10 @@ def passes(
         stored = Stored(store, size, max(chunk, TENSOR))
         stretch = stored.stretch
         calls: dict[str, Callable[[], float]] = {"store write": stored.write, "store read": stored.read}
-        with Alone(stretch, chunk, engine, depth) as alone:
-            others: dict[str, Callable[[str], float]] = {"engine": alone.rate}
+        with Alone(stretch, chunk, engine, depth) as alone, Alone(stretch, chunk, engine, depth, bare=True) as bare:
+            others: dict[str, Callable[[str], float]] = {"engine": alone.rate, "bare": bare.rate}
             if fio:
-                others |= {f"fio {kind}": partial(run_fio, fio, stretch, kind, chunk, depth) for kind in (*FIO, COLD)}
+                others |= {f"fio {kind}": partial(run_fio, fio, stretch, kind, chunk, depth) for kind in (*FIO, COLD, HUGE)}
             if deepspeed:
                 others["deepspeed"] = DeepSpeed(stretch, chunk, depth).rate
             for name, call in others.items():
@@ -106,16 +106,17 @@ class Stored:
 
 
 class Alone:
-    """An engine, checksums on, from as few buffers as fio has: one for each transfer at once."""
+    """An engine, checksums on, from as few buffers as fio has: one for each transfer at once. Or ``bare``: no checksums, and
+    as much memory as the tensors have, which is in no cache: what memory and disk allow at that depth."""
 
-    def __init__(self, stretch: Stretch, chunk: int, engine: str, depth: int) -> None:
-        self._layer, self._stretch = FileLayer(), stretch
+    def __init__(self, stretch: Stretch, chunk: int, engine: str, depth: int, *, bare: bool = False) -> None:
+        self._layer, self._stretch, self._hashed = FileLayer(), stretch, not bare
         folder = self._layer.open_folder(stretch.path.parent)
         try:
             self._file = self._layer.open(folder, stretch.path.name, direct=stretch.direct)
         finally:
             self._layer.close(folder)
-        self._engine, self._buffers = engines.start(engine, self._layer, depth), Arena(depth * chunk)
+        self._engine, self._buffers = engines.start(engine, self._layer, depth), Arena(stretch.size if bare else depth * chunk)
         self._buffers.bytes.random_(0, 256)
         self._engine.register(self._buffers.whole())
         memory = self._buffers.whole()
@@ -131,7 +132,8 @@ class Alone:
 
     def rate(self, verb: str) -> float:
         write = verb == "write"
-        return rate(self._stretch.size, lambda: transfer_all(self._engine, self._file, self._pieces, write=write, hashed=True))
+        move = partial(transfer_all, self._engine, self._file, self._pieces, write=write, hashed=self._hashed)
+        return rate(self._stretch.size, move)
 
 
 def rate(size: int, call: Callable[[], object]) -> float:

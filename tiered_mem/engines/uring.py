@@ -28,7 +28,7 @@ GETEVENTS, SINGLE_MMAP, REGISTER_BUFFERS, SQES = 1, 1, 0, 0x10000000
 SQE = struct.Struct("<BBHiQQIIQHHI16x")  # opcode, flags, priority, fd, offset, address, length, rw, user, buffer, ...
 CQE = struct.Struct("<QiI")  # user, result, flags
 LARGEST = 1 << 30  # bytes of one registered buffer, the kernel's limit
-REQUEST = 4 << 20  # bytes of transfers that go together, at most
+REQUEST = 2 << 20  # bytes of transfers that go together, at most: of more, the cache loses what was hashed before it goes
 BELL = 0  # the user of the read that waits for new transfers
 
 
@@ -46,7 +46,7 @@ class UringEngine:
         self._first: Transfer | None = None  # of those that wait, when it has been looked at
         self._run: list[Transfer] = []  # the next request
         self._under_way: dict[int, list[Transfer]] = {}
-        self._count = self._unsent = 0
+        self._count = 0
         self._closing = self._listening = False
         self._bell, self._rung = os.eventfd(0), mmap.mmap(-1, 8)
         self._thread = threading.Thread(target=self._serve, name="io", daemon=True)
