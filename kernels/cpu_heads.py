@@ -3,7 +3,7 @@
 import numpy as np
 
 from commpress.kernels.cpu_blocks import _INFINITY, _MAGNITUDE, _peak_bits, _uniform, jit
-from commpress.kernels.reference import BITS, LOG, POWERS, SHIFTED, TINY, TOP, UNBIASED
+from commpress.kernels.reference import BITS, LOG, SHIFTED, TINY, TOP, UNBIASED
 
 HEADS = BITS  # kinds of this family and above have heads
 _SIGN = np.int32(0x7FFFFFFF)
@@ -254,12 +254,17 @@ def _decode_powers(head, codes, n, gain, work, out, add):
     spare[0] = _get(head, 0, 4)
     scale = work[0] * gain
     _unpack(codes, n, 3, work)
+    for i in range(n):
+        code = np.uint32(np.int32(work[i]))
+        level = code & np.uint32(3)  # 1/16, 1/4, 1 as patterns
+        size = (np.uint32(121) + np.uint32(2) * level) << np.uint32(23) if level > 0 else np.uint32(0)
+        spare[i] = size | ((code & np.uint32(4)) << np.uint32(29))
     if add:
         for i in range(n):
-            out[i] += POWERS[np.int32(work[i])] * scale
+            out[i] += work[i] * scale
     else:
         for i in range(n):
-            out[i] = POWERS[np.int32(work[i])] * scale
+            out[i] = work[i] * scale
 
 
 # ---------------------------------------------------------------- sparse
