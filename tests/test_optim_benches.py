@@ -57,8 +57,9 @@ def test_bench_loss(compiled, tmp_path):
         main(["bench", "loss", *TINY, *options, "--lr", "1e-3"])
 
 
-def test_bench_convergence(compiled, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_bench_convergence(compiled, tmp_path, capsys, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # letters stay letters
     file, plot = tmp_path / "part.json", tmp_path / "plot.png"
     options = ["--tasks", "gpt", "--optimizers", "adam", "onebit", "--seeds", "1", "--steps", "20"]
     assert main(["bench", "convergence", *options, "--json", str(file)]) == 0
@@ -68,6 +69,8 @@ def test_bench_convergence(compiled, tmp_path, capsys):
     assert main(["bench", "convergence", "--merge", str(file), "--plot", str(plot)]) == 0
     assert plot.stat().st_size > 10_000
     assert capsys.readouterr().out.count("onebit") == 3
-    every = ["--tasks", "gpt", "--optimizers", "zero-one", "--seeds", "1", "--steps", "20", "--sync", "every"]
+    every = ["--tasks", "gpt", "--optimizers", "adam", "zero-one", "--seeds", "1", "--steps", "20", "--sync", "every"]
+    every += ["--exact-codec", "log3", "--plot", str(tmp_path / "every.svg")]
     assert main(["bench", "convergence", *every]) == 0
-    assert "zero-one, every" in capsys.readouterr().out
+    assert "zero-one, every, log3" in capsys.readouterr().out
+    assert "zero-one, every, log3: " in (tmp_path / "every.svg").read_text()

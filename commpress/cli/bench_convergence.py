@@ -42,6 +42,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="N", help="default 1 to 5")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
     parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
+    parser.add_argument("--exact-codec", default="none", metavar="NAME", help="of gradients in exact steps (default none)")
     parser.add_argument(
         "--sync", default="qsr", choices=("qsr", "rate", "every"), help="when zero-one synchronises (default qsr)"
     )
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         finished = [run for file in options.merge for run in load(file)]
     else:
         runs = [
-            Run(task, name, seed, options.steps, not options.no_feedback, options.codec, options.sync)
+            Run(task, name, seed, options.steps, not options.no_feedback, options.codec, options.sync, options.exact_codec)
             for task in options.tasks
             for seed in options.seeds
             for name in options.optimizers

@@ -35,6 +35,7 @@ class Run:
     feedback: bool = True
     codec: str = "sign"
     sync: str = "qsr"
+    exact_codec: str = "none"
 
     @property
     def reference(self) -> str:
@@ -43,6 +44,7 @@ class Run:
     @property
     def label(self) -> str:
         name = self.optimizer if self.sync == "qsr" else f"{self.optimizer}, {self.sync}"
+        name += "" if self.exact_codec == "none" or self.optimizer == self.reference else f", {self.exact_codec}"
         return name if self.feedback else f"{name}, no feedback"
 
 
@@ -129,7 +131,7 @@ def optimizer_of(run: Run, model: nn.Module, transport: object) -> CompressedOpt
     lr = RATES[run.reference]
     options = {
         "lr": lr, "weight_decay": 0.01, "codec": run.codec, "transport": transport, "error_feedback": run.feedback,
-        "betas": (0.9, 0.99), "max_grad_norm": 1.0,
+        "betas": (0.9, 0.99), "max_grad_norm": 1.0, "exact_codec": run.exact_codec,
     }  # fmt: skip
     named = list(model.named_parameters())
     if run.optimizer == "zero-one":

@@ -16,6 +16,7 @@ STYLES = {
     "lamb": {"color": "#cccc88", "linewidth": 4.5},
     "onebit-lamb": {"color": "#2ca02c", "linewidth": 1.6, "linestyle": "--"},
 }
+OTHERWISE = {"linewidth": 1.2, "linestyle": "-."}  # with another codec or schedule
 
 
 def draw(groups: "Groups", path: str) -> None:
@@ -27,13 +28,14 @@ def draw(groups: "Groups", path: str) -> None:
 def _fill(panels: "dict[str, Any]", groups: "Groups") -> None:
     for task, panel in panels.items():
         lowest, start = [], []
-        for name, style in STYLES.items():
-            runs = groups.get((task, name), [])
-            if runs:
-                losses = charts.smooth([mean(step) for step in zip(*(r.losses for r in runs), strict=True)])
-                panel.plot(range(1, len(losses) + 1), losses, label=f"{name}: {mean(r.final for r in runs):.3f}", **style)
-                lowest.append(min(losses))
-                start.append(losses[len(losses) // 20])
+        names = [name for of, name in groups if of == task]
+        for name in sorted(names, key=lambda name: list(STYLES).index(name) if name in STYLES else len(STYLES)):
+            runs = groups[task, name]
+            losses = charts.smooth([mean(step) for step in zip(*(r.losses for r in runs), strict=True)])
+            style = STYLES.get(name) or STYLES[runs[0].run.optimizer] | OTHERWISE
+            panel.plot(range(1, len(losses) + 1), losses, label=f"{name}: {mean(r.final for r in runs):.3f}", **style)
+            lowest.append(min(losses))
+            start.append(losses[len(losses) // 20])
         margin = 0.05 * (max(start) - min(lowest))
         panel.set_ylim(min(lowest) - margin - 1e-3, max(start) + margin + 1e-3)  # the first steps would flatten the rest
         panel.set(title=task, xlabel="step", ylabel="training loss, nats (smoothed)")
