@@ -39,7 +39,8 @@ class OneBitAdam(CompressedOptimizer):
     - ``codec``, ``min_numel``: how momentum travels; smaller tensors travel exactly.
     - ``spiky_codec``: for tensors whose variance is concentrated in few elements or zero somewhere (embeddings, output
       layers); None treats them as all others.
-    - ``exact_codec``: how gradients travel in exact steps: "none" (default), "bf16", "int8", or "log3" on slow links
+    - ``exact_codec``: how gradients travel in exact steps: "none" (default), "bf16", "int8" on slow links, or "log3" on the
+      slowest, which costs final loss
     - ``variance_floor``: no element's frozen variance is taken as less than this share of its tensor's mean.
     - ``error_feedback``: False forgets what compression leaves behind, which does not converge; to show just that.
     - ``max_grad_norm``: clips by one factor that all ranks agree on. Do not use ``clip_grad_norm_``: gradients are local.
