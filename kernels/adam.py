@@ -20,7 +20,7 @@ from commpress.kernels import arithmetic
 from commpress.kernels.pieces import Pieces
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segments:
     """Contiguous float32 tensors and where they lie in the flat buffers; a gradient of None is zero."""
 
@@ -75,10 +75,14 @@ def blend(segments: Segments, m: torch.Tensor, out: torch.Tensor, *, beta: float
             out_.add_(g, alpha=(1 - beta) * gain)
 
 
+def runs(segments: Segments, messages: Sequence[Pieces]) -> None:
+    """How the means of the segments lie in messages, for those who decode them while they use them. Here nobody does."""
+
+
 def aim(
-    segments: Segments, p: torch.Tensor, r: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float
+    segments: Segments, p: torch.Tensor, r: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float, said: Any = None
 ) -> None:
-    """out := β·p + (1 − β)·gain·g·r."""
+    """out := β·p + (1 − β)·gain·g·r; ``said``: ``runs`` of messages that say p as well."""
     for _, g, p_, r_, out_ in segments.runs(p, r, out):
         torch.mul(p_, beta, out=out_)
         if g is not None:

@@ -2,8 +2,8 @@
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
 having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``put``): ``blend`` then moves 12, ``aim`` 16, ``descend`` 12, ``accumulate`` 20, ``wander`` 32, ``square_sum``
-4, and ``land`` 8 more than decoding.
+elements do (``put``): ``blend`` then moves 12, ``aim`` 16, or 12 if messages say p, ``descend`` 12, ``accumulate`` 20,
+``wander`` 32, ``square_sum`` 4, and ``land`` 8 more than decoding.
 
 Numba walks a table of addresses, because gradients live wherever autograd put them. Every function is that of ``adam``
 with the same name; results do not depend on the number of threads.
@@ -19,10 +19,22 @@ import torch
 from commpress.kernels import cpu
 from commpress.kernels.adam import Segments
 from commpress.kernels.cpu_arrays import bare, begins_line, floats
-from commpress.kernels.cpu_land import land_signs
-from commpress.kernels.cpu_lanes import WIDE, add_squares, all_finite, load, no_sums, put, total, where_finite
+from commpress.kernels.cpu_land import BLOCKS, block_in, land_signs
+from commpress.kernels.cpu_land import runs as runs
+from commpress.kernels.cpu_lanes import (
+    WIDE,
+    add_squares,
+    all_finite,
+    bits,
+    load,
+    no_sums,
+    put,
+    signed,
+    total,
+    where_finite,
+)
 from commpress.kernels.cpu_threads import split
-from commpress.kernels.pieces import KIND, NUMEL
+from commpress.kernels.pieces import KIND, NUMEL, SOURCE
 from commpress.kernels.reference import SIGN_RMS
 
 _LINE = 16  # floats of a cache line
@@ -70,6 +82,25 @@ def _aim(table, p, r, out, beta, alpha, past, start, stop):
             new = beta * load(p, at, left) + (share * load(g, i, left)) * load(r, at, left)
             put(new, out, at, left, stream)
         done += table[s, 3]
+
+
+@bare
+def _aim_from(lines, gradients, p, r, out, beta, alpha, past, start, stop):
+    """Blocks ``start`` to ``stop``, with p as the messages in ``lines`` say it; a gradient's address for every line."""
+    done = 0
+    for q in range(lines.shape[0]):
+        none = gradients[q] == 0
+        share = np.float32(0) if none else alpha
+        for b in range(max(start - done, 0), min(stop - done, lines[q, BLOCKS])):
+            skip, n, said, wire, codes, scale = block_in(lines[q], b)
+            first = lines[q, SOURCE] + skip
+            g = floats(p.ctypes.data + 4 * first if none else gradients[q] + 4 * skip, n)
+            stream = past and begins_line(out, first)
+            for i in range(0, n, WIDE):
+                at, left = first + i, n - i
+                before = signed(bits(wire, codes + i // 8, left), beta * scale) if said else beta * load(p, at, left)
+                put(before + (share * load(g, i, left)) * load(r, at, left), out, at, left, stream)
+        done += lines[q, BLOCKS]
 
 
 @bare
@@ -171,9 +202,15 @@ def blend(segments, m, out, *, beta, gain):
     _run(_blend, segments, m.numpy(), out.numpy(), *scalars, segments.numel >= PAST)
 
 
-def aim(segments, p, r, out, *, beta, gain):
-    scalars = map(np.float32, (beta, (1 - beta) * gain))
-    _run(_aim, segments, p.numpy(), r.numpy(), out.numpy(), *scalars, segments.numel >= PAST)
+def aim(segments, p, r, out, *, beta, gain, said=None):
+    buffers, scalars = (b.numpy() for b in (p, r, out)), map(np.float32, (beta, (1 - beta) * gain))
+    if said is None:
+        _run(_aim, segments, *buffers, *scalars, segments.numel >= PAST)
+        return
+    layers, lines = segments.table[said.owners], said.lines
+    gradients = np.where(layers[:, 1] == 0, 0, layers[:, 1] + 4 * (lines[:, SOURCE] - layers[:, 2]))
+    numel, blocks = segments.numel, int(lines[:, BLOCKS].sum())
+    split(_aim_from, blocks, numel, lines, gradients, *buffers, *scalars, numel >= PAST)
 
 
 def descend(segments, p, a, *, step, keep):

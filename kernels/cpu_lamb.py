@@ -1,16 +1,16 @@
 """LAMB on CPU: two passes per layer, the second while a layer that fits is still in the cache.
 
 The first pass updates what the step updates and sums squares, the second moves x. Bytes per parameter to and from memory, if a
-layer fits into a cache: ``exact`` 28, ``live`` 16 more than decoding, ``frozen`` 24 more. What the second pass finds in a
-cache, 8 bytes or 4, is not free either. One thread walks a layer, so sums have one order.
+layer fits into a cache: ``exact`` 28, ``live`` 16 more than decoding, ``frozen`` 20 more, or 24 if nothing but the buffer says
+the mean before. What the second pass finds in a cache, 8 bytes or 4, is not free either. One thread walks a layer, so sums have
+one order.
 
 Note: signs are decoded twice, in either pass, rather than read again: they are in registers, and 32 times shorter. The first
 pass stores them as well, past the caches. Nothing inside a loop may be a function of its own, unless it is an intrinsic: Numba
 does not always put a ``bare`` one in its place, and a call saves and restores every vector there is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ import torch
 from commpress.kernels import cpu
 from commpress.kernels.adam import Segments
 from commpress.kernels.cpu_adam import PAST, gradient
-from commpress.kernels.cpu_arrays import bare, begins_line, floats, octets
-from commpress.kernels.cpu_land import block_of, blocks_of
+from commpress.kernels.cpu_arrays import bare, begins_line, floats
+from commpress.kernels.cpu_land import BLOCKS, Runs, block_in
 from commpress.kernels.cpu_lanes import (
     WIDE,
     add_squares,
@@ -29,7 +29,6 @@ from commpress.kernels.cpu_lanes import (
     load,
     more,
     no_sums,
-    number,
     put,
     root,
     same,
@@ -39,10 +38,8 @@ from commpress.kernels.cpu_lanes import (
 )
 from commpress.kernels.cpu_threads import split
 from commpress.kernels.lamb import LayerRule
-from commpress.kernels.pieces import BLOCK, KIND, NUMEL, SOURCE, WIDTH, Pieces
+from commpress.kernels.pieces import KIND, NUMEL, SOURCE, Pieces
 from commpress.kernels.reference import SIGN_RMS
-
-ADDRESS, STRIDE, BLOCKS, MESSAGE = range(10, 14)  # of the first row or 0, of rows, of all rows together, which or −1
 
 
 @bare
@@ -85,19 +82,11 @@ def _exact(table, m, v, w, coefficient, beta1, alpha1, beta2, alpha2, eps, lr, d
 
 
 @bare
-def _block(line, b):
-    """Block ``b`` of a run: its first element in the run, elements, whether they lie in a wire, which, codes and scale."""
-    landed, wire = line[ADDRESS] != 0, octets(line[ADDRESS], line[STRIDE])
-    first, n, scale_at, codes = block_of(line, line[STRIDE], b)
-    return first, n, landed, wire, codes, number(wire, scale_at) if landed else np.float32(0)
-
-
-@bare
 def _move(x, lines, start, stop, p, begin, rate, decay):
     """x := x − rate·(p + λx)."""
     for q in range(start, stop):
         for b in range(lines[q, BLOCKS]):
-            first, n, landed, wire, codes, scale = _block(lines[q], b)
+            first, n, landed, wire, codes, scale = block_in(lines[q], b)
             at, low = lines[q, SOURCE] + first, lines[q, SOURCE] - begin + first
             for i in range(0, n, WIDE):
                 left = n - i
@@ -113,7 +102,7 @@ def _live(table, edges, lines, p, course, slow, quick, lr, decay, low, high, pas
         x, of_x, of_w = floats(table[s, 0], n), no_sums(), no_sums()
         for q in range(edges[s], edges[s + 1]):
             for b in range(lines[q, BLOCKS]):
-                first, n, landed, wire, codes, scale = _block(lines[q], b)
+                first, n, landed, wire, codes, scale = block_in(lines[q], b)
                 first += lines[q, SOURCE]
                 beyond = past and begins_line(p, first)
                 for i in range(0, n, WIDE):
@@ -131,7 +120,7 @@ def _live(table, edges, lines, p, course, slow, quick, lr, decay, low, high, pas
 
 @bare
 def _frozen(
-    table, edges, lines, p, w, r, fresh, floor, coefficient, factor, beta1, scale_, beta2, alpha2, eps, lr, decay, low,
+    table, edges, lines, known, p, w, r, fresh, floor, coefficient, factor, beta1, scale_, beta2, alpha2, eps, lr, decay, low,
     high, change, past, start, stop,
 ):  # fmt: skip
     infinite = same(np.float32(np.inf))
@@ -142,20 +131,21 @@ def _frozen(
         x, of_p, of_w, ratio = floats(table[s, 0], n), no_sums(), no_sums(), infinite
         for q in range(edges[s], edges[s + 1]):
             for b in range(lines[q, BLOCKS]):
-                first, n, landed, wire, codes, scale = _block(lines[q], b)
+                first, n, landed, wire, codes, scale = block_in(lines[q], b)
+                _, _, kept, wire_, codes_, scale_before = block_in(known[q], b)
                 first += lines[q, SOURCE]
                 beyond = past and begins_line(p, first)
                 for i in range(0, n, WIDE):
                     at, left = first + i, n - i
                     p_ = signed(bits(wire, codes + i // 8, left), scale) if landed else load(p, at, left)
+                    before = signed(bits(wire_, codes_ + i // 8, left), scale_before) if kept else load(w, at, left)
                     r_ = load(r, at, left)
                     if landed:
                         put(p_, p, at, left, beyond)
-                    g = (p_ - beta1 * load(w, at, left)) * scale_ / r_
+                    g = (p_ - beta1 * before) * scale_ / r_
                     fresh_ = beta2 * load(fresh, at, left) + alpha2 * (g * g)
                     put(fresh_, fresh, at, left, False)
-                    known = more(fresh_, smallest)
-                    ratio = less(the_first((root(known) + eps) * r_, left, infinite), ratio)
+                    ratio = less(the_first((root(more(fresh_, smallest)) + eps) * r_, left, infinite), ratio)
                     if decay != 0:
                         x_ = load(x, at - begin, left)
                         p_ = the_first(p_, left, x_)
@@ -171,51 +161,11 @@ def _frozen(
         _move(x, lines, edges[s], edges[s + 1], p, begin, rate, decay)
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Of what the mean of each layer is made: pieces of signs that lie in the wires of messages, or all of it in the buffer.
-
-    ``lines`` are those of ``Pieces``, layer by layer, with the columns named above; a layer in the buffer is one block.
-    """
-
-    edges: np.ndarray  # where each layer begins in the lines
-    lines: np.ndarray
-
-    def lie_in(self, wires: Sequence[torch.Tensor]) -> None:
-        """Where the messages came to lie: rows without headers."""
-        signs = self.lines[:, MESSAGE] >= 0
-        of = self.lines[signs, MESSAGE]
-        self.lines[signs, ADDRESS] = np.array([rows.data_ptr() for rows in wires], np.int64)[of]
-        self.lines[signs, STRIDE] = np.array([rows.stride(0) for rows in wires], np.int64)[of]
-
-
 def decode(rows: torch.Tensor, pieces: Pieces, p: torch.Tensor) -> None:
     """All but signs."""
     others = pieces.table[pieces.table[:, KIND] > SIGN_RMS]
     if len(others):
         cpu.decode(rows, p, replace(pieces, table=others, numel=int(others[:, NUMEL].sum())))
-
-
-def runs(segments: Segments, messages: Sequence[Pieces]) -> Runs:
-    """How these layers come in messages of which ``decode`` leaves the signs; in none at all if everything was decoded."""
-    layers, found = segments.table, [np.empty((0, MESSAGE + 1), np.int64)]
-    for message, pieces in enumerate(messages):
-        signs = pieces.table[pieces.table[:, KIND] <= SIGN_RMS]
-        rest = np.zeros((len(signs), MESSAGE + 1 - ADDRESS), np.int64)
-        rest[:, BLOCKS - ADDRESS], rest[:, MESSAGE - ADDRESS] = blocks_of(signs, pieces.rows), message
-        found.append(np.hstack([signs, rest]))
-    signs = np.concatenate(found)
-    first, numel = layers[:, 2], layers[:, 3]
-    owners = np.searchsorted(first + numel, signs[:, SOURCE], side="right")  # the layer that ends behind, if it has begun
-    inside = (owners < len(layers)) & (signs[:, SOURCE] >= np.append(first, 0)[owners])
-    left = np.delete(layers, owners[inside], axis=0)
-    plain = np.zeros((len(left), MESSAGE + 1), np.int64)
-    plain[:, SOURCE], plain[:, BLOCKS], plain[:, MESSAGE] = left[:, 2], 1, -1
-    for column in (NUMEL, WIDTH, BLOCK):
-        plain[:, column] = left[:, 3]
-    lines = np.concatenate([signs[inside], plain[left[:, 3] > 0]])
-    lines = lines[np.argsort(lines[:, SOURCE])]
-    return Runs(np.append(np.searchsorted(lines[:, SOURCE], first), len(lines)), lines)
 
 
 def exact(
@@ -238,13 +188,14 @@ def live(segments: Segments, runs: Runs, p: torch.Tensor, course: torch.Tensor, 
 
 
 def frozen(
-    segments: Segments, runs: Runs, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor,
-    floor: torch.Tensor, coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule,
+    segments: Segments, runs: Runs, before: Runs | None, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor,
+    fresh: torch.Tensor, floor: torch.Tensor, coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule,
 ) -> None:  # fmt: skip
     (beta1, beta2), table = rule.betas, segments.table
+    known = before.lines if before is not None and runs.alike(before) else runs.unsaid()
     split(
-        _frozen, len(table), segments.numel, table, runs.edges, runs.lines, p.numpy(), w.numpy(), r.numpy(), fresh.numpy(),
-        floor.numpy(), coefficient.numpy(), factor.numpy(),
+        _frozen, len(table), segments.numel, table, runs.edges, runs.lines, known, p.numpy(), w.numpy(), r.numpy(),
+        fresh.numpy(), floor.numpy(), coefficient.numpy(), factor.numpy(),
         *map(np.float32, (beta1, 1 / (1 - beta1), beta2, 1 - beta2, rule.eps)), rule.lr, np.float32(rule.decay), *rule.factors,
         rule.factor_change, segments.numel >= PAST,
     )  # fmt: skip

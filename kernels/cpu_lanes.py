@@ -205,7 +205,8 @@ def signed(typing, word, scale):
     """The scale where a bit is 1, minus the scale where it is 0; the first bit of a byte is its highest."""
 
     def generate(context, builder, signature, args):
-        mask, scale = builder.bitcast(builder.bswap(builder.bitreverse(args[0])), _MASK), _spread(builder, args[1])
+        octets = _masked(builder, "llvm.bitreverse.v8i8", _OCTETS, builder.bitcast(args[0], _OCTETS))
+        mask, scale = builder.bitcast(octets, _MASK), _spread(builder, args[1])
         return builder.select(mask, scale, builder.fneg(scale))
 
     return lanes(types.uint64, types.float32), generate

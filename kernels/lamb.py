@@ -4,7 +4,6 @@ Every segment is a layer: x its parameters, g its gradient, p = m·r as in ``ada
 number per layer. w is room for as many floats as m, which may be the buffer that the gradient or the earlier p lies in.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +61,6 @@ def decode(rows: torch.Tensor, pieces: Pieces, p: torch.Tensor) -> None:
     arithmetic(p.device).decode(rows, p, pieces)
 
 
-def runs(segments: Segments, messages: Sequence[Pieces]) -> None:
-    """Where the mean of each layer lies once the ``messages`` came and were decoded as above. Here all of it is in p."""
-
-
 def live(segments: Segments, runs: None, p: torch.Tensor, course: torch.Tensor, rule: LayerRule) -> None:
     """course := its average with p; x := x − γ·c·(p + λx), where c := clip(‖x‖ / ‖course + λx‖)."""
     slow = rule.coefficient_beta
@@ -77,7 +72,7 @@ def live(segments: Segments, runs: None, p: torch.Tensor, course: torch.Tensor, 
 
 
 def frozen(
-    segments: Segments, runs: None, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor,
+    segments: Segments, runs: None, before: None, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor,
     floor: torch.Tensor, coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule,
 ) -> None:  # fmt: skip
     """``w`` comes with the p before, which with p gives the mean gradient and so the fresh variance, and is not needed

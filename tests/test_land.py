@@ -89,13 +89,15 @@ def moved(arithmetic, rates, codec, size, whole):
     for _ in range(2):
         for group in (range(3), range(3, 8)):
             layers, of = flat.placed(group), slice(group.start, group.stop)
-            runs = arithmetic.runs(layers, [] if whole else [message.pieces for message, _ in came])
+            found = (cpu_adam if arithmetic is cpu_lamb else adam).runs
+            runs = found(layers, [] if whole else [message.pieces for message, _ in came])
             if runs is not None and not whole:
                 runs.lie_in([rows for _, rows in came])
             if rates == "live":
                 arithmetic.live(layers, runs, mean, course, RULE)
             else:
-                arithmetic.frozen(layers, runs, mean, last.clone(), r, fresh, floor[of], coefficient[of], factor[of], RULE)
+                now = floor[of], coefficient[of], factor[of]
+                arithmetic.frozen(layers, runs, None, mean, last.clone(), r, fresh, *now, RULE)
     inside = torch.cat([torch.arange(first, first + numel) for first, numel in flat.places])
     return [mean[inside], course[inside], fresh[inside], factor, *flat.weights]
 

@@ -24,6 +24,7 @@ from commpress.collectives.allreduce import Outcome
 from commpress.errors import InvalidArgument
 from commpress.kernels.adam import Segments
 from commpress.optim.frozen import FrozenVariance
+from commpress.optim.kept_mean import KeptMean
 from commpress.optim.optimizer import CompressedOptimizer, Round
 from commpress.schedules import AfterSteps, Freeze, WhenStable, pruned
 
@@ -88,14 +89,23 @@ class OneBitAdam(CompressedOptimizer):
         return Round.COMPRESSED if self.frozen and self.transport.size > 1 else Round.EXACT
 
     def prepare(self, group: dict[str, Any], segments: Segments, gain: float) -> None:
-        self.kernels.aim(segments, self.momentum, self.reciprocal, self.work, beta=group["betas"][0], gain=gain)
+        said = self.kept.runs(segments.before or segments, self.momentum)
+        self.kernels.aim(segments, self.momentum, self.reciprocal, self.work, beta=group["betas"][0], gain=gain, said=said)
 
     def apply(self, kind: Round, outcomes: Sequence[Outcome]) -> None:
         if kind is Round.EXACT:
             self.exact(self._works)
             return
+        self.keep(outcomes, self.work)
         self.land(outcomes, self._empty, [self._move(group) for group in self.param_groups])
         self.exchange_momentum()
+
+    def keep(self, outcomes: Sequence[Outcome], momentum: torch.Tensor) -> None:
+        """What the outcomes say is, or is about to be, in ``momentum``: unless dead elements are made zero there."""
+        if self.quantized.dead is None:
+            self.kept.keep(outcomes, momentum)
+        else:
+            self.kept.forget()
 
     def _move(self, group: dict[str, Any]) -> tuple[float, float]:
         lr, correction = float(group["lr"]), 1 - group["betas"][0] ** (self.steps_done + 1)
@@ -127,6 +137,7 @@ class OneBitAdam(CompressedOptimizer):
 
     def thaw_or_freeze(self) -> None:
         """What follows from ``frozen_at`` and the variance: reciprocals, codecs, dead elements."""
+        self.kept = KeptMean(self.kernels.runs)
         self.quantized.relay(self._flat)
         self.quantized.policy = self.codec
         self.quantized.silence(None)

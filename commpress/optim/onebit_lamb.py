@@ -96,18 +96,20 @@ class OneBitLamb(OneBitAdam):
             return
         start = perf_counter()
         messages, wires = self._arrived(outcomes)
+        before = [self.kept.runs(self._flat.placed(at), self.momentum) for _, at in self.groups()]
         self.take_mean()  # work now holds the momentum before
-        for group, at in self.groups():
+        for (group, at), said in zip(self.groups(), before, strict=True):
             of, layers = slice(at.start, at.stop), self._flat.placed(at)
             runs = self._runs(at, layers, messages, wires)
             if self.rates == "live":
                 self.layers.live(layers, runs, self.momentum, self.course, self._rule(group))
                 continue
             self.layers.frozen(
-                layers, runs, self.momentum, self.work, self.reciprocal, self.fresh, self.least[of], self.coefficient[of],
-                self.factor[of], self._rule(group),
+                layers, runs, said, self.momentum, self.work, self.reciprocal, self.fresh, self.least[of],
+                self.coefficient[of], self.factor[of], self._rule(group),
             )  # fmt: skip
         self.workspace.decoded(start)
+        self.keep(outcomes, self.momentum)
         for outcome in outcomes:
             outcome.landed()
 
@@ -127,7 +129,7 @@ class OneBitLamb(OneBitAdam):
     def _runs(self, at: range, layers: Segments, messages: tuple[Message, ...], wires: Sequence[torch.Tensor]) -> Any:
         """How the layers of a group lie in what came: the same until other messages come."""
         if at not in self._known or self._known[at][0] != messages:
-            self._known[at] = messages, self.layers.runs(layers, [message.pieces for message in messages])
+            self._known[at] = messages, self.kernels.runs(layers, [message.pieces for message in messages])
         runs = self._known[at][1]
         if runs is not None:
             runs.lie_in(wires)
