@@ -22,7 +22,7 @@ from commpress.integrations.zero.chunk_gradients import ChunkGradients
 from commpress.integrations.zero.chunk_step import ChunkStep, threads
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.options import trainable
-from commpress.integrations.zero.placement import AHEAD, Meter, choose, report
+from commpress.integrations.zero.placement import AHEAD, UNDER_WAY, Meter, choose, report
 from commpress.integrations.zero.quantised import bits_of
 from commpress.integrations.zero.shards import Cut, local
 from commpress.integrations.zero.state import MASTER, agreed, check_groups, like, probe, take_options
@@ -31,6 +31,7 @@ from commpress.integrations.zero.stored_state import StoredState
 from commpress.integrations.zero.streamed import owner_of
 from commpress.integrations.zero.unit import Unit
 from commpress.integrations.zero.wrapper import Wrapper, clip_factor, loss_of
+from commpress.tiered_mem.memory import padded
 from commpress.tiered_mem.pending import Pending
 from commpress.tiered_mem.sizes import parse_bytes
 from commpress.tiered_mem.store import TieredStore
@@ -106,6 +107,7 @@ class Offloaded(Wrapper):
         beside = self.streamed.room() if self.streamed is not None else 0
         choose(self.chunks, store, self._needed, beside=beside, device=device_budget, host=host_budget)
         self._pins, self.meter = host_budget is not None, Meter()
+        self._disk = any(map(self._passes, self.chunks))  # it is at work during a step
         with torch.no_grad():
             if self._meta in store:
                 self._resume()
@@ -204,8 +206,8 @@ class Offloaded(Wrapper):
     def _sweep(self, factor: torch.Tensor | None) -> None:
         leaving = list[Pending[None]]()
         written = {i for i, version in self._now().items() if version != self._versions.get(i)}
-        if self._stored is None:  # the disk need not wait until those that stay in memory are updated
-            for chunk in islice(filter(self._passes, self.chunks), AHEAD):
+        if self._stored is None:  # nothing is on its way out yet: all there is room for, while those that stay are updated
+            for chunk in islice(filter(self._passes, self.chunks), UNDER_WAY - 1):
                 self.store.prefetch(chunk.names())
         for k, chunk in enumerate(self.chunks):
             for later in self.chunks[k + (AHEAD if k else 1) : k + 1 + AHEAD]:
@@ -242,6 +244,8 @@ class Offloaded(Wrapper):
             held = stack.enter_context(self._coded.opened(chunk))
             if self.delayed or self.store.counters.misses > misses:  # leave the other cores to the model, or to the disk
                 stack.enter_context(threads(1))
+            elif self._disk:
+                stack.enter_context(threads(max(torch.get_num_threads() - 1, 1)))
             gradients = self._gradients.ready(chunk, factor)
             for run in chunk.runs:
                 if run.index in written:
@@ -276,8 +280,9 @@ class Offloaded(Wrapper):
             crossing.down, crossing.up = crossing.down + nbytes * down, crossing.up + nbytes * (not down)
 
     def _needed(self, chunk: Chunk) -> int:
-        moments = len(self._moments) * self._coded.nbytes(chunk.numel)
-        return 4 * chunk.numel * (1 + self._streams) + moments
+        """Bytes of memory."""
+        moments = len(self._moments) * padded(self._coded.nbytes(chunk.numel))
+        return padded(4 * chunk.numel) * (1 + self._streams) + moments
 
     def _now(self) -> dict[int, int]:
         return {r.index: local(r.parameter)._version for c in self.chunks for r in c.runs if not c.piece}

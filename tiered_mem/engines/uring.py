@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from commpress.errors import MissingPackage
+from commpress.tiered_mem.engines import turns
 from commpress.tiered_mem.engines.engine import Transfer
 
 SETUP, ENTER, REGISTER = 425, 426, 427  # the same on every architecture
@@ -29,6 +30,7 @@ SQE = struct.Struct("<BBHiQQIIQHHI16x")  # opcode, flags, priority, fd, offset, 
 CQE = struct.Struct("<QiI")  # user, result, flags
 LARGEST = 1 << 30  # bytes of one registered buffer, the kernel's limit
 REQUEST = 2 << 20  # bytes of transfers that go together, at most: of more, the cache loses what was hashed before it goes
+LOOK = 64  # transfers that are looked at before their turn
 BELL = 0  # the user of the read that waits for new transfers
 
 
@@ -43,7 +45,7 @@ class UringEngine:
         self._open_ring(1 << depth.bit_length())
         self._memory: tuple[int, int] | None = None  # address and length of what is registered
         self._waiting: deque[Iterator[Transfer]] = deque()
-        self._first: Transfer | None = None  # of those that wait, when it has been looked at
+        self._line: deque[Transfer] = deque()  # the first of those that wait, which have been looked at
         self._run: list[Transfer] = []  # the next request
         self._under_way: dict[int, list[Transfer]] = {}
         self._count = 0
@@ -78,6 +80,7 @@ class UringEngine:
     # ---------------------------------------------------------------- the thread
 
     def _serve(self) -> None:
+        turns.first()
         self._listen()
         ended: list[tuple[Transfer, BaseException | None]] = []
         while True:
@@ -89,7 +92,7 @@ class UringEngine:
             if self._closing and not self._next() and not self._under_way:
                 return
             if not (self._listening and self._next()):
-                self._call(ENTER, self._ring, 0, 1, GETEVENTS, None, 0)
+                self._call(ENTER, self._ring, 0, 0 if self._hash_ahead() else 1, GETEVENTS, None, 0)
             self._listening = False
             ended = self._completed()
 
@@ -98,24 +101,40 @@ class UringEngine:
         if not self._listening:
             _hash(self._next())
 
+    def _hash_ahead(self) -> bool:
+        """While the kernel reads: take the checksum of one more that will be written, for which the disk would wait otherwise.
+        Whether there was one. Not while it writes: the cache loses what is hashed long before it goes."""
+        if self._listening or any(run[0].write for run in self._under_way.values()):
+            return False
+        while len(self._line) < LOOK and (transfer := self._taken()):
+            self._line.append(transfer)
+        first = next((t for t in self._line if t.write and t.checksum is None), None)
+        if first is not None:
+            first.hash()
+        return first is not None
+
     def _next(self) -> list[Transfer]:
         """The next request, which waits until ``_fill`` takes it: neighbours, if the kernel is busy; otherwise one transfer,
         for the kernel to have all its places used soon."""
         if not self._run:
             room = REQUEST if len(self._under_way) >= max(self.depth - 1, 1) else 0
             while (transfer := self._look()) and (not self._run or _joins(self._run[-1], transfer, room)):
-                self._run.append(transfer)
-                self._first = None
+                self._run.append(self._line.popleft())
                 room -= len(transfer.view)
         return self._run
 
     def _look(self) -> Transfer | None:
         """The first of those that wait, which it goes on doing."""
-        while self._first is None and self._waiting:
-            if (first := next(self._waiting[0], None)) is None:
-                self._waiting.popleft()
-            self._first = first
-        return self._first
+        if not self._line and (transfer := self._taken()):
+            self._line.append(transfer)
+        return self._line[0] if self._line else None
+
+    def _taken(self) -> Transfer | None:
+        while self._waiting:
+            if transfer := next(self._waiting[0], None):
+                return transfer
+            self._waiting.popleft()
+        return None
 
     def _fill(self) -> list[tuple[Transfer, BaseException | None]]:
         """Have the kernel busy; what could not be begun."""
