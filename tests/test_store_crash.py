@@ -151,6 +151,47 @@ def test_a_disk_without_room():
         assert equal(read_all(store), {"x": content("x", 0, 50_000), "y": content("y", 0, 30_000)})
 
 
+def interrupted(disk, operation, call):
+    """As if killed before the next such operation: it does nothing, and the store is opened again."""
+    with open_simulated(disk) as store:
+        disk.fault = lambda i, what: "EIO" if what == operation else ""
+        with pytest.raises(CommpressError):
+            call(store)
+    disk.fault = lambda i, what: ""
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_what_a_killed_run_left_stays_as_the_next_one_found_it(snapshot):
+    """Killed between a rename, or the removal of a snapshot, and the sync of the folder. The next run finds the new state, and
+    uses the places of the old one: a power cut must not bring that back."""
+    disk = SimulatedDisk()
+    with open_simulated(disk) as store:
+        store.put("x", content("x", 0, 50_000))
+        store.commit()
+        if snapshot:
+            store.snapshot("old")
+            store.put("x", content("x", 1, 50_000))
+            store.commit()
+
+    def change(store):
+        if snapshot:
+            store.drop_snapshot("old")
+        else:
+            store.put("x", content("x", 1, 50_000))
+            store.commit()
+
+    interrupted(disk, "sync folder", change)
+    with open_simulated(disk) as store:
+        found, snapshots = read_all(store), store.snapshots()
+        assert equal(found, {"x": content("x", 1, 50_000)})
+        store.put("y", content("y", 0, 50_000))
+        store.flush().wait()
+    for seed in range(20):
+        with open_simulated(disk.after_cut(random.Random(seed))) as store:
+            assert equal(read_all(store), found)
+            assert store.snapshots() == snapshots == []
+
+
 NAMES = st.sampled_from([f"n{i}" for i in range(6)])
 NUMELS = st.sampled_from([0, 1, 100, 4000, 4096, 5000, 16_384, 40_001])
 

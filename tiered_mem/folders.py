@@ -87,12 +87,14 @@ class Folders:
         return bytes(store), int(part), int(count)
 
     def sweep(self) -> None:
-        """Remove what an interrupted run left behind."""
+        """Remove what an interrupted run left behind. What it renamed or removed is for good from here on: we build upon what
+        we find, in places that only what was there before still needs, and a power cut must not bring that back."""
         for folder in self.parts:
             for name in self.layer.names(folder.fd):
                 if name.endswith(TEMPORARY):
                     with contextlib.suppress(FileNotFoundError):
                         self.layer.unlink(folder.fd, name)
+            self.layer.sync_folder(folder.fd)
 
 
 class _Forked:
