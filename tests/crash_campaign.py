@@ -135,8 +135,9 @@ def open_simulated(disk: SimulatedDisk) -> TieredStore:
     return TieredStore.open(PATHS, host=128 << 10, engine="threads", depth=1, options=OPTIONS, layer=disk)
 
 
-def tell(disk: SimulatedDisk, ledger: Ledger) -> str:
-    """Run the story until it ends or fails; how it went. After a failure that is not a power cut, commit again."""
+def tell(disk: SimulatedDisk, ledger: Ledger, *, killed: bool = False) -> str:
+    """Run the story until it ends or fails; how it went. After a failure that is not a power cut, commit again, unless the
+    failure stands for a kill."""
     try:
         with open_simulated(disk) as store:
             try:
@@ -146,6 +147,8 @@ def tell(disk: SimulatedDisk, ledger: Ledger) -> str:
                 if disk.off:
                     return "power cut"
                 outcome = type(error).__name__
+                if killed:
+                    return outcome
                 ledger.begin()
                 try:
                     store.commit()
@@ -176,8 +179,24 @@ def check(disk: SimulatedDisk, ledger: Ledger) -> None:
                 assert equal(read_all(store), ledger.snapshots[name]), f"snapshot {name}"
 
 
+def go_on(disk: SimulatedDisk, ledger: Ledger, cuts: int) -> None:
+    """Killed, and started again: what that run found stays, although it uses places that are free and then the power fails."""
+    disk.fault = lambda n, operation: ""
+    with open_simulated(disk) as store:
+        found, snapshots = read_all(store), store.snapshots()
+        assert ledger.admits(found), f"found {sorted(found)}, acknowledged {sorted(ledger.acknowledged)}"
+        for i in range(8):
+            store.put(f"more {i}", content("more", i, 40_000))
+        store.flush().wait()
+    for seed in range(cuts):
+        with open_simulated(disk.after_cut(random.Random(seed))) as store:
+            assert equal(read_all(store), found), "a restart's state went away"
+            assert store.snapshots() == snapshots
+
+
 def enumerate_failures(stride: int = 1, offset: int = 0, cuts: int = 3) -> Counter[str]:
-    """Every ``stride``-th operation fails in every way; each time the disk is looked at as it is, and after power cuts."""
+    """Every ``stride``-th operation fails in every way; each time the disk is looked at as it is, and after power cuts; and is
+    the last of a killed run, after which another goes on until the power fails."""
     disk, outcomes = SimulatedDisk(), Counter[str]()
     assert tell(disk, Ledger()) == "no error"
     total = disk.operations
@@ -196,6 +215,15 @@ def enumerate_failures(stride: int = 1, offset: int = 0, cuts: int = 3) -> Count
                 raise AssertionError(f"{kind} at operation {n} of {total}: {error}") from error
             outcomes[f"{kind}: {how}"] += 1
             outcomes["looked at"] += cuts + (not disk.off)
+        disk, ledger = SimulatedDisk(), Ledger()
+        disk.fault = lambda i, operation, n=n: "EIO" if i == n else ""
+        try:
+            tell(disk, ledger, killed=True)
+            go_on(disk, ledger, cuts)
+        except (AssertionError, CommpressError) as error:
+            raise AssertionError(f"killed at operation {n} of {total} and started again: {error}") from error
+        outcomes["killed and started again"] += 1
+        outcomes["looked at"] += cuts
     return outcomes
 
 
