@@ -7,6 +7,7 @@ import pytest
 
 from commpress.cli import doctor, machine_findings, main, software_findings
 from commpress.cli.finding import Finding, looked_at
+from commpress.kernels import cpu_openmp
 
 
 def commpress(*arguments: object) -> int:
@@ -55,6 +56,37 @@ def test_mpi_missing_or_dumb(monkeypatch):
     assert "does not start an MPI" in finding.what
     monkeypatch.setattr(software_findings, "answer", lambda command: "Some MPI v1")
     assert software_findings.mpi()[0] == Finding("ok", "mpi4py 4.1 on Some MPI v1")
+
+
+def test_torch_that_lends_no_threads(monkeypatch):
+    monkeypatch.setattr(cpu_openmp, "library", lambda: None)
+    assert "threads of their own" in software_findings.kernel_threads().what
+    monkeypatch.setattr(cpu_openmp, "library", object)
+    assert software_findings.kernel_threads() == Finding("ok", "the CPU kernels run on the threads of torch")
+
+
+@pytest.mark.parametrize(
+    ("nice", "short", "state", "said"),
+    [
+        (-10, True, "ok", "short turns, priority raised by 10"),
+        (0, True, "note", "gets short turns only"),
+        (-10, False, "note", "gets priority raised by 10 only"),
+        (0, False, "note", "waits for its turn"),
+    ],
+)
+def test_what_precedence_the_kernel_gives(monkeypatch, nice, short, state, said):
+    monkeypatch.setattr(doctor.os, "getpriority", lambda which, who: 0)
+    monkeypatch.setattr(doctor.turns, "first", lambda: True)
+    monkeypatch.setattr(doctor.turns, "taken", lambda: (nice, short))
+    finding = doctor.precedence()
+    assert finding.state == state
+    assert said in finding.what
+
+
+def test_asking_for_precedence_changes_no_other_thread():
+    before = doctor.turns.taken()
+    doctor.precedence()
+    assert doctor.turns.taken() == before
 
 
 def test_gloo_gets_an_interface_that_is_not_there(monkeypatch):

@@ -15,6 +15,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from commpress.cli import machine_findings, outputs, software_findings, table
 from commpress.cli.finding import Finding, looked_at
 from commpress.errors import CommpressError, InvalidArgument
 from commpress.tiered_mem import engines
+from commpress.tiered_mem.engines import turns
 from commpress.tiered_mem.layer import FileLayer
 from commpress.tiered_mem.sizes import show_bytes
 
@@ -67,6 +69,7 @@ def disks(options: argparse.Namespace) -> list[Finding]:
                     direct(layer, folder),
                     alignment(folder, layer),
                     *engine_findings(layer),
+                    precedence(),
                     room(layer, folder),
                 ]
             finally:
@@ -124,6 +127,25 @@ def engine_findings(layer: FileLayer) -> list[Finding]:
             Finding("note", f"engine {name} is missing", missing) if missing else Finding("ok", f"engine {name}")
         )
     return found
+
+
+def precedence() -> Finding:
+    """As a store's own thread gets it: from the kernel, on a thread that ends afterwards."""
+
+    def ask() -> tuple[int, bool]:
+        before = os.getpriority(os.PRIO_PROCESS, 0)
+        turns.first()
+        nice, short = turns.taken()
+        return before - nice, short
+
+    with ThreadPoolExecutor(1) as thread:
+        raised, short = thread.submit(ask).result()
+    had = [what for what, there in (("short turns", short), (f"priority raised by {raised}", raised > 0)) if there]
+    if len(had) == 2:
+        return Finding("ok", f"the thread of io_uring goes before those that compute: {', '.join(had)}")
+    what = f"the thread of io_uring gets {had[0]} only" if had else "the thread of io_uring waits for its turn as all others do"
+    cure = "while others compute reads may start 3 ms late: Linux 6.12 gives short turns, CAP_SYS_NICE or ulimit -e 30 priority"
+    return Finding("note", what, cure)
 
 
 def room(layer: FileLayer, folder: int) -> Finding:

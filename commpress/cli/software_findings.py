@@ -50,7 +50,16 @@ def kernels() -> list[Finding]:
     except Exception as error:
         cure = "pip install --upgrade numba; a folder for its cache must be writable (NUMBA_CACHE_DIR)"
         return [Finding("bad", f"the CPU kernels do not work: {type(error).__name__}: {str(error)[:200]}", cure)]
-    return [Finding("ok", "the CPU kernels compile, and their bytes equal the reference")]
+    return [Finding("ok", "the CPU kernels compile, and their bytes equal the reference"), kernel_threads()]
+
+
+def kernel_threads() -> Finding:
+    from commpress.kernels import cpu_openmp
+
+    if cpu_openmp.library() is not None:
+        return Finding("ok", "the CPU kernels run on the threads of torch")
+    what = "this torch lets nobody use its threads: the CPU kernels run on threads of their own"
+    return Finding("note", what, "no cure; right after an operation of torch they share its cores with threads that spin")
 
 
 def backends() -> list[Finding]:
