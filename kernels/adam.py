@@ -5,7 +5,8 @@ float32 buffers (m momentum, r reciprocal of √v + ε, p = m·r, u accumulated 
 copied together.
 
 Note: what a synchronisation of 0/1 Adam leaves as momentum is d, of which momentum is share·d/r. Whoever reads it next reads r
-as well, so with a ``share`` m is such a d, and nobody has to write what it stands for.
+as well, so with a ``share`` m is such a d, and nobody has to write what it stands for. ``said`` are ``runs`` of messages that
+say d.
 """
 
 from collections.abc import Sequence
@@ -97,10 +98,10 @@ def descend(segments: Segments, p: torch.Tensor, a: torch.Tensor, *, step: float
 
 def land(
     rows: torch.Tensor, pieces: Pieces, segments: Segments, p: torch.Tensor, a: torch.Tensor, *, steps: np.ndarray,
-    keeps: np.ndarray,
+    keeps: np.ndarray, stored: bool = True,
 ) -> None:  # fmt: skip
     """p := what the rows of a message say, and ``descend`` with it. The segments are the pieces in their order, with a step
-    and a keep for each."""
+    and a keep for each. Signs need not be ``stored``: p may be left as it is there."""
     arithmetic(p.device).decode(rows, p, pieces)
     for (x, _, p_, a_), step, keep in zip(segments.runs(p, a), steps.tolist(), keeps.tolist(), strict=True):
         torch.mul(x if a_ is None else a_, keep, out=x).sub_(p_, alpha=step)
@@ -112,7 +113,7 @@ def _momentum(m: torch.Tensor, r: torch.Tensor, share: float | None) -> torch.Te
 
 def accumulate(
     segments: Segments, m: torch.Tensor, u: torch.Tensor, r: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float,
-    lr: float, keep: float, share: float | None = None,
+    lr: float, keep: float, share: float | None = None, said: Any = None,
 ) -> None:  # fmt: skip
     """out := (keep·u + lr·(β·m + (1 − β)·gain·g))·r, where an empty u is zero and an empty r one."""
     for _, g, m_, u_, r_, out_ in segments.runs(m, u, r, out):
@@ -128,7 +129,7 @@ def accumulate(
 
 def wander(
     segments: Segments, m: torch.Tensor, u: torch.Tensor, a: torch.Tensor, r: torch.Tensor, *, beta: float, gain: float,
-    lr: float, keep: float, kept: float, begins: bool, share: float | None = None,
+    lr: float, keep: float, kept: float, begins: bool, share: float | None = None, said: Any = None,
 ) -> bool:  # fmt: skip
     """A local step: m := β·m + (1 − β)·gain·g, u := keep·u + lr·m, x := kept·a − u·r.
 

@@ -2,8 +2,9 @@
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
 having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``put``): ``blend`` then moves 12, ``aim`` 16, or 12 if messages say p, ``descend`` 12, ``accumulate`` 20,
-``wander`` 32, ``square_sum`` 4, and ``land`` 8 more than decoding.
+elements do (``put``): ``blend`` then moves 12, ``aim`` 16, or 12 if messages say p, ``descend`` 12, ``accumulate`` 20, or 12
+if messages say m and there is no u, ``wander`` 32, or 28 if messages say m, ``square_sum`` 4, and ``land`` 8 more than
+decoding, or 4 if p is not stored.
 
 Numba walks a table of addresses, because gradients live wherever autograd put them. Every function is that of ``adam``
 with the same name; results do not depend on the number of threads.
@@ -19,7 +20,7 @@ import torch
 from commpress.kernels import cpu
 from commpress.kernels.adam import Segments
 from commpress.kernels.cpu_arrays import bare, begins_line, floats
-from commpress.kernels.cpu_land import BLOCKS, block_in, land_signs
+from commpress.kernels.cpu_land import BLOCKS, Runs, block_in, land_signs
 from commpress.kernels.cpu_land import runs as runs
 from commpress.kernels.cpu_lanes import (
     WIDE,
@@ -175,6 +176,53 @@ def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, lazy, begins, past, 
 
 
 @bare
+def _accumulate_from(lines, gradients, m, r, out, beta, alpha, lr, lazy, past, start, stop):
+    """Without u, and with m as the messages in ``lines`` say it; where there is no gradient, r times zero stands for it."""
+    done = 0
+    for q in range(lines.shape[0]):
+        none = gradients[q] == 0
+        share = np.float32(0) if none else alpha
+        for b in range(max(start - done, 0), min(stop - done, lines[q, BLOCKS])):
+            skip, n, said, wire, codes, scale = block_in(lines[q], b)
+            first, scale = lines[q, SOURCE] + skip, lazy * scale
+            g = floats(r.ctypes.data + 4 * first if none else gradients[q] + 4 * skip, n)
+            stream = past and begins_line(out, first)
+            for i in range(0, n, WIDE):
+                at, left = first + i, n - i
+                d, r_ = signed(bits(wire, codes + i // 8, left), scale) if said else lazy * load(m, at, left), load(r, at, left)
+                put(lr * (beta * (d / r_) + share * load(g, i, left)) * r_, out, at, left, stream)
+        done += lines[q, BLOCKS]
+
+
+@bare
+def _wander_from(lines, places, gradients, m, u, a, r, beta, alpha, lr, kept, lazy, past, start, stop):
+    """The first step of a window, with m as the messages in ``lines`` say it; an address of x for every line."""
+    done, bad = 0, 0
+    for q in range(lines.shape[0]):
+        none = gradients[q] == 0
+        share = np.float32(0) if none else alpha
+        for b in range(max(start - done, 0), min(stop - done, lines[q, BLOCKS])):
+            skip, n, said, wire, codes, scale = block_in(lines[q], b)
+            first, scale, x = lines[q, SOURCE] + skip, lazy * scale, floats(places[q] + 4 * skip, n)
+            g = floats(r.ctypes.data + 4 * first if none else gradients[q] + 4 * skip, n)
+            beyond = past and begins_line(u, first) and begins_line(a, first)
+            stream = beyond and said and begins_line(m, first)
+            for i in range(0, n, WIDE):
+                at, left = first + i, n - i
+                d, r_ = signed(bits(wire, codes + i // 8, left), scale) if said else lazy * load(m, at, left), load(r, at, left)
+                new, before, anchor = load(g, i, left), d / r_, load(x, i, left)
+                bad += not all_finite(new)
+                momentum = where_finite(new, beta * before + share * new, before)
+                moved = lr * momentum
+                put(momentum, m, at, left, stream)
+                put(anchor, a, at, left, beyond)
+                put(moved, u, at, left, beyond)
+                put(kept * anchor - moved * r_, x, i, left, False)
+        done += lines[q, BLOCKS]
+    return bad
+
+
+@bare
 def _square_sums(table, totals, start, stop):
     for s in range(start, stop):
         squares = no_sums()
@@ -187,6 +235,17 @@ def _square_sums(table, totals, start, stop):
 
 def _run(kernel: Callable[..., Any], segments: Segments, *args: Any) -> None:
     split(kernel, segments.numel, segments.numel, segments.table, *args)
+
+
+def _said_at(segments: Segments, said: Runs) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses of x and of g, or 0, for each line of what messages say."""
+    layers = segments.table[said.owners]
+    skip = 4 * (said.lines[:, SOURCE] - layers[:, 2])
+    return layers[:, 0] + skip, np.where(layers[:, 1] == 0, 0, layers[:, 1] + skip)
+
+
+def _run_said(kernel: Callable[..., Any], segments: Segments, said: Runs, *args: Any) -> list[Any]:
+    return split(kernel, int(said.lines[:, BLOCKS].sum()), segments.numel, said.lines, *args, segments.numel >= PAST)
 
 
 def _array(buffer: torch.Tensor) -> np.ndarray | None:
@@ -207,10 +266,8 @@ def aim(segments, p, r, out, *, beta, gain, said=None):
     if said is None:
         _run(_aim, segments, *buffers, *scalars, segments.numel >= PAST)
         return
-    layers, lines = segments.table[said.owners], said.lines
-    gradients = np.where(layers[:, 1] == 0, 0, layers[:, 1] + 4 * (lines[:, SOURCE] - layers[:, 2]))
-    numel, blocks = segments.numel, int(lines[:, BLOCKS].sum())
-    split(_aim_from, blocks, numel, lines, gradients, *buffers, *scalars, numel >= PAST)
+    _, gradients = _said_at(segments, said)
+    _run_said(_aim_from, segments, said, gradients, *buffers, *scalars)
 
 
 def descend(segments, p, a, *, step, keep):
@@ -218,11 +275,11 @@ def descend(segments, p, a, *, step, keep):
         _run(_descend, segments, p.numpy(), _array(a), np.float32(step), np.float32(keep), segments.numel >= PAST)
 
 
-def land(rows, pieces, segments, p, a, *, steps, keeps):
+def land(rows, pieces, segments, p, a, *, steps, keeps, stored=True):
     signs = pieces.table[:, KIND] <= SIGN_RMS
     past, lines, anchor = pieces.numel >= PAST, segments.table, _array(a)
     if signs.any():
-        land_signs(rows, pieces.table[signs], lines[signs], p, anchor, steps[signs], keeps[signs], past)
+        land_signs(rows, pieces.table[signs], lines[signs], p if stored else None, anchor, steps[signs], keeps[signs], past)
     if signs.all():
         return
     others = replace(pieces, table=pieces.table[~signs], numel=int(pieces.table[~signs, NUMEL].sum()))
@@ -233,14 +290,23 @@ def land(rows, pieces, segments, p, a, *, steps, keeps):
         split(_descend, numel, numel, alike, p.numpy(), anchor, np.float32(step), np.float32(keep), past)
 
 
-def accumulate(segments, m, u, r, out, *, beta, gain, lr, keep, share=None):
+def accumulate(segments, m, u, r, out, *, beta, gain, lr, keep, share=None, said=None):
+    if said is not None and not u.numel():
+        buffers, scalars = (b.numpy() for b in (m, r, out)), map(np.float32, (beta, (1 - beta) * gain, lr, share))
+        _, gradients = _said_at(segments, said)
+        _run_said(_accumulate_from, segments, said, gradients, *buffers, *scalars)
+        return
     buffers, scalars = map(_array, (m, u, r, out)), map(np.float32, (beta, (1 - beta) * gain, lr, keep))
     if m.numel():
         _run(_accumulate, segments, *buffers, *scalars, _share(share), segments.numel >= PAST)
 
 
-def wander(segments, m, u, a, r, *, beta, gain, lr, keep, kept, begins, share=None):
-    buffers, scalars = (b.numpy() for b in (m, u, a, r)), map(np.float32, (beta, (1 - beta) * gain, lr, keep, kept))
+def wander(segments, m, u, a, r, *, beta, gain, lr, keep, kept, begins, share=None, said=None):
+    buffers = [b.numpy() for b in (m, u, a, r)]
+    if said is not None and begins:
+        scalars = map(np.float32, (beta, (1 - beta) * gain, lr, kept, share))
+        return not any(_run_said(_wander_from, segments, said, *_said_at(segments, said), *buffers, *scalars))
+    scalars = map(np.float32, (beta, (1 - beta) * gain, lr, keep, kept))
     how = _share(share), begins, segments.numel >= PAST
     return not any(split(_wander, segments.numel, segments.numel, segments.table, *buffers, *scalars, *how))
 

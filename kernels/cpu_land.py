@@ -49,18 +49,22 @@ def block_in(line, b):
 
 @bare
 def _land(wire, stride, blocks, table, places, out, a, steps, keeps, past, start, stop):
-    """Blocks ``start`` to ``stop``, numbered piece by piece, row by row; ``places`` has a line for each piece, x first."""
+    """Blocks ``start`` to ``stop``, numbered piece by piece, row by row; ``places`` has a line for each piece, x first. Without
+    ``out`` the mean is not stored."""
     done = 0
     for p in range(table.shape[0]):
         line, step, keep, x = table[p], steps[p], keeps[p], floats(places[p, 0], table[p, NUMEL])
         for b in range(max(start - done, 0), min(stop - done, blocks[p])):
             first, n, scale_at, codes = block_of(line, stride, b)
             scale, at = number(wire, scale_at), line[SOURCE] + first
-            beyond, stream = past and begins_line(out, at), past and begins_line(x, first)
+            beyond, stream = False, past and begins_line(x, first)
+            if out is not None:
+                beyond = past and begins_line(out, at)
             for i in range(0, n, WIDE):
                 left = n - i
                 mean = signed(bits(wire, codes + i // 8, left), scale)
-                put(mean, out, at + i, left, beyond)
+                if out is not None:
+                    put(mean, out, at + i, left, beyond)
                 if a is None:
                     put(keep * load(x, first + i, left) - step * mean, x, first + i, left, False)
                 else:
@@ -69,14 +73,15 @@ def _land(wire, stride, blocks, table, places, out, a, steps, keeps, past, start
 
 
 def land_signs(
-    wire: torch.Tensor, table: np.ndarray, places: np.ndarray, out: torch.Tensor, a: np.ndarray | None, steps: np.ndarray,
-    keeps: np.ndarray, past: bool,
+    wire: torch.Tensor, table: np.ndarray, places: np.ndarray, out: torch.Tensor | None, a: np.ndarray | None,
+    steps: np.ndarray, keeps: np.ndarray, past: bool,
 ) -> None:  # fmt: skip
-    """``out`` := the signs of the pieces in ``table``; x := keep·(a or x) − step·out."""
+    """``out``, if there is one, := the signs of the pieces in ``table``; x := keep·(a or x) − step·signs."""
     rows, width = wire.shape
     flat = wire.as_strided(((rows - 1) * wire.stride(0) + width,), (1,)).numpy()
     blocks, numel = blocks_of(table, rows), int(table[:, NUMEL].sum())
-    split(_land, int(blocks.sum()), numel, flat, wire.stride(0), blocks, table, places, out.numpy(), a, steps, keeps, past)
+    into = None if out is None else out.numpy()
+    split(_land, int(blocks.sum()), numel, flat, wire.stride(0), blocks, table, places, into, a, steps, keeps, past)
 
 
 @dataclass(frozen=True)

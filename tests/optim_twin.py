@@ -64,6 +64,8 @@ class Replicas:
 
     def agree(self) -> bool:
         first = self.optimizers[0]
+        for o in self.optimizers:
+            o.settle()
         return all(
             all(torch.equal(a, b) for a, b in zip(self.parameters[0], parameters, strict=True))
             and torch.equal(first.momentum, o.momentum)

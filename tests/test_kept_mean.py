@@ -1,30 +1,63 @@
 """The mean read from the messages that brought it: the same bits as from momentum, and only as long as nobody changes that."""
 
+import numpy as np
 import pytest
 import torch
 
 from commpress.codecs.policy import policy_of
 from commpress.collectives.buckets import Span, messages
+from commpress.errors import InvalidArgument
 from commpress.kernels import adam, cpu, cpu_adam, cpu_threads
-from commpress.optim import OneBitAdam, OneBitLamb
+from commpress.kernels.pieces import KIND, NUMEL, SOURCE
+from commpress.kernels.reference import SIGN_RMS
+from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from commpress.optim.flat import Flat
 from commpress.optim.kept_mean import KeptMean
 from optim_twin import SHAPES, Replicas, noise, start
 from test_land import CODECS
 from test_land import SHAPES as MANY
+from test_zero_one_adam import Fixed
 
 OPTIMIZERS = {
     "adam": (OneBitAdam, {}), "live": (OneBitLamb, {}), "frozen": (OneBitLamb, {"rates": "frozen"}),
 }  # fmt: skip
 
 
+def aim(part, p, r, changed, said):
+    cpu_adam.aim(part, p, r, changed[0], beta=0.9, gain=0.5, said=said)
+
+
+def accumulate(part, p, r, changed, said):
+    cpu_adam.accumulate(part, p, p[:0], r, changed[0], beta=0.9, gain=0.5, lr=0.1, keep=0.99, share=7.0, said=said)
+
+
+def wander(part, p, r, changed, said):
+    m, u, a = changed
+    assert cpu_adam.wander(
+        part, m, u, a, r, beta=0.9, gain=0.5, lr=0.1, keep=0.99, kept=0.98, begins=True, share=7.0, said=said
+    )  # fmt: skip
+
+
+def land(flat, p, plan, wires, *, stored):
+    before = [w.clone() for w in flat.weights]
+    for message, rows in zip(plan, wires, strict=True):
+        segments, owners = flat.landing(message)
+        moves = np.full((2, len(owners)), 0.5, np.float32)
+        cpu_adam.land(rows, message.pieces, segments, p, p[:0], steps=moves[0], keeps=moves[1], stored=stored)
+    after = [w.clone() for w in flat.weights]
+    for w, b in zip(flat.weights, before, strict=True):
+        w.copy_(b)
+    return after
+
+
+@pytest.mark.parametrize("passes", [aim, accumulate, wander])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("size", [1, 3])
-def test_aim_reads_the_messages_as_it_reads_momentum(compiled, monkeypatch, codec, size):
+def test_passes_read_the_messages_as_they_read_momentum(compiled, monkeypatch, codec, size, passes):
     flat = Flat([torch.nn.Parameter(p) for p in start(MANY)], [str(i) for i in range(len(MANY))])
-    p, r, out, wanted = (flat.new() for _ in range(4))
+    p, r, *changed = (flat.new() for _ in range(5))
     p.copy_(torch.randn(flat.numel))
-    r.copy_(torch.rand(flat.numel))
+    r.copy_(torch.rand(flat.numel) + 0.1)
     for parameter, g in zip(flat.parameters, start(MANY, 9), strict=True):
         parameter.grad = g
     flat.parameters[3].grad = None
@@ -34,25 +67,38 @@ def test_aim_reads_the_messages_as_it_reads_momentum(compiled, monkeypatch, code
     for message, rows in zip(plan, wires, strict=True):
         cpu.encode(p, rows, torch.zeros(1, dtype=torch.uint8), message.pieces, key=5)
         cpu.decode(rows, p, message.pieces)
+    only = torch.full_like(p, 1e30)  # where signs were not stored
+    plain = only.clone()
+    assert all(map(torch.equal, land(flat, only, plan, wires, stored=False), land(flat, plain, plan, wires, stored=True)))
+    left = torch.ones_like(p, dtype=torch.bool)
+    for line in np.concatenate([message.pieces.table for message in plan]):
+        left[line[SOURCE] : line[SOURCE] + line[NUMEL]] = bool(line[KIND] <= SIGN_RMS)
+    assert torch.equal(only, torch.where(left, 1e30, p))
     parts = [flat.segments(range(3)), flat.segments((5, 3, 2)), flat.segments((7,))]
-    for part in parts:
-        cpu_adam.aim(part, p, r, wanted, beta=0.9, gain=0.5)
+    weights = [w.clone() for w in flat.weights]
+
+    def result(source, said):
+        for w, before in zip(flat.weights, weights, strict=True):
+            w.copy_(before)
+        changed[0].copy_(source)
+        for part in parts:
+            runs = cpu_adam.runs(part.before, [message.pieces for message in plan]) if said else None
+            if runs is not None:
+                runs.lie_in(wires)
+            passes(part, source, r, changed, runs)
+        return [b.clone() for part in parts for x, _, *rest in part.runs(*changed) for b in (x, *rest)]
+
+    wanted = result(p, said=False)
     monkeypatch.setattr(cpu_threads, "_PARALLEL_NUMEL", 500)
     for threads in (1, 3):
         monkeypatch.setattr(cpu_adam, "PAST", 0 if threads > 1 else 1 << 60)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            out.fill_(7.0)
-            for part in parts:
-                said = cpu_adam.runs(part.before, [message.pieces for message in plan])
-                said.lie_in(wires)
-                cpu_adam.aim(part, p, r, out, beta=0.9, gain=0.5, said=said)
+            mine = result(only, said=True)
         finally:
             torch.set_num_threads(before)
-        for part in parts:
-            for _, _, mine, theirs in part.runs(out, wanted):
-                assert torch.equal(mine, theirs)
+        assert all(map(torch.equal, mine, wanted))
     assert adam.runs(parts[0].before, [message.pieces for message in plan]) is None
 
 
@@ -135,3 +181,86 @@ def test_a_skipped_step_keeps_what_was_said(monkeypatch):
     mine = steps()
     unkept(monkeypatch)
     assert same(mine, steps())
+
+
+# ---------------------------------------------------------------- 0/1 Adam, which does not even store the signs
+
+
+def wanderers(**options):
+    options = {"lr": 1e-2, "min_numel": 100, "weight_decay": 0.1, "sync": Fixed(3), "variance_updates": 2} | options
+    return Replicas(lambda p, t: ZeroOneAdam(p, transport=t, **options), 3)
+
+
+def walk(group, steps=range(20)):
+    """Gradients that are missing, infinite on one rank in a local step, and in a synchronisation of everybody."""
+    for step in steps:
+        gradients = noise(3, step)
+        gradients[1][2] = None
+        if step in (13, 17):
+            gradients[0][0][3, 3] = torch.inf
+        group.step(gradients)
+    agreed = group.agree()  # writes momentum out
+    return agreed, [
+        t.detach().clone() for o in group.optimizers for t in (*o.flat.parameters, o.momentum, o.accumulated, o.anchor)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"sync": "every"}, {"sync": Fixed(2)}, {"spiky_codec": None}, {"codec": "int8"}, {"max_grad_norm": 0.5},
+        {"bias_correction": False},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_windows_that_read_the_messages_are_windows_that_read_momentum(options, monkeypatch):
+    group = wanderers(**options)
+    _, mine = walk(group)
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptMean, "keep", lambda self, outcomes, momentum, written: self.forget())
+        _, theirs = walk(wanderers(**options))
+    assert same(mine, theirs)
+    assert group.optimizers[0].counters.compressed_rounds > 3
+
+
+@pytest.mark.parametrize("sync", ["every", Fixed(3)])
+def test_signs_are_written_out_for_who_asks(sync):
+    """In between they are not: what is in the buffer does not count."""
+    group, other = wanderers(sync=sync), wanderers(sync=sync)
+    seen = 0
+    for step in range(20):
+        gradients = noise(3, step)
+        group.step(gradients)
+        other.step(gradients)
+        for o in group.optimizers:
+            if o.kept.unwritten:
+                seen += 1
+                said = o.kept.runs(o.flat.placed(range(len(SHAPES))), o.momentum)
+                layer = int(said.owners[said.lines[:, 10] != 0][0])  # one whose address in a wire is known
+                o._momenta[layer].numpy().fill(1e30)
+        for o in other.optimizers:
+            o.state_dict()
+        assert same(*([*g.parameters[0]] for g in (group, other)))
+    assert seen > 5
+    for mine, theirs in zip(group.optimizers, other.optimizers, strict=True):
+        state, written = mine.state_dict(), theirs.state_dict()
+        for i in state["state"]:
+            assert same(*(list(s["state"][i].values()) for s in (state, written)))
+
+
+def test_who_writes_into_momentum_that_is_not_written_is_told():
+    group = wanderers(sync="every")
+    for step in range(12):
+        group.step(noise(3, step))
+    first = group.optimizers[0]
+    assert first.kept.unwritten
+    first.state[first.flat.parameters[0]]["exp_avg"].mul_(0.5)
+    with pytest.raises(InvalidArgument, match=r"exp_avg was written to .* call state_dict\(\) first"):
+        group.step(noise(3, 12))
+    group = wanderers(sync="every")
+    for step in range(12):
+        group.step(noise(3, step))
+        for o in group.optimizers:
+            o.state_dict()
+            o.state[o.flat.parameters[0]]["exp_avg"].mul_(0.5)
+    assert group.agree()

@@ -1,8 +1,8 @@
 """The last mean as it came: 32 times shorter than momentum, and the same numbers.
 
 Note: why. After a compressed round ``momentum`` is what the messages say. Who needs it next would read 4 bytes an element, and
-decodes an eighth of one instead. ``momentum`` itself is written all the same: it is the state that people see, and tensors that
-do not travel as signs are nowhere else.
+decodes an eighth of one instead. Tensors that do not travel as signs are in momentum only. Signs may be there as well, for
+people to see, or not: to store them takes as long as all the rest of a synchronisation.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,8 @@ import torch
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Message
 from commpress.collectives.frame import HEADER
+from commpress.errors import InvalidArgument
+from commpress.kernels import arithmetic
 from commpress.kernels.adam import Segments
 from commpress.kernels.pieces import Pieces
 
@@ -30,11 +32,16 @@ class KeptMean:
         self._messages: tuple[Message, ...] = ()
         self._wires: list[torch.Tensor] = []
         self._momentum: torch.Tensor | None = None
-        self._version = 0
+        self._version, self.unwritten = 0, False  # whether signs are here and not in momentum
         self._known: WeakKeyDictionary[Segments, Any] = WeakKeyDictionary()
 
-    def keep(self, outcomes: Sequence[Outcome], momentum: torch.Tensor) -> None:
-        """``momentum`` holds what the outcomes say, or will before anybody reads it; their rows have not been given back."""
+    def over(self) -> None:
+        """Momentum is something else from now on."""
+        self._momentum, self.unwritten = None, False
+
+    def keep(self, outcomes: Sequence[Outcome], momentum: torch.Tensor, *, written: bool = True) -> None:
+        """``momentum`` holds what the outcomes say, or will before anybody reads it, unless signs are not to be ``written``
+        there; their rows have not been given back."""
         if momentum.device.type != "cpu":
             return
         messages = tuple(outcome.message for outcome in outcomes)
@@ -44,13 +51,25 @@ class KeptMean:
             self._messages, self._wires = messages, [torch.empty(rows.shape, dtype=rows.dtype) for rows in came]
         for kept, rows in zip(self._wires, came, strict=True):
             kept.copy_(rows)
-        self._momentum, self._version = momentum, momentum._version
+        self._momentum, self._version, self.unwritten = momentum, momentum._version, not written and bool(came)
 
     def runs(self, layers: Segments, momentum: torch.Tensor) -> Any:
         """Where the messages say the momentum of ``layers``; None if they do not."""
         if momentum is not self._momentum or momentum._version != self._version:
+            if self.unwritten:
+                raise InvalidArgument(
+                    "exp_avg was written to while messages hold what it is to be: call state_dict() first, which writes it out"
+                )
             return None
         if layers not in self._known:
             runs = self._known[layers] = self._runs(layers, [message.pieces for message in self._messages])
             runs.lie_in(self._wires)
         return self._known[layers]
+
+    def write(self) -> None:
+        """Into momentum what was not written there."""
+        if self.unwritten:
+            assert self._momentum is not None
+            for message, rows in zip(self._messages, self._wires, strict=True):
+                arithmetic(rows.device).decode(rows, self._momentum, message.pieces)
+            self.unwritten = False

@@ -199,8 +199,11 @@ class CompressedOptimizer(SteppingOptimizer):
             undecoded=self.lands and kind is Round.COMPRESSED,
         )  # fmt: skip
 
-    def land(self, outcomes: Sequence[Outcome], anchor: torch.Tensor, moves: Sequence[tuple[float, float]]) -> None:
-        """``work`` := the mean; x := keep·anchor − step·mean with (step, keep) of each group, where an empty anchor is x."""
+    def land(
+        self, outcomes: Sequence[Outcome], anchor: torch.Tensor, moves: Sequence[tuple[float, float]], *, stored: bool = True
+    ) -> None:
+        """``work`` := the mean, or if it need not be ``stored`` what is not signs; x := keep·anchor − step·mean with
+        (step, keep) of each group, where an empty anchor is x."""
         by_group = np.array(moves, np.float32)
         groups = np.repeat(np.arange(len(moves)), [len(at) for _, at in self.groups()])
         fused = bool(outcomes) and self.quantized.dead is None
@@ -210,7 +213,7 @@ class CompressedOptimizer(SteppingOptimizer):
             if fused:
                 segments, owners = self._flat.landing(outcome.message)
                 steps, keeps = by_group[groups[owners]].T
-                self.kernels.land(rows, pieces, segments, self.work, anchor, steps=steps, keeps=keeps)
+                self.kernels.land(rows, pieces, segments, self.work, anchor, steps=steps, keeps=keeps, stored=stored)
             else:
                 arithmetic(self.work.device).decode(rows, self.work, pieces)
             outcome.workspace.decoded(start)

@@ -19,7 +19,8 @@ synchronisation all ranks hold the same bits, and a checkpoint of (a, u, m) cont
 out of u, which becomes m.
 
 Note: momentum may be lazy. After a synchronisation ``momentum`` and ``exp_avg`` hold d, and ``shares`` 1/Γ of each group; the
-next step forms m = d/(r·Γ) where it reads it, which saves a pass. ``settle`` makes it plain; saving and exact steps do.
+next step forms m = d/(r·Γ) where it reads it, which saves a pass. Nor are signs of d stored: they are read again from the
+messages that brought them (``kept_mean``). ``settle`` makes it plain; saving and exact steps do.
 """
 
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from commpress.collectives.buckets import one_message
 from commpress.errors import StateMismatch
 from commpress.kernels.adam import Segments
 from commpress.optim.frozen import FrozenVariance
+from commpress.optim.kept_mean import KeptMean
 from commpress.optim.onebit_adam import check_defaults
 from commpress.optim.optimizer import CompressedOptimizer, Round
 from commpress.optim.windows import Spans, Windows, keep, rate_of
@@ -103,7 +105,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self.kernels.accumulate(
             segments, self.momentum, self.accumulated if self.held else self._empty, self.reciprocal, self.work,
             beta=group["betas"][0], gain=gain, lr=rate_of(group, self.steps_done), keep=keep(group),
-            share=self._share(group),
+            share=self._share(group), said=self._said(segments),
         )  # fmt: skip
 
     def apply(self, kind: Round, outcomes: Sequence[Outcome]) -> None:
@@ -113,7 +115,12 @@ class ZeroOneAdam(CompressedOptimizer):
             self._gather(outcomes, self.windows.after(self.steps_done, self.param_groups))
 
     def _gather(self, outcomes: Sequence[Outcome], window: list[tuple[float, float]]) -> None:
-        self.land(outcomes, self.anchor if self.held else self._empty, [(1.0, kept) for _, kept in window])
+        if self.quantized.dead is None:
+            self.kept.keep(outcomes, self.work, written=False)
+        else:
+            self.kept.forget()
+        moves = [(1.0, kept) for _, kept in window]
+        self.land(outcomes, self.anchor if self.held else self._empty, moves, stored=not self.kept.unwritten)
         self.exchange_momentum()
         self.shares = [1 / rate if rate > 0 else 0.0 for rate, _ in window]
         self.windows.held = 0
@@ -123,7 +130,12 @@ class ZeroOneAdam(CompressedOptimizer):
             return None
         return next(share for mine, share in zip(self.param_groups, self.shares, strict=True) if mine is group)
 
+    def _said(self, segments: Segments) -> Any:
+        """Where messages say what momentum is made of."""
+        return None if self.shares is None else self.kept.runs(segments.before or segments, self.momentum)
+
     def settle(self) -> None:
+        self.kept.write()
         if self.shares is not None:
             for (_, at), share in zip(self.groups(), self.shares, strict=True):
                 for i in at:
@@ -143,13 +155,14 @@ class ZeroOneAdam(CompressedOptimizer):
         window, gain = self.windows.after(self.steps_done, self.param_groups), self._local_gain(gain)
         finite = gain > 0
         for (group, at), (_, kept) in zip(self.groups(), window, strict=True):
+            segments = self._flat.segments(at) if gain else self._flat.placed(at)
             finite &= self.kernels.wander(
-                self._flat.segments(at) if gain else self._flat.placed(at), self.momentum, self.accumulated, self.anchor,
-                self.reciprocal, beta=group["betas"][0] if gain else 1.0, gain=gain,
-                lr=rate_of(group, self.steps_done), keep=keep(group), kept=kept, begins=self.held == 0,
-                share=self._share(group),
+                segments, self.momentum, self.accumulated, self.anchor, self.reciprocal,
+                beta=group["betas"][0] if gain else 1.0, gain=gain, lr=rate_of(group, self.steps_done), keep=keep(group),
+                kept=kept, begins=self.held == 0, share=self._share(group), said=self._said(segments),
             )  # fmt: skip
         self.shares = None
+        self.kept.over()
         self.counters.ignored_gradients += not finite
         self.windows.hold(window, span)
 
@@ -189,7 +202,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def allocate(self) -> None:
         self.reciprocal = self.accumulated = self.anchor = self._empty
-        self.shares, self._stale = None, True
+        self.shares, self._stale, self.kept = None, True, KeptMean(self.kernels.runs)
 
     def replicated(self) -> list[torch.Tensor]:
         return self._flat.views(self.anchor) if self.held else self._flat.weights
