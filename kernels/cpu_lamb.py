@@ -1,13 +1,13 @@
 """LAMB on CPU: two passes per layer, the second while a layer that fits is still in the cache.
 
 The first pass updates what the step updates and sums squares, the second moves x. Bytes per parameter to and from memory, if a
-layer fits into a cache: ``exact`` 28, ``live`` 16 more than decoding, ``frozen`` 20 more, or 24 if nothing but the buffer says
-the mean before. What the second pass finds in a cache, 8 bytes or 4, is not free either. One thread walks a layer, so sums have
-one order.
+layer fits into a cache: ``exact`` 28, ``live`` 16, ``frozen`` 20, or 24 if only the buffer has the mean before; 4 more if signs
+are stored. What the second pass finds in a cache, 8 bytes or 4, is not free either. One thread walks a layer, so sums
+have one order.
 
-Note: signs are decoded twice, in either pass, rather than read again: they are in registers, and 32 times shorter. The first
-pass stores them as well, past the caches. Nothing inside a loop may be a function of its own, unless it is an intrinsic: Numba
-does not always put a ``bare`` one in its place, and a call saves and restores every vector there is.
+Note: signs are decoded twice, in either pass, rather than read again: they are in registers, and 32 times shorter. If they are
+to be stored, the first pass does, past the caches. Nothing inside a loop may be a function of its own, but an intrinsic:
+Numba does not always put a ``bare`` one in its place, and a call saves and restores every vector there is.
 """
 
 from dataclasses import replace
@@ -96,7 +96,7 @@ def _move(x, lines, start, stop, p, begin, rate, decay):
 
 
 @bare
-def _live(table, edges, lines, p, course, slow, quick, lr, decay, low, high, past, start, stop):
+def _live(table, edges, lines, p, out, course, slow, quick, lr, decay, low, high, past, start, stop):
     for s in range(start, stop):
         n, begin = table[s, 3], table[s, 2]
         x, of_x, of_w = floats(table[s, 0], n), no_sums(), no_sums()
@@ -111,8 +111,8 @@ def _live(table, edges, lines, p, course, slow, quick, lr, decay, low, high, pas
                     mean = signed(bits(wire, codes + i // 8, left), scale) if landed else load(p, at, left)
                     course_ = slow * load(course, at, left) + quick * mean
                     put(course_, course, at, left, False)
-                    if landed:
-                        put(mean, p, at, left, beyond)
+                    if out is not None and landed:
+                        put(mean, out, at, left, beyond)
                     of_x, of_w = add_squares(of_x, x_), add_squares(of_w, the_first(course_ + decay * x_, left, x_))
         rate = np.float32(lr * _rate(total(of_x), total(of_w), low, high))
         _move(x, lines, edges[s], edges[s + 1], p, begin, rate, decay)
@@ -120,8 +120,8 @@ def _live(table, edges, lines, p, course, slow, quick, lr, decay, low, high, pas
 
 @bare
 def _frozen(
-    table, edges, lines, known, p, w, r, fresh, floor, coefficient, factor, beta1, scale_, beta2, alpha2, eps, lr, decay, low,
-    high, change, past, start, stop,
+    table, edges, lines, known, p, out, w, r, fresh, floor, coefficient, factor, beta1, scale_, beta2, alpha2, eps, lr, decay,
+    low, high, change, past, start, stop,
 ):  # fmt: skip
     infinite = same(np.float32(np.inf))
     for s in range(start, stop):
@@ -140,8 +140,8 @@ def _frozen(
                     p_ = signed(bits(wire, codes + i // 8, left), scale) if landed else load(p, at, left)
                     before = signed(bits(wire_, codes_ + i // 8, left), scale_before) if kept else load(w, at, left)
                     r_ = load(r, at, left)
-                    if landed:
-                        put(p_, p, at, left, beyond)
+                    if out is not None and landed:
+                        put(p_, out, at, left, beyond)
                     g = (p_ - beta1 * before) * scale_ / r_
                     fresh_ = beta2 * load(fresh, at, left) + alpha2 * (g * g)
                     put(fresh_, fresh, at, left, False)
@@ -179,23 +179,26 @@ def exact(
     )  # fmt: skip
 
 
-def live(segments: Segments, runs: Runs, p: torch.Tensor, course: torch.Tensor, rule: LayerRule) -> None:
-    slow, table = rule.coefficient_beta, segments.table
+def live(
+    segments: Segments, runs: Runs, p: torch.Tensor, course: torch.Tensor, rule: LayerRule, *, stored: bool = True
+) -> None:
+    slow, table, mean = rule.coefficient_beta, segments.table, p.numpy()
     split(
-        _live, len(table), segments.numel, table, runs.edges, runs.lines, p.numpy(), course.numpy(), np.float32(slow),
-        np.float32(1 - slow), rule.lr, np.float32(rule.decay), *rule.coefficients, segments.numel >= PAST,
+        _live, len(table), segments.numel, table, runs.edges, runs.lines, mean, mean if stored else None, course.numpy(),
+        np.float32(slow), np.float32(1 - slow), rule.lr, np.float32(rule.decay), *rule.coefficients, segments.numel >= PAST,
     )  # fmt: skip
 
 
 def frozen(
     segments: Segments, runs: Runs, before: Runs | None, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor,
-    fresh: torch.Tensor, floor: torch.Tensor, coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule,
+    fresh: torch.Tensor, floor: torch.Tensor, coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule, *,
+    stored: bool = True,
 ) -> None:  # fmt: skip
-    (beta1, beta2), table = rule.betas, segments.table
+    (beta1, beta2), table, mean = rule.betas, segments.table, p.numpy()
     known = before.lines if before is not None and runs.alike(before) else runs.unsaid()
     split(
-        _frozen, len(table), segments.numel, table, runs.edges, runs.lines, known, p.numpy(), w.numpy(), r.numpy(),
-        fresh.numpy(), floor.numpy(), coefficient.numpy(), factor.numpy(),
+        _frozen, len(table), segments.numel, table, runs.edges, runs.lines, known, mean, mean if stored else None,
+        w.numpy(), r.numpy(), fresh.numpy(), floor.numpy(), coefficient.numpy(), factor.numpy(),
         *map(np.float32, (beta1, 1 / (1 - beta1), beta2, 1 - beta2, rule.eps)), rule.lr, np.float32(rule.decay), *rule.factors,
         rule.factor_change, segments.numel >= PAST,
     )  # fmt: skip

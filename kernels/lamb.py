@@ -61,8 +61,11 @@ def decode(rows: torch.Tensor, pieces: Pieces, p: torch.Tensor) -> None:
     arithmetic(p.device).decode(rows, p, pieces)
 
 
-def live(segments: Segments, runs: None, p: torch.Tensor, course: torch.Tensor, rule: LayerRule) -> None:
-    """course := its average with p; x := x − γ·c·(p + λx), where c := clip(‖x‖ / ‖course + λx‖)."""
+def live(
+    segments: Segments, runs: None, p: torch.Tensor, course: torch.Tensor, rule: LayerRule, *, stored: bool = True
+) -> None:
+    """course := its average with p; x := x − γ·c·(p + λx), where c := clip(‖x‖ / ‖course + λx‖). Signs that were left undecoded
+    need not be ``stored`` in p."""
     slow = rule.coefficient_beta
     for x, _, p_, course_ in segments.runs(p, course):
         course_.mul_(slow).add_(p_, alpha=1 - slow)
@@ -73,7 +76,7 @@ def live(segments: Segments, runs: None, p: torch.Tensor, course: torch.Tensor, 
 
 def frozen(
     segments: Segments, runs: None, before: None, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor,
-    floor: torch.Tensor, coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule,
+    floor: torch.Tensor, coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule, *, stored: bool = True,
 ) -> None:  # fmt: skip
     """``w`` comes with the p before, which with p gives the mean gradient and so the fresh variance, and is not needed
     after; f from r and the fresh variance, none taken as less than the layer's ``floor``; x := x − γ·c̄·f·(p + λx)."""

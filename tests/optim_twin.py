@@ -64,8 +64,7 @@ class Replicas:
 
     def agree(self) -> bool:
         first = self.optimizers[0]
-        for o in self.optimizers:
-            o.settle()
+        self.settle()
         return all(
             all(torch.equal(a, b) for a, b in zip(self.parameters[0], parameters, strict=True))
             and torch.equal(first.momentum, o.momentum)
@@ -73,9 +72,12 @@ class Replicas:
             for parameters, o in zip(self.parameters[1:], self.optimizers[1:], strict=True)
         )
 
-    def momentum(self) -> np.ndarray:
+    def settle(self) -> None:
         for o in self.optimizers:
             o.settle()
+
+    def momentum(self) -> np.ndarray:
+        self.settle()
         return flat(self.optimizers[0]._momenta)
 
     def reciprocal(self) -> np.ndarray:
@@ -110,6 +112,7 @@ def owed(channels: Sequence[Channel]) -> np.ndarray:
 
 def state_of(replicas: Replicas) -> list[Any]:
     """Every number that a skipped step must leave alone."""
+    replicas.settle()
     return [
         [p.detach().clone() for p in parameters]
         + [o.momentum.clone(), o.variance.clone()]

@@ -1,5 +1,8 @@
 """The mean read from the messages that brought it: the same bits as from momentum, and only as long as nobody changes that."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,8 @@ from commpress.kernels.pieces import KIND, NUMEL, SOURCE
 from commpress.kernels.reference import SIGN_RMS
 from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from commpress.optim.flat import Flat
-from commpress.optim.kept_mean import KeptMean
+from commpress.optim.optimizer import CompressedOptimizer
+from commpress.optim.plain_state import PlainState
 from optim_twin import SHAPES, Replicas, noise, start
 from test_land import CODECS
 from test_land import SHAPES as MANY
@@ -113,11 +117,13 @@ def run(group, steps, between=None):
         assert group.step(noise(3, step)) == [True] * 3
         if between:
             between(group)
-    return [*(p.detach().clone() for p in group.parameters[0]), group.optimizers[0].momentum.clone()]
+    state = group.optimizers[0].state
+    return [t.detach().clone() for p in group.parameters[0] for t in (p, state[p]["exp_avg"])]
 
 
 def unkept(monkeypatch):
-    monkeypatch.setattr(KeptMean, "runs", lambda self, layers, momentum: None)
+    """Momentum is written and read."""
+    monkeypatch.setattr(CompressedOptimizer, "keeps", False)
 
 
 def same(mine, theirs):
@@ -151,7 +157,8 @@ def test_momentum_is_not_read_where_messages_say_it(which):
                 o._momenta[0].numpy().fill(1e30)
 
     group, other = replicas(which), replicas(which)
-    assert same(run(group, range(9), wipe)[:3], run(other, range(9))[:3])
+    mine, theirs = (run(one, range(9), between) for one, between in ((group, wipe), (other, None)))
+    assert same(mine, theirs), "and whoever looks sees what is true"
     assert group.optimizers[0].kept.runs(group.optimizers[0].flat.placed(range(3)), group.optimizers[0].momentum) is not None
 
 
@@ -216,9 +223,8 @@ def walk(group, steps=range(20)):
 def test_windows_that_read_the_messages_are_windows_that_read_momentum(options, monkeypatch):
     group = wanderers(**options)
     _, mine = walk(group)
-    with monkeypatch.context() as patch:
-        patch.setattr(KeptMean, "keep", lambda self, outcomes, momentum, written: self.forget())
-        _, theirs = walk(wanderers(**options))
+    unkept(monkeypatch)
+    _, theirs = walk(wanderers(**options))
     assert same(mine, theirs)
     assert group.optimizers[0].counters.compressed_rounds > 3
 
@@ -248,19 +254,52 @@ def test_signs_are_written_out_for_who_asks(sync):
             assert same(*(list(s["state"][i].values()) for s in (state, written)))
 
 
-def test_who_writes_into_momentum_that_is_not_written_is_told():
-    group = wanderers(sync="every")
-    for step in range(12):
-        group.step(noise(3, step))
+@pytest.mark.parametrize("which", ["adam", "live", "frozen", "zero-one"])
+def test_who_writes_into_momentum_is_heard_or_told(which, monkeypatch):
+    """Heard if it was looked up since the last step; told if it was kept from before, when it was something else."""
+
+    def walked(write):
+        group = wanderers(sync="every") if which == "zero-one" else replicas(which)
+        for step in range(12):
+            group.step(noise(3, step))
+            for o in group.optimizers:
+                write(o)
+        return group, run(group, [])
+
+    def halve(o):
+        o.state[o.flat.parameters[0]]["exp_avg"].mul_(0.5)
+
+    _, mine = walked(halve)
+    group, untouched = walked(lambda o: None)
+    assert not same(mine, untouched)
+    with monkeypatch.context() as patch:
+        unkept(patch)
+        assert same(mine, walked(halve)[1])
+    group.step(noise(3, 12))
     first = group.optimizers[0]
     assert first.kept.unwritten
-    first.state[first.flat.parameters[0]]["exp_avg"].mul_(0.5)
-    with pytest.raises(InvalidArgument, match=r"exp_avg was written to .* call state_dict\(\) first"):
-        group.step(noise(3, 12))
-    group = wanderers(sync="every")
-    for step in range(12):
-        group.step(noise(3, step))
-        for o in group.optimizers:
-            o.state_dict()
-            o.state[o.flat.parameters[0]]["exp_avg"].mul_(0.5)
-    assert group.agree()
+    first._momenta[0].mul_(0.5)
+    with pytest.raises(InvalidArgument, match=r"exp_avg was written to .* take it from the optimizer's state anew"):
+        group.step(noise(3, 13))
+
+
+def test_a_state_settles_before_anybody_looks_and_outlives_its_optimizer():
+    p = torch.ones(3)
+    settled = []
+    watched = PlainState(dict)
+    watched[p]["exp_avg"] = torch.ones(1)
+
+    class Owner:
+        def settle(self):
+            settled.append(1)
+
+    owner = Owner()
+    watched.before_looking(owner.settle)
+    for look in (lambda: watched[p], lambda: watched.get(p), watched.values, watched.items):
+        settled.clear()
+        assert look() is not None
+        assert settled
+    assert watched.get(torch.ones(1)) is None
+    del owner
+    for state in (watched, copy.copy(watched), pickle.loads(pickle.dumps(watched))):
+        assert [one["exp_avg"] for one in state.values()] == [1]

@@ -1,8 +1,8 @@
 """The last mean as it came: 32 times shorter than momentum, and the same numbers.
 
 Note: why. After a compressed round ``momentum`` is what the messages say. Who needs it next would read 4 bytes an element, and
-decodes an eighth of one instead. Tensors that do not travel as signs are in momentum only. Signs may be there as well, for
-people to see, or not: to store them takes as long as all the rest of a synchronisation.
+decodes an eighth of one instead. Nor is momentum written, which would take as long as all the rest of a synchronisation,
+until somebody looks (``plain_state``). Tensors that do not travel as signs are in momentum only.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,11 +39,8 @@ class KeptMean:
         """Momentum is something else from now on."""
         self._momentum, self.unwritten = None, False
 
-    def keep(self, outcomes: Sequence[Outcome], momentum: torch.Tensor, *, written: bool = True) -> None:
-        """``momentum`` holds what the outcomes say, or will before anybody reads it, unless signs are not to be ``written``
-        there; their rows have not been given back."""
-        if momentum.device.type != "cpu":
-            return
+    def keep(self, outcomes: Sequence[Outcome], momentum: torch.Tensor) -> None:
+        """``momentum`` is what the outcomes say, but signs are not written there; rows have not been given back."""
         messages = tuple(outcome.message for outcome in outcomes)
         came = [outcome.rows[:, HEADER:] for outcome in outcomes if outcome.rows is not None]
         if messages != self._messages:
@@ -51,14 +48,15 @@ class KeptMean:
             self._messages, self._wires = messages, [torch.empty(rows.shape, dtype=rows.dtype) for rows in came]
         for kept, rows in zip(self._wires, came, strict=True):
             kept.copy_(rows)
-        self._momentum, self._version, self.unwritten = momentum, momentum._version, not written and bool(came)
+        self._momentum, self._version, self.unwritten = momentum, momentum._version, True
 
     def runs(self, layers: Segments, momentum: torch.Tensor) -> Any:
         """Where the messages say the momentum of ``layers``; None if they do not."""
         if momentum is not self._momentum or momentum._version != self._version:
             if self.unwritten:
                 raise InvalidArgument(
-                    "exp_avg was written to while messages hold what it is to be: call state_dict() first, which writes it out"
+                    "exp_avg was written to while messages hold what it is to be: before you write take it from the "
+                    "optimizer's state anew, which puts there what it is"
                 )
             return None
         if layers not in self._known:

@@ -97,15 +97,9 @@ class OneBitAdam(CompressedOptimizer):
             self.exact(self._works)
             return
         self.keep(outcomes, self.work)
-        self.land(outcomes, self._empty, [self._move(group) for group in self.param_groups])
+        moves = [self._move(group) for group in self.param_groups]
+        self.land(outcomes, self._empty, moves, stored=not self.keeps)
         self.exchange_momentum()
-
-    def keep(self, outcomes: Sequence[Outcome], momentum: torch.Tensor) -> None:
-        """What the outcomes say is, or is about to be, in ``momentum``: unless dead elements are made zero there."""
-        if self.quantized.dead is None:
-            self.kept.keep(outcomes, momentum)
-        else:
-            self.kept.forget()
 
     def _move(self, group: dict[str, Any]) -> tuple[float, float]:
         lr, correction = float(group["lr"]), 1 - group["betas"][0] ** (self.steps_done + 1)
@@ -131,6 +125,7 @@ class OneBitAdam(CompressedOptimizer):
 
     def thaw(self) -> None:
         """A state of several ranks goes on with one, which has nothing to compress: m = p/r, and Adam from here on."""
+        self.settle()
         self.momentum.div_(self.reciprocal)
         self.frozen_at = None
         self.thaw_or_freeze()

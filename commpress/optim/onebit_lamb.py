@@ -96,17 +96,20 @@ class OneBitLamb(OneBitAdam):
             return
         start = perf_counter()
         messages, wires = self._arrived(outcomes)
-        before = [self.kept.runs(self._flat.placed(at), self.momentum) for _, at in self.groups()]
-        self.take_mean()  # work now holds the momentum before
-        for (group, at), said in zip(self.groups(), before, strict=True):
-            of, layers = slice(at.start, at.stop), self._flat.placed(at)
-            runs = self._runs(at, layers, messages, wires)
+        layers = [self._flat.placed(at) for _, at in self.groups()]
+        runs = [self._runs(at, mine, messages, wires) for (_, at), mine in zip(self.groups(), layers, strict=True)]
+        before = [self.kept.runs(mine, self.momentum) for mine in layers]
+        if self.kept.unwritten and not all(now.alike(then) for now, then in zip(runs, before, strict=True)):
+            self.kept.write()
+        self.take_mean()  # work now is the momentum before
+        for (group, at), mine, now, then in zip(self.groups(), layers, runs, before, strict=True):
+            of = slice(at.start, at.stop)
             if self.rates == "live":
-                self.layers.live(layers, runs, self.momentum, self.course, self._rule(group))
+                self.layers.live(mine, now, self.momentum, self.course, self._rule(group), stored=not self.keeps)
                 continue
             self.layers.frozen(
-                layers, runs, said, self.momentum, self.work, self.reciprocal, self.fresh, self.least[of],
-                self.coefficient[of], self.factor[of], self._rule(group),
+                mine, now, then, self.momentum, self.work, self.reciprocal, self.fresh, self.least[of],
+                self.coefficient[of], self.factor[of], self._rule(group), stored=not self.keeps,
             )  # fmt: skip
         self.workspace.decoded(start)
         self.keep(outcomes, self.momentum)

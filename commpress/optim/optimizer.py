@@ -29,6 +29,8 @@ from commpress.optim import checkpoint
 from commpress.optim.agreement import Clipping, compare_replicas
 from commpress.optim.channel import Channel
 from commpress.optim.flat import Flat
+from commpress.optim.kept_mean import KeptMean
+from commpress.optim.plain_state import PlainState
 from commpress.optim.stepping import SteppingOptimizer
 from commpress.schedules import Facts
 from commpress.work import Steps
@@ -48,6 +50,7 @@ class CompressedOptimizer(SteppingOptimizer):
     """See ``OneBitAdam`` for the options. Subclasses say what a round sends and what it does with the answer."""
 
     lands = False  # whether ``apply`` decodes what a compressed round brings, moving parameters in the same pass
+    kept: KeptMean  # made by ``allocate``
     _step_supports_amp_scaling = True  # a GradScaler leaves unscaling to us: gradients keep their scale until they are read
 
     def __init__(
@@ -80,9 +83,11 @@ class CompressedOptimizer(SteppingOptimizer):
         self.facts = Facts()
         self.steps_done = 0
         super().__init__(params, defaults)
+        self.state = PlainState(dict)
         self.connect(transport, process_group, timeout)
         self.under_way: Any = None  # what an overlapping hook has started (``integrations.overlap``)
         self._lay_out()
+        self.state.before_looking(self.settle)
 
     # ------------------------------------------------------------ what subclasses say
 
@@ -106,7 +111,8 @@ class CompressedOptimizer(SteppingOptimizer):
         """Make the buffers that ``_lay_out`` does not know of."""
 
     def settle(self) -> None:
-        """Make momentum plain that is kept in another form."""
+        """Make momentum plain that is kept in another form: called before anybody sees ``state``."""
+        self.kept.write()
 
     # ------------------------------------------------------------ one step
 
@@ -222,6 +228,18 @@ class CompressedOptimizer(SteppingOptimizer):
             self.silence_dead()
             for (_, at), (step, keep) in zip(self.groups(), moves, strict=True):
                 self.kernels.descend(self._flat.placed(at), self.work, anchor, step=step, keep=keep)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether signs stay in the messages that bring them: not on a GPU, nor where elements are made zero afterwards."""
+        return self.quantized.dead is None and self._flat.device.type == "cpu"
+
+    def keep(self, outcomes: Sequence[Outcome], momentum: torch.Tensor) -> None:
+        """What the outcomes say is ``momentum``, or is about to be."""
+        if self.keeps:
+            self.kept.keep(outcomes, momentum)
+        else:
+            self.kept.forget()
 
     def channel(self, kind: Round) -> Channel:
         return self.full if kind is Round.EXACT else self.quantized
@@ -340,12 +358,11 @@ class CompressedOptimizer(SteppingOptimizer):
 
     def _show(self) -> None:
         """``state`` as torch's Adam has it; views of the flat buffers."""
-        for p, step, m, v in zip(
-            self._flat.parameters, self._taken_tensors, self._momenta, self._variances, strict=True
-        ):
-            self.state[p].update(step=step, exp_avg=m, exp_avg_sq=v)
+        self._shown = [self.state[p] for p in self._flat.parameters]
+        for shown, step, m, v in zip(self._shown, self._taken_tensors, self._momenta, self._variances, strict=True):
+            shown.update(step=step, exp_avg=m, exp_avg_sq=v)
         for i in self._flat.shadowed:
-            self.state[self._flat.parameters[i]]["master"] = self._flat.weights[i]
+            self._shown[i]["master"] = self._flat.weights[i]
 
     def silence_dead(self) -> None:
         """Elements without variance that travel in one bit are zero in what is sent and in what came."""
@@ -361,8 +378,8 @@ class CompressedOptimizer(SteppingOptimizer):
         """momentum := work, without a copy."""
         self.momentum, self.work = self.work, self.momentum
         self._momenta, self._works = self._works, self._momenta
-        for p, m in zip(self._flat.parameters, self._momenta, strict=True):
-            self.state[p]["exp_avg"] = m
+        for shown, m in zip(self._shown, self._momenta, strict=True):
+            shown["exp_avg"] = m
 
     # ------------------------------------------------------------ checkpoints
 

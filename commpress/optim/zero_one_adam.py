@@ -18,9 +18,9 @@ Note: nothing drifts. x is computed from the anchor at every step, never by undo
 synchronisation all ranks hold the same bits, and a checkpoint of (a, u, m) continues in the same bits. Weight decay stays
 out of u, which becomes m.
 
-Note: momentum may be lazy. After a synchronisation ``momentum`` and ``exp_avg`` hold d, and ``shares`` 1/Γ of each group; the
+Note: momentum may be lazy. After a synchronisation ``momentum`` is d, and ``shares`` 1/Γ of each group; the
 next step forms m = d/(r·Γ) where it reads it, which saves a pass. Nor are signs of d stored: they are read again from the
-messages that brought them (``kept_mean``). ``settle`` makes it plain; saving and exact steps do.
+messages that brought them (``kept_mean``). ``settle`` makes it plain; looking at ``state``, saving and exact steps do.
 """
 
 from collections.abc import Sequence
@@ -115,12 +115,9 @@ class ZeroOneAdam(CompressedOptimizer):
             self._gather(outcomes, self.windows.after(self.steps_done, self.param_groups))
 
     def _gather(self, outcomes: Sequence[Outcome], window: list[tuple[float, float]]) -> None:
-        if self.quantized.dead is None:
-            self.kept.keep(outcomes, self.work, written=False)
-        else:
-            self.kept.forget()
+        self.keep(outcomes, self.work)
         moves = [(1.0, kept) for _, kept in window]
-        self.land(outcomes, self.anchor if self.held else self._empty, moves, stored=not self.kept.unwritten)
+        self.land(outcomes, self.anchor if self.held else self._empty, moves, stored=not self.keeps)
         self.exchange_momentum()
         self.shares = [1 / rate if rate > 0 else 0.0 for rate, _ in window]
         self.windows.held = 0
@@ -135,7 +132,7 @@ class ZeroOneAdam(CompressedOptimizer):
         return None if self.shares is None else self.kept.runs(segments.before or segments, self.momentum)
 
     def settle(self) -> None:
-        self.kept.write()
+        super().settle()
         if self.shares is not None:
             for (_, at), share in zip(self.groups(), self.shares, strict=True):
                 for i in at:
