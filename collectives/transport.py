@@ -4,13 +4,14 @@ Every row starts with a header of ``HEADER`` bytes (``frame``). Tensors are uint
 from it; others are ``Rows``. ``tag`` numbers the operation: two operations under way at once must not share one.
 """
 
+import atexit
 import os
 import select
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -183,6 +184,13 @@ class TorchTransport:
             )
 
 
+@cache
+def linger_at_exit() -> None:
+    """A thread of Gloo gives back the tensors of the last collective under the interpreter's lock: torch 2.13 aborts a process if the
+    interpreter has begun to end by then, although all went well."""
+    atexit.register(time.sleep, 0.02)
+
+
 def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> Any:
     """A transport among the ranks of ``process_group``, so that its messages meet no others: over MPI if the group is.
 
@@ -197,6 +205,7 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
         from commpress.collectives.mpi import MpiTransport
 
         return MpiTransport(communicator, timeout=patience)
+    linger_at_exit()
     if plainly_gloo(process_group) and own_connections():
         return socket_transport(process_group, timeout=patience)
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
