@@ -186,8 +186,8 @@ class TorchTransport:
 
 @cache
 def linger_at_exit() -> None:
-    """A thread of Gloo gives back the tensors of the last collective under the interpreter's lock: torch 2.13 aborts a process if the
-    interpreter has begun to end by then, although all went well."""
+    """A thread of Gloo gives back the tensors of the last collective under the interpreter's lock: torch 2.13 aborts a process
+    whose interpreter has begun to end by then, although all went well."""
     atexit.register(time.sleep, 0.02)
 
 
