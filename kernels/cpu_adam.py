@@ -86,16 +86,22 @@ def _aim(table, p, r, out, beta, alpha, past, start, stop):
 
 
 @bare
+def _block(line, b, address, r):
+    """Block ``b`` of a run and its gradient; where there is none, r, times zero, stands for it."""
+    skip, n, said, wire, codes, scale = block_in(line, b)
+    first = line[SOURCE] + skip
+    g = floats(r.ctypes.data + 4 * first if address == 0 else address + 4 * skip, n)
+    return skip, first, n, said, wire, codes, scale, g
+
+
+@bare
 def _aim_from(lines, gradients, p, r, out, beta, alpha, past, start, stop):
     """Blocks ``start`` to ``stop``, with p as the messages in ``lines`` say it; a gradient's address for every line."""
     done = 0
     for q in range(lines.shape[0]):
-        none = gradients[q] == 0
-        share = np.float32(0) if none else alpha
+        share = np.float32(0) if gradients[q] == 0 else alpha
         for b in range(max(start - done, 0), min(stop - done, lines[q, BLOCKS])):
-            skip, n, said, wire, codes, scale = block_in(lines[q], b)
-            first = lines[q, SOURCE] + skip
-            g = floats(p.ctypes.data + 4 * first if none else gradients[q] + 4 * skip, n)
+            _, first, n, said, wire, codes, scale, g = _block(lines[q], b, gradients[q], r)
             stream = past and begins_line(out, first)
             for i in range(0, n, WIDE):
                 at, left = first + i, n - i
@@ -177,15 +183,13 @@ def _wander(table, m, u, a, r, beta, alpha, lr, keep, kept, lazy, begins, past, 
 
 @bare
 def _accumulate_from(lines, gradients, m, r, out, beta, alpha, lr, lazy, past, start, stop):
-    """Without u, and with m as the messages in ``lines`` say it; where there is no gradient, r times zero stands for it."""
+    """Without u, and with m as the messages in ``lines`` say it."""
     done = 0
     for q in range(lines.shape[0]):
-        none = gradients[q] == 0
-        share = np.float32(0) if none else alpha
+        share = np.float32(0) if gradients[q] == 0 else alpha
         for b in range(max(start - done, 0), min(stop - done, lines[q, BLOCKS])):
-            skip, n, said, wire, codes, scale = block_in(lines[q], b)
-            first, scale = lines[q, SOURCE] + skip, lazy * scale
-            g = floats(r.ctypes.data + 4 * first if none else gradients[q] + 4 * skip, n)
+            _, first, n, said, wire, codes, scale, g = _block(lines[q], b, gradients[q], r)
+            scale *= lazy
             stream = past and begins_line(out, first)
             for i in range(0, n, WIDE):
                 at, left = first + i, n - i
@@ -199,12 +203,10 @@ def _wander_from(lines, places, gradients, m, u, a, r, beta, alpha, lr, kept, la
     """The first step of a window, with m as the messages in ``lines`` say it; an address of x for every line."""
     done, bad = 0, 0
     for q in range(lines.shape[0]):
-        none = gradients[q] == 0
-        share = np.float32(0) if none else alpha
+        share = np.float32(0) if gradients[q] == 0 else alpha
         for b in range(max(start - done, 0), min(stop - done, lines[q, BLOCKS])):
-            skip, n, said, wire, codes, scale = block_in(lines[q], b)
-            first, scale, x = lines[q, SOURCE] + skip, lazy * scale, floats(places[q] + 4 * skip, n)
-            g = floats(r.ctypes.data + 4 * first if none else gradients[q] + 4 * skip, n)
+            skip, first, n, said, wire, codes, scale, g = _block(lines[q], b, gradients[q], r)
+            scale, x = lazy * scale, floats(places[q] + 4 * skip, n)
             beyond = past and begins_line(u, first) and begins_line(a, first)
             stream = beyond and said and begins_line(m, first)
             for i in range(0, n, WIDE):
