@@ -21,14 +21,14 @@ from numba.extending import intrinsic
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _Library(NamedTuple):
+class _Entry(NamedTuple):
     parallel: Any  # runs a function once on every thread of a team, the caller among them
     number: int  # address of the function that tells a thread its number in the team
 
 
 @cache
-def library() -> _Library | None:
-    """Of torch; None where torch has none, or one without the entry that GCC's programs use (macOS, Windows)."""
+def entry() -> _Entry | None:
+    """Into torch's OpenMP; None where torch has none, or one without what GCC's programs call (macOS, Windows)."""
     if sys.platform != "linux" or not torch.backends.openmp.is_available():
         return None
     everyone, torchs = None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
@@ -39,7 +39,7 @@ def library() -> _Library | None:
         except (OSError, AttributeError):
             continue
         parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-        return _Library(parallel, ctypes.cast(number, ctypes.c_void_p).value or 0)
+        return _Entry(parallel, ctypes.cast(number, ctypes.c_void_p).value or 0)
     return None
 
 
@@ -85,7 +85,7 @@ def _door() -> Any:
 
 def together(jobs: Sequence[Callable[[], Any]], team: int) -> list[Any]:
     """What the jobs return, each run once, by the first of ``team`` threads; those that do not come are stood in for."""
-    found = library()
+    found = entry()
     assert found is not None
     results: list[Any] = [None] * len(jobs)
     failures: list[BaseException] = []

@@ -26,7 +26,7 @@ def split(function: Callable[..., Any], blocks: int, numel: int, *args: Any) -> 
         return [function(*args, 0, blocks)]
     edges = [blocks * i // threads for i in range(threads + 1)]
     jobs = [partial(function, *args, a, b) for a, b in pairwise(edges)]
-    if cpu_openmp.library() is not None:
+    if cpu_openmp.entry() is not None:
         return cpu_openmp.together(jobs, team)
     rest = [_pool().submit(job) for job in jobs[1:]]
     return [jobs[0](), *(job.result() for job in rest)]

@@ -12,15 +12,15 @@ import torch
 
 from commpress.kernels import cpu_openmp, cpu_threads
 
-openmp = pytest.mark.skipif(cpu_openmp.library() is None, reason="torch has no OpenMP that lets others in")
+openmp = pytest.mark.skipif(cpu_openmp.entry() is None, reason="torch has no OpenMP that lets others in")
 
 
 @pytest.fixture(params=["torch's", pytest.param("ours", id="ours")])
 def threads(request, monkeypatch):
     """Four threads, whatever the machine has."""
     if request.param == "ours":
-        monkeypatch.setattr(cpu_openmp, "library", lambda: None)
-    elif cpu_openmp.library() is None:
+        monkeypatch.setattr(cpu_openmp, "entry", lambda: None)
+    elif cpu_openmp.entry() is None:
         pytest.skip("torch has no OpenMP that lets others in")
     monkeypatch.setattr(cpu_threads, "_PARALLEL_NUMEL", 10)
     before = torch.get_num_threads()

@@ -59,9 +59,9 @@ def test_mpi_missing_or_dumb(monkeypatch):
 
 
 def test_torch_that_lends_no_threads(monkeypatch):
-    monkeypatch.setattr(cpu_openmp, "library", lambda: None)
+    monkeypatch.setattr(cpu_openmp, "entry", lambda: None)
     assert "threads of their own" in software_findings.kernel_threads().what
-    monkeypatch.setattr(cpu_openmp, "library", object)
+    monkeypatch.setattr(cpu_openmp, "entry", object)
     assert software_findings.kernel_threads() == Finding("ok", "the CPU kernels run on the threads of torch")
 
 

@@ -56,7 +56,7 @@ def kernels() -> list[Finding]:
 def kernel_threads() -> Finding:
     from commpress.kernels import cpu_openmp
 
-    if cpu_openmp.library() is not None:
+    if cpu_openmp.entry() is not None:
         return Finding("ok", "the CPU kernels run on the threads of torch")
     what = "this torch lets nobody use its threads: the CPU kernels run on threads of their own"
     return Finding("note", what, "no cure; right after an operation of torch they share its cores with threads that spin")
