@@ -17,148 +17,13 @@ import torch
 
 from commpress.kernels import cpu
 from commpress.kernels.adam import Segments
-from commpress.kernels.cpu_adam import PAST, gradient
-from commpress.kernels.cpu_arrays import bare, begins_line, floats
-from commpress.kernels.cpu_land import BLOCKS, Runs, block_in
-from commpress.kernels.cpu_lanes import (
-    WIDE,
-    add_squares,
-    bits,
-    least,
-    less,
-    load,
-    more,
-    no_sums,
-    put,
-    root,
-    same,
-    signed,
-    the_first,
-    total,
-)
+from commpress.kernels.cpu_adam import PAST
+from commpress.kernels.cpu_land import Runs
 from commpress.kernels.cpu_threads import split
 from commpress.kernels.lamb import LayerRule
-from commpress.kernels.pieces import KIND, NUMEL, SOURCE, Pieces
+from commpress.kernels.pieces import KIND, NUMEL, Pieces
 from commpress.kernels.reference import SIGN_RMS
-
-
-@bare
-def _within(value, low, high):
-    return min(max(value, low), high)
-
-
-@bare
-def _rate(x, w, low, high):
-    """‖x‖ / ‖w‖ within its bounds, from sums of squares; 1 where either is zero."""
-    return _within(np.sqrt(x) / np.sqrt(w), low, high) if x > 0 and w > 0 else 1.0
-
-
-@bare
-def _exact(table, m, v, w, coefficient, beta1, alpha1, beta2, alpha2, eps, lr, decay, low, high, slow, start, stop):
-    """The directions of all layers lie in the same place of w, which stays in a cache. It is the first layer's, so a gradient
-    that lies in w has been read before."""
-    room = table[start, 2] if start < stop else 0
-    for s in range(start, stop):
-        n, first = table[s, 3], table[s, 2]
-        x, (address, share) = floats(table[s, 0], n), gradient(table[s], m, alpha1)
-        g, power = floats(address, n), alpha2 if share else np.float32(0)
-        of_x, of_w = no_sums(), no_sums()
-        for i in range(0, n, WIDE):
-            at, left = first + i, n - i
-            x_, g_ = load(x, i, left), load(g, i, left)
-            v_ = beta2 * load(v, at, left) + power * (g_ * g_)
-            m_ = beta1 * load(m, at, left) + share * g_
-            w_ = m_ / (root(v_) + eps) + decay * x_
-            put(v_, v, at, left, False)
-            put(m_, m, at, left, False)
-            put(w_, w, room + i, left, False)
-            of_x, of_w = add_squares(of_x, x_), add_squares(of_w, the_first(w_, left, x_))
-        rate = _rate(total(of_x), total(of_w), low, high)
-        before = np.float64(coefficient[s])
-        coefficient[s] = rate if before == 0 else rate + slow * (before - rate)
-        step = np.float32(lr * rate)
-        for i in range(0, n, WIDE):
-            put(load(x, i, n - i) - step * load(w, room + i, n - i), x, i, n - i, False)
-
-
-@bare
-def _move(x, lines, start, stop, p, begin, rate, decay):
-    """x := x − rate·(p + λx)."""
-    for q in range(start, stop):
-        for b in range(lines[q, BLOCKS]):
-            first, n, landed, wire, codes, scale = block_in(lines[q], b)
-            at, low = lines[q, SOURCE] + first, lines[q, SOURCE] - begin + first
-            for i in range(0, n, WIDE):
-                left = n - i
-                x_ = load(x, low + i, left)
-                mean = signed(bits(wire, codes + i // 8, left), scale) if landed else load(p, at + i, left)
-                put(x_ - rate * (mean + decay * x_), x, low + i, left, False)
-
-
-@bare
-def _live(table, edges, lines, p, out, course, slow, quick, lr, decay, low, high, past, start, stop):
-    for s in range(start, stop):
-        n, begin = table[s, 3], table[s, 2]
-        x, of_x, of_w = floats(table[s, 0], n), no_sums(), no_sums()
-        for q in range(edges[s], edges[s + 1]):
-            for b in range(lines[q, BLOCKS]):
-                first, n, landed, wire, codes, scale = block_in(lines[q], b)
-                first += lines[q, SOURCE]
-                beyond = past and begins_line(p, first)
-                for i in range(0, n, WIDE):
-                    at, left = first + i, n - i
-                    x_ = load(x, at - begin, left)
-                    mean = signed(bits(wire, codes + i // 8, left), scale) if landed else load(p, at, left)
-                    course_ = slow * load(course, at, left) + quick * mean
-                    put(course_, course, at, left, False)
-                    if out is not None and landed:
-                        put(mean, out, at, left, beyond)
-                    of_x, of_w = add_squares(of_x, x_), add_squares(of_w, the_first(course_ + decay * x_, left, x_))
-        rate = np.float32(lr * _rate(total(of_x), total(of_w), low, high))
-        _move(x, lines, edges[s], edges[s + 1], p, begin, rate, decay)
-
-
-@bare
-def _frozen(
-    table, edges, lines, known, p, out, w, r, fresh, floor, coefficient, factor, beta1, scale_, beta2, alpha2, eps, lr, decay,
-    low, high, change, past, start, stop,
-):  # fmt: skip
-    infinite = same(np.float32(np.inf))
-    for s in range(start, stop):
-        n, begin, smallest = table[s, 3], table[s, 2], same(floor[s])
-        if n == 0:
-            continue
-        x, of_p, of_w, ratio = floats(table[s, 0], n), no_sums(), no_sums(), infinite
-        for q in range(edges[s], edges[s + 1]):
-            for b in range(lines[q, BLOCKS]):
-                first, n, landed, wire, codes, scale = block_in(lines[q], b)
-                _, _, kept, wire_, codes_, scale_before = block_in(known[q], b)
-                first += lines[q, SOURCE]
-                beyond = past and begins_line(p, first)
-                for i in range(0, n, WIDE):
-                    at, left = first + i, n - i
-                    p_ = signed(bits(wire, codes + i // 8, left), scale) if landed else load(p, at, left)
-                    before = signed(bits(wire_, codes_ + i // 8, left), scale_before) if kept else load(w, at, left)
-                    r_ = load(r, at, left)
-                    if out is not None and landed:
-                        put(p_, out, at, left, beyond)
-                    g = (p_ - beta1 * before) * scale_ / r_
-                    fresh_ = beta2 * load(fresh, at, left) + alpha2 * (g * g)
-                    put(fresh_, fresh, at, left, False)
-                    ratio = less(the_first((root(more(fresh_, smallest)) + eps) * r_, left, infinite), ratio)
-                    if decay != 0:
-                        x_ = load(x, at - begin, left)
-                        p_ = the_first(p_, left, x_)
-                        of_p, of_w = add_squares(of_p, p_), add_squares(of_w, p_ + decay * x_)
-        f, p_squared, w_squared = 1.0 / np.float64(least(ratio)), total(of_p), total(of_w)
-        if w_squared > 0:
-            share = min(np.sqrt(p_squared / w_squared), 1.0)
-            f = f * share + 1.0 - share
-        last = np.float64(factor[s])
-        f = _within(_within(_within(f, low, high), last * (1 - change), last * (1 + change)), low, high)
-        factor[s] = f
-        rate = np.float32(lr * np.float64(coefficient[s]) * f)
-        _move(x, lines, edges[s], edges[s + 1], p, begin, rate, decay)
+from commpress.kernels.sources import lamb as loops
 
 
 def decode(rows: torch.Tensor, pieces: Pieces, p: torch.Tensor) -> None:
@@ -173,7 +38,7 @@ def exact(
 ) -> None:
     (beta1, beta2), table = rule.betas, segments.table
     split(
-        _exact, len(table), segments.numel, table, m.numpy(), v.numpy(), w.numpy(), coefficient.numpy(),
+        loops.exact, len(table), segments.numel, table, m.numpy(), v.numpy(), w.numpy(), coefficient.numpy(),
         *map(np.float32, (beta1, 1 - beta1, beta2, 1 - beta2, rule.eps)), rule.lr, np.float32(rule.decay),
         *rule.coefficients, rule.coefficient_beta,
     )  # fmt: skip
@@ -184,7 +49,7 @@ def live(
 ) -> None:
     slow, table, mean = rule.coefficient_beta, segments.table, p.numpy()
     split(
-        _live, len(table), segments.numel, table, runs.edges, runs.lines, mean, mean if stored else None, course.numpy(),
+        loops.live, len(table), segments.numel, table, runs.edges, runs.lines, mean, mean if stored else None, course.numpy(),
         np.float32(slow), np.float32(1 - slow), rule.lr, np.float32(rule.decay), *rule.coefficients, segments.numel >= PAST,
     )  # fmt: skip
 
@@ -197,7 +62,7 @@ def frozen(
     (beta1, beta2), table, mean = rule.betas, segments.table, p.numpy()
     known = before.lines if before is not None and runs.alike(before) else runs.unsaid()
     split(
-        _frozen, len(table), segments.numel, table, runs.edges, runs.lines, known, mean, mean if stored else None,
+        loops.frozen, len(table), segments.numel, table, runs.edges, runs.lines, known, mean, mean if stored else None,
         w.numpy(), r.numpy(), fresh.numpy(), floor.numpy(), coefficient.numpy(), factor.numpy(),
         *map(np.float32, (beta1, 1 / (1 - beta1), beta2, 1 - beta2, rule.eps)), rule.lr, np.float32(rule.decay), *rule.factors,
         rule.factor_change, segments.numel >= PAST,

@@ -46,8 +46,8 @@ HOMES = {
         "commpress.cli*",
     ),
     "cupy": ("commpress.kernels.cuda",),
-    "numba": ("commpress.kernels.cpu*",),
-    "llvmlite": ("commpress.kernels.cpu*",),  # comes with numba
+    "numba": ("commpress.kernels.sources*", "commpress.kernels.cpu_openmp"),
+    "llvmlite": ("commpress.kernels.sources*", "commpress.kernels.cpu_openmp"),  # comes with numba
     "mpi4py": ("commpress.collectives.mpi",),
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.tiered_mem.checksum",),
@@ -168,7 +168,7 @@ def test_a_forbidden_import_is_found(module, source):
         ("commpress.integrations.ddp", "import torch.distributed as dist\nfrom commpress import errors, tiered_mem"),
         ("commpress.collectives.allreduce", "from commpress.work import run\nfrom commpress.collectives import frame"),
         ("commpress.collectives.transport", "import torch\n\nrank = torch.distributed.get_rank()"),
-        ("commpress.kernels.cpu", "import math\nimport numba\nimport numpy as np"),
+        ("commpress.kernels.sources.codec", "import math\nimport numba\nimport numpy as np"),
         ("commpress.work", "import torch\nfrom commpress.errors import Fault"),
     ],
 )

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from commpress.kernels.cpu_blocks import _INFINITY, _MAGNITUDE, _peak_bits, _uniform, jit
 from commpress.kernels.reference import BITS, LOG, SHIFTED, TINY, TOP, UNBIASED
+from commpress.kernels.sources.blocks import INFINITY, MAGNITUDE, peak_bits, uniform
+from commpress.kernels.sources.decorators import jit
 
 HEADS = BITS  # kinds of this family and above have heads
 _SIGN = np.int32(0x7FFFFFFF)
@@ -42,8 +43,8 @@ def encode_headed(c, n, kind, first, key, work, left, head, codes):
     """Head and codes of one block, ``left`` := c − decoded; returns NaN if the block is not finite."""
     family, parameter = kind & 255, kind >> 8
     head[:] = 0
-    peak = _peak_bits(c, n)
-    if peak >= _INFINITY:
+    peak = peak_bits(c, n)
+    if peak >= INFINITY:
         for i in range(n):
             left[i] = c[i]
         codes[:] = 0
@@ -52,7 +53,7 @@ def encode_headed(c, n, kind, first, key, work, left, head, codes):
             head[4 * (head.size // 6) :] = 0xFF
         return np.float32(np.nan)
     if family == BITS:
-        shift = _uniform(first, key) if parameter & SHIFTED else np.float32(-1)
+        shift = uniform(first, key) if parameter & SHIFTED else np.float32(-1)
         return _encode_bits(c, n, parameter & ~SHIFTED, shift, work, left, head, codes)
     if family == TOP:
         return _encode_top(c, n, work, left, head)
@@ -87,7 +88,7 @@ def decode_headed(head, codes, n, kind, gain, work, out, add):
     seed = _get(head, 0, 4)
     for i in range((n + parameter - 1) // parameter):
         start = i * parameter
-        place = start + np.int64(_uniform(start, seed) * np.float32(min(parameter, n - start)))
+        place = start + np.int64(uniform(start, seed) * np.float32(min(parameter, n - start)))
         patterns[0] = _get(head, 4 + 4 * i, 4)
         out[place] += work[0] * gain
 
@@ -277,7 +278,7 @@ def _encode_top(c, n, work, left, head):
     count = min(slots, n)
     source, patterns = c.view(np.uint32), work.view(np.uint32)
     for i in range(n):
-        patterns[i] = source[i] & _MAGNITUDE
+        patterns[i] = source[i] & MAGNITUDE
         left[i] = c[i]
     threshold = np.uint32(0)
     for b in range(30, -1, -1):
@@ -317,7 +318,7 @@ def _encode_random(c, n, run, unbiased, seed, work, left, head):
     for i in range((n + run - 1) // run):
         start = i * run
         length = np.float32(min(run, n - start))
-        place = start + np.int64(_uniform(start, seed) * length)
+        place = start + np.int64(uniform(start, seed) * length)
         value = c[place] + np.float32(0)
         if unbiased:
             value = value * length

@@ -7,11 +7,12 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from commpress.kernels.cpu_signs import jit, unpack_signs
 from commpress.kernels.reference import BF16, FP8, FP32, INT4, INT8, SIGN_RMS, TERNARY, TINY, from_fp8
+from commpress.kernels.sources.decorators import jit
+from commpress.kernels.sources.signs import unpack_signs
 
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_INFINITY = np.uint32(0x7F800000)
+MAGNITUDE = np.uint32(0x7FFFFFFF)
+INFINITY = np.uint32(0x7F800000)
 _FP16_BIAS = np.float32(2.0**112)
 _FP8_VALUES = from_fp8(np.arange(256, dtype=np.uint8))
 
@@ -50,7 +51,7 @@ def _narrowed(values, out):
         for i in range(out.size):
             bits = patterns[i]
             code = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            out[i] = np.uint16(0x7FC0) if (bits & _MAGNITUDE) > _INFINITY else np.uint16(code)
+            out[i] = np.uint16(0x7FC0) if (bits & MAGNITUDE) > INFINITY else np.uint16(code)
 
     return to_bf16
 
@@ -82,18 +83,18 @@ def tree_sum(c, tree, size, squares):
 
 
 @jit
-def _peak_bits(c, n):
+def peak_bits(c, n):
     """max |c| as its bit pattern, in which every NaN and infinity is larger than every finite number."""
     patterns = c.view(np.uint32)
     peak = np.uint32(0)
     for i in range(n):
-        magnitude = patterns[i] & _MAGNITUDE
+        magnitude = patterns[i] & MAGNITUDE
         peak = max(peak, magnitude)
     return peak
 
 
 @jit
-def _uniform(index, key):
+def uniform(index, key):
     h = np.uint32(index) + np.uint32(key)
     h ^= h >> np.uint32(16)
     h = np.uint32(h * np.uint32(0x7FEB352D))
@@ -106,7 +107,7 @@ def _uniform(index, key):
 @jit
 def _to_fp8(value, pattern):
     """``value`` in [−448, 448] with bit pattern ``pattern``, ties to even."""
-    bits = pattern & _MAGNITUDE
+    bits = pattern & MAGNITUDE
     if bits < np.uint32(0x3C800000):  # below 2⁻⁶ the step is 2⁻⁹
         code = np.uint32(np.rint(abs(value) * np.float32(512)))
     else:
@@ -126,12 +127,12 @@ def quantize_peak(c, n, kind, first, key, work, left, codes):
         top = np.float32(7)
     elif kind == FP8:
         top = np.float32(448)
-    pattern = _peak_bits(c, n)
+    pattern = peak_bits(c, n)
     work_bits = work.view(np.uint32)
     work_bits[0] = pattern
     peak = work[0]
-    if pattern >= _INFINITY or peak < TINY:
-        scale = np.float32(np.nan) if pattern >= _INFINITY else np.float32(0)
+    if pattern >= INFINITY or peak < TINY:
+        scale = np.float32(np.nan) if pattern >= INFINITY else np.float32(0)
         for i in range(n):
             left[i] = c[i]
         for i in range((n * (2 if kind == TERNARY else 4 if kind == INT4 else 8) + 7) // 8):
@@ -156,7 +157,7 @@ def quantize_peak(c, n, kind, first, key, work, left, codes):
             codes[i] = np.uint8(((np.int32(work[2 * i]) & 15) << 4) | (np.int32(work[2 * i + 1]) & 15))
     elif kind == TERNARY:
         for i in range(n):
-            sent = _uniform(first + i, key) * scale < abs(c[i])
+            sent = uniform(first + i, key) * scale < abs(c[i])
             q = np.float32(0)
             if sent:
                 q = np.float32(1) if c[i] > 0 else np.float32(-1)
@@ -201,8 +202,8 @@ def quantize_clipped(c, n, kind, step, first, key, tree, work, left, codes):
 @jit
 def cast(c, n, kind, work, left, codes):
     """Codes of bf16, fp16 and fp32 blocks, ``left`` := c − decoded; returns the largest |c|, NaN if not finite."""
-    pattern = _peak_bits(c, n)
-    finite = np.float32(np.nan) if pattern >= _INFINITY else np.float32(0)
+    pattern = peak_bits(c, n)
+    finite = np.float32(np.nan) if pattern >= INFINITY else np.float32(0)
     source, kept = c.view(np.uint32), work.view(np.uint32)
     if kind == FP32:
         raw = c.view(np.uint8)
@@ -229,7 +230,7 @@ def cast(c, n, kind, work, left, codes):
 @jit
 def _to_fp16(value, pattern):
     """Ties to even, saturating at ±65504."""
-    magnitude = min(pattern & _MAGNITUDE, np.uint32(0x477FE000))
+    magnitude = min(pattern & MAGNITUDE, np.uint32(0x477FE000))
     if magnitude < np.uint32(0x38800000):  # below 2⁻¹⁴ the step is 2⁻²⁴
         code = np.uint32(np.rint(abs(value) * np.float32(2.0**24)))
     else:

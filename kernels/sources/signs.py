@@ -4,11 +4,12 @@
 and the word made a mask again selects +s or −s. The last few of a block go through bytes and one multiplication per eight bits.
 """
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
+
+from commpress.kernels.sources.decorators import jit
 
 _PACK = np.uint64(0x8040201008040201)  # eight 0/1 bytes × this: the top byte holds them as bits, first one highest
 _SPREAD = np.uint64(0x0101010101010101)
@@ -16,8 +17,6 @@ _PICK = np.uint64(0x0102040810204080)  # byte j keeps bit 7 − j
 _TOP_BYTE = np.uint64(56)
 
 PLAIN, LAZY = 1, 2  # how ``residual`` is to be read; 0: not at all
-
-jit = numba.njit(nogil=True, boundscheck=False, error_model="numpy", cache=True)
 
 _FLOATS = ir.VectorType(ir.FloatType(), 64)
 _MASK, _WORD, _INT = ir.VectorType(ir.IntType(1), 64), ir.IntType(64), ir.IntType(32)

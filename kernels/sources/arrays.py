@@ -5,15 +5,11 @@ each of them waits until all stores past the caches have arrived. A step of 0/1 
 ``bare`` kernel counts none; so it cannot make arrays, nor return one, and takes ``floats`` instead.
 """
 
-from typing import Any
-
-import numba
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-_UNCOUNTED: dict[str, Any] = {"_nrt": False}  # Numba's name, which its type hints lack
-bare = numba.njit(nogil=True, boundscheck=False, error_model="numpy", cache=True, **_UNCOUNTED)
+from commpress.kernels.sources.decorators import bare
 
 
 def _unowned(context, builder, kind, data, numel):
