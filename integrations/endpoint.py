@@ -1,19 +1,34 @@
-"""Metrics over HTTP on this machine, in Prometheus's text format. Off unless made; loopback only.
+"""Metrics over HTTP, in the formats of ``prometheus_client``. Off unless made; on this machine only unless told otherwise.
 
     endpoint = commpress.MetricsEndpoint(port=9400 + dist.get_rank())
     metrics = commpress.Metrics(state, to=[endpoint])          # curl http://127.0.0.1:9400/metrics
 """
 
 import ipaddress
+import logging
+import re
+import socket
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterable, Iterator
+from socketserver import ThreadingMixIn
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.metrics import TOTALS, StepMetrics
 
-TYPE = "text/plain; version=0.0.4; charset=utf-8"
+try:
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+except ModuleNotFoundError as error:
+    raise MissingPackage("MetricsEndpoint needs prometheus_client: pip install 'commpress[metrics]'") from error
+
+log = logging.getLogger("commpress")
+
+AT_ONCE = 8  # connections, a thread each
+_LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]*\Z")
 HELP = {
     "steps": "Steps taken.",
     "logical_bytes": "Bytes that float32 ring all-reduces would have sent.",
@@ -34,37 +49,33 @@ HELP = {
 
 
 class MetricsEndpoint:
-    """A sink of ``Metrics``. Port 0 takes a free one; ``url`` says where. ``labels`` are put on every line, as rank="3"."""
+    """A sink of ``Metrics``. Port 0 takes a free one; ``url`` says where. ``labels`` are put on every line, as rank="3".
 
-    def __init__(self, port: int = 0, *, host: str = "127.0.0.1", labels: dict[str, object] | None = None) -> None:
-        try:
-            inside = ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            inside = False
-        if not inside:
-            raise InvalidArgument(
-                f"host is {host!r}, expected a loopback address such as 127.0.0.1: nobody is asked who he is here. "
-                "To read metrics from elsewhere, forward the port (ssh -L) or put a proxy in front"
-            )
+    ``host``: an address of this machine to listen on, of IPv4 or IPv6; "0.0.0.0" or "::" for all of them. Whoever can reach it
+    can read the figures: nobody is asked who he is. ``timeout``: seconds after which a client that has not finished is cut off.
+    """
+
+    def __init__(
+        self, port: int = 0, *, host: str = "127.0.0.1", labels: dict[str, object] | None = None, timeout: float = 10.0
+    ) -> None:
+        if not timeout > 0:
+            raise InvalidArgument(f"timeout is {timeout!r}, expected seconds above 0")
         self._labels = {name: str(value) for name, value in (labels or {}).items()}
         for name in self._labels:
-            if not name.isidentifier():
-                raise InvalidArgument(f"labels have {name!r}, expected names of letters, digits and _")
+            if not _LABEL.match(name) or name == "group":
+                raise InvalidArgument(
+                    f"labels have {name!r}, expected names of letters, digits and _ that do not begin with a digit or __, "
+                    "and not 'group', which names groups of parameters"
+                )
         self._totals: dict[str, float] = dict.fromkeys(("steps", *TOTALS), 0)
         self._shown: tuple[dict[str, float], StepMetrics | None] = (dict(self._totals), None)
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                endpoint._answer(self)
-
-            def log_message(self, *_: Any) -> None:
-                """Nothing: a library does not print."""
-
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
-        self.host, self.port = host, int(self._server.server_address[1])
-        self.url = f"http://{host}:{self.port}/metrics"
+        registry = CollectorRegistry()
+        registry.register(self)  # type: ignore[arg-type]  # whatever has collect()
+        self._server = _serve(host, port, make_wsgi_app(registry), timeout)
+        self.host, self.port = host, self._server.server_port
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+        if not self._server.inside:
+            log.warning("metrics can be read by whoever reaches %s: nobody is asked who he is there", self.url)
         threading.Thread(target=self._server.serve_forever, name="commpress-metrics", daemon=True).start()
 
     def __call__(self, sample: StepMetrics) -> None:
@@ -77,42 +88,119 @@ class MetricsEndpoint:
         self._server.shutdown()
         self._server.server_close()
 
-    def _answer(self, request: BaseHTTPRequestHandler) -> None:
-        """By its own name only: a page of another site must not read this through a name that it points here."""
-        asked = urlsplit("//" + request.headers.get("Host", "")).hostname
-        if asked not in ("localhost", self.host):
-            request.send_error(403, "asked by a name that is not this machine's loopback")
-        elif request.path.split("?")[0] != "/metrics":
-            request.send_error(404, "there is only /metrics")
-        else:
-            body = self.text().encode()
-            request.send_response(200)
-            request.send_header("Content-Type", TYPE)
-            request.send_header("Content-Length", str(len(body)))
-            request.end_headers()
-            request.wfile.write(body)
-
-    def text(self) -> str:
+    def collect(self) -> Iterator[Metric]:
+        """What a registry of ``prometheus_client`` asks for."""
         totals, last = self._shown
-        lines: list[str] = []
         for name, value in totals.items():
-            self._family(lines, f"{name}_total", "counter", HELP[name], [({}, value)])
+            yield self._family(CounterMetricFamily, name, [({}, value)])
         if last is not None:
-            self._family(lines, "step_seconds", "gauge", HELP["step_seconds"], [({}, last.seconds / last.steps)])
+            yield self._family(GaugeMetricFamily, "step_seconds", [({}, last.seconds / last.steps)])
             for name, groups in (("compression_error", last.errors), ("owed_norm", last.owed)):
-                self._family(lines, name, "gauge", HELP[name], [({"group": g}, v) for g, v in groups.items()])
-        return "\n".join(lines) + "\n"
+                if groups:
+                    yield self._family(GaugeMetricFamily, name, [({"group": g}, v) for g, v in groups.items()])
 
-    def _family(
-        self, lines: list[str], name: str, kind: str, says: str, values: list[tuple[dict[str, str], float]]
-    ) -> None:
-        if not values:
-            return
-        lines += [f"# HELP commpress_{name} {says}", f"# TYPE commpress_{name} {kind}"]
+    def _family(self, kind: type[Any], name: str, values: list[tuple[dict[str, str], float]]) -> Metric:
+        family = kind(f"commpress_{name}", HELP[name], labels=[*self._labels, *values[0][0]])
         for labels, value in values:
-            pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in (self._labels | labels).items())
-            lines.append(f"commpress_{name}{{{pairs}}} {value!r}" if pairs else f"commpress_{name} {value!r}")
+            family.add_metric([*self._labels.values(), *labels.values()], value)
+        return family
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+# ---------------------------------------------------------------- the server
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per connection, and never more than ``AT_ONCE``: the oldest connection makes room, a slow one is cut off."""
+
+    daemon_threads = True
+    request_queue_size = 64
+    inside = False  # listens on loopback only
+    timeout_of_clients = 10.0
+
+    def server_bind(self) -> None:
+        self._clients: dict[socket.socket, float] = {}  # and when they came, oldest first
+        self._room, self._changing = threading.Semaphore(AT_ONCE), threading.Lock()
+        super().server_bind()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        while not self._room.acquire(blocking=False):
+            self._cut(before=float("inf"), most=1)
+            if self._room.acquire(timeout=0.1):
+                break
+        with self._changing:
+            self._clients[request] = monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Called by ``serve_forever`` twice a second, and after every connection."""
+        self._cut(before=monotonic() - self.timeout_of_clients, most=AT_ONCE)
+
+    def _cut(self, *, before: float, most: int) -> None:
+        with self._changing:  # a socket that is closed meanwhile would give its number to another
+            for request in [r for r, came in self._clients.items() if came < before][:most]:
+                _shut(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._changing:
+            held = self._clients.pop(request, None) is not None
+            super().shutdown_request(request)
+        if held:
+            self._room.release()
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._cut(before=float("inf"), most=AT_ONCE)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A library does not print."""
+        log.debug("a reader of metrics went away: %s", client_address, exc_info=True)
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Nothing: a library does not print."""
+
+
+def _shut(request: socket.socket) -> None:
+    """Wake the thread that reads from it or writes to it."""
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        log.debug("a reader of metrics had gone already: %s", error)
+
+
+def _serve(host: str, port: int, answer: Callable[..., Iterable[bytes]], timeout: float) -> _Server:
+    try:
+        if not host:
+            raise OSError("an empty name")
+        (family, *_, (address, *_)), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        kind = type("Server", (_Server,), {"address_family": family, "timeout_of_clients": timeout})
+        server: Any = make_server(str(address), port, answer, kind, _Silent)
+    except (OSError, OverflowError) as error:
+        raise InvalidArgument(
+            f"host is {host!r} and port {port}, and the system does not let this process listen there ({error}): expected an "
+            "address of this machine such as 127.0.0.1, ::1 or 0.0.0.0, and a free port, or 0 for any"
+        ) from error
+    server.inside = _is_loopback(str(address))
+    if server.inside:
+        server.set_app(_asked_by_address(answer))
+    return server
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return address == "localhost"
+
+
+def _asked_by_address(answer: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """On loopback: a page of another site must not read this through a name of its own that it points here."""
+
+    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if _is_loopback(urlsplit("//" + environ.get("HTTP_HOST", "")).hostname or ""):
+            return answer(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"asked by a name that is not this machine's loopback\n"]
+
+    return checked

@@ -1,19 +1,26 @@
 """Metrics: samples add up to the counters they are made of, and say the same through every door."""
 
 import http.client
+import logging
 import re
+import socket
+import sys
+import threading
+import time
 import urllib.request
 
 import pytest
 import torch
 import torch.distributed as dist
+from prometheus_client import parser
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, MissingPackage
+from commpress.integrations.endpoint import AT_ONCE
 from commpress.integrations.metrics import StepMetrics, by_layer, to_writer
 
-LINE = re.compile(r'^commpress_[a-z_]+(\{([a-z_]+="[^"]*",?)*\})? -?[0-9.e+-]+$')
+MANY = 100  # clients that ask half a question
 
 
 class Net(torch.nn.Module):
@@ -60,11 +67,10 @@ def test_samples_add_up(pool, every):
     assert 0 < last["error/blocks.0"] < 1
     assert last["owed/blocks.1"] == pytest.approx(left["blocks.1"]), "norms of the last even step"
     assert last["encode_seconds"] > 0 < last["decode_seconds"]
-    lines = text.splitlines()
-    assert f'commpress_wire_bytes_total{{rank="0"}} {wire}' in lines
-    assert 'commpress_steps_total{rank="0"} 6' in lines
-    assert all(LINE.match(line) for line in lines if not line.startswith("#")), text
-    assert any(line.startswith('commpress_compression_error{rank="0",group="blocks.0"}') for line in lines)
+    read = samples_of(text)
+    assert read["commpress_wire_bytes_total", "rank", "0"] == wire
+    assert read["commpress_steps_total", "rank", "0"] == 6
+    assert 0 < read["commpress_compression_error", "group", "blocks.0", "rank", "0"] < 1
 
 
 def optimize():
@@ -129,41 +135,136 @@ def test_tensorboard_takes_them(tmp_path):
 # ---------------------------------------------------------------- the endpoint
 
 
+def samples_of(text):
+    """As Prometheus's own parser reads it: (name, label, value, …) → number."""
+    families = parser.text_string_to_metric_families(text)
+    return {(s.name, *sum(sorted(s.labels.items()), ())): s.value for family in families for s in family.samples}
+
+
 def ask(endpoint, path="/metrics", host=None):
     connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=30)
     connection.request("GET", path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
-    return answer.status, answer.getheader("Content-Type"), answer.read().decode()
+    body = answer.read().decode()
+    connection.close()
+    return answer.status, body
 
 
-def test_the_endpoint_answers_its_own_name_only():
-    endpoint = commpress.MetricsEndpoint(labels={"job": 'a "b"\\\n'})
+@pytest.fixture
+def endpoint(request):
+    made = commpress.MetricsEndpoint(**getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("endpoint", [{"labels": {"job": 'a "b"\\\n'}}], indirect=True)
+def test_the_endpoint_adds_up_and_answers_its_own_address_only(endpoint):
+    endpoint(StepMetrics(1, 2, 0.5, wire_bytes=10, owed={"blocks.0": 1.5}))
+    endpoint(StepMetrics(3, 2, 1.0, wire_bytes=5, owed={"blocks.0": 2.5}))
+    status, text = ask(endpoint)
+    assert status == 200
+    read, job = samples_of(text), ("job", 'a "b"\\\n')
+    assert read["commpress_wire_bytes_total", *job] == 15
+    assert read["commpress_step_seconds", *job] == 0.5
+    assert read["commpress_owed_norm", "group", "blocks.0", *job] == 2.5
+    families = {family.name: family.type for family in parser.text_string_to_metric_families(text)}
+    assert families["commpress_wire_bytes"] == "counter"
+    assert families["commpress_owed_norm"] == "gauge"
+    assert ask(endpoint, host="evil.example")[0] == 403
+    assert ask(endpoint, host=f"localhost:{endpoint.port}")[0] == 200
+
+
+def half_request(endpoint):
+    client = socket.create_connection((endpoint.host, endpoint.port), timeout=30)
+    client.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127")
+    return client
+
+
+def answering():
+    return [t for t in threading.enumerate() if "process_request_thread" in t.name]
+
+
+def ended(client):
+    """Whether the other side lets go of it within socket's own timeout."""
     try:
-        endpoint(StepMetrics(1, 2, 0.5, wire_bytes=10, owed={"blocks.0": 1.5}))
-        endpoint(StepMetrics(3, 2, 1.0, wire_bytes=5, owed={"blocks.0": 2.5}))
-        status, kind, text = ask(endpoint)
-        assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
-        job = r'{job="a \"b\"\\\n"}'
-        assert f"commpress_wire_bytes_total{job} 15" in text.splitlines()
-        assert f"commpress_step_seconds{job} 0.5" in text.splitlines()
-        assert r'commpress_owed_norm{job="a \"b\"\\\n",group="blocks.0"} 2.5' in text.splitlines()
-        assert text.count("# TYPE commpress_wire_bytes_total counter") == 1
-        assert ask(endpoint, "/")[0] == 404
-        assert ask(endpoint, host="evil.example")[0] == 403
-        assert ask(endpoint, host=f"localhost:{endpoint.port}")[0] == 200
-        parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
-        families = {f.name: f for f in parser.text_string_to_metric_families(text)}
-        (sample,) = families["commpress_wire_bytes"].samples
-        assert (sample.value, sample.labels) == (15, {"job": 'a "b"\\\n'})
-        assert families["commpress_owed_norm"].type == "gauge"
-    finally:
-        endpoint.close()
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "example.org", ""])
-def test_only_loopback(host):
-    with pytest.raises(InvalidArgument, match="expected a loopback address"):
-        commpress.MetricsEndpoint(host=host)
+def test_half_requests_hold_few_threads_and_a_scrape_comes_through(endpoint):
+    clients, most = [], 0
+    for _ in range(MANY):
+        clients.append(half_request(endpoint))
+        most = max(most, len(answering()))
+    assert ask(endpoint)[0] == 200
+    assert 1 <= most <= AT_ONCE + 2, "those that end may still be counted"
+    assert all(ended(client) for client in clients[: MANY - AT_ONCE]), "the oldest make room"
+    endpoint.close()
+    assert all(ended(client) for client in clients[MANY - AT_ONCE :]), "closing lets go of all"
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("endpoint", [{"timeout": 0.2}], indirect=True)
+def test_a_client_that_drips_is_cut_off(endpoint):
+    with half_request(endpoint) as silent, half_request(endpoint) as dripping:
+        dripping.settimeout(0.05)
+        until = time.monotonic() + 60
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012
+            while time.monotonic() < until:
+                dripping.sendall(b"x")
+                time.sleep(0.05)
+        assert ended(silent)
+
+
+@pytest.mark.parametrize("endpoint", [{"host": "::1"}, {"host": "localhost"}, {"host": "0.0.0.0"}], indirect=True)
+def test_where_it_listens(endpoint):
+    assert urllib.request.urlopen(endpoint.url, timeout=30).status == 200
+
+
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True), ("::", True)])
+def test_beyond_loopback_it_warns_and_answers_every_name(host, warns, caplog):
+    with caplog.at_level(logging.WARNING, "commpress"):
+        endpoint = commpress.MetricsEndpoint(host=host)
+    said = [r.message for r in caplog.records if "nobody is asked" in r.message]
+    assert len(said) == warns
+    if warns:
+        assert endpoint.url in said[0]
+        assert ask(endpoint, host="node7.cluster.example:9400")[0] == 200
+    endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"host": "192.0.2.7"}, "host is '192.0.2.7'"),  # of documentation: nobody's
+        ({"host": ""}, "host is ''"),
+        ({"host": "::1::"}, "host is '::1::'"),
+        ({"port": 70_000}, "port 70000"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"labels": {"a b": 1}}, "labels have 'a b'"),
+        ({"labels": {"__x": 1}}, "labels have '__x'"),
+        ({"labels": {"straße": 1}}, "labels have 'straße'"),
+        ({"labels": {"group": 1}}, "labels have 'group'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(options, says):
+    with pytest.raises(InvalidArgument, match=re.escape(says)):
+        commpress.MetricsEndpoint(**options)
+
+
+def test_a_port_that_is_taken_is_refused(endpoint):
+    with pytest.raises(InvalidArgument, match=f"port {endpoint.port}"):
+        commpress.MetricsEndpoint(endpoint.port)
+
+
+def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "commpress.integrations.endpoint")
+    monkeypatch.delattr(commpress, "MetricsEndpoint", raising=False)
+    with pytest.raises(MissingPackage, match=re.escape("pip install 'commpress[metrics]'")):
+        commpress.MetricsEndpoint  # noqa: B018
 
 
 @pytest.mark.parametrize(
