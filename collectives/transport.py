@@ -5,6 +5,7 @@ from it; others are ``Rows``. ``tag`` numbers the operation: two operations unde
 """
 
 import atexit
+import contextlib
 import os
 import select
 import time
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from commpress.collectives.frame import HEADER, alike, same, unpack
 from commpress.collectives.rows import Rows, rows_of
@@ -195,11 +196,11 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
     """A transport among the ranks of ``process_group``, so that its messages meet no others: over MPI if the group is.
 
     Else over a new group, of Gloo or NCCL below "commpress", which would check every message. Collective over those ranks. None
-    where torch.distributed is not initialised: there is nobody to talk to.
+    where torch.distributed is not initialised: there is nobody to talk to. ``timeout``: of every wait; None: that of the group.
     """
     if not dist.is_initialized():
         return None
-    patience = default_pg_timeout if timeout is None else timeout
+    patience = timeout_of(process_group) if timeout is None else timeout
     communicator = getattr(process_group or dist.group.WORLD, "communicator", None)
     if communicator is not None:
         from commpress.collectives.mpi import MpiTransport
@@ -212,6 +213,24 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
     backend = plain_backend(dist.get_backend(process_group))
     make = partial(dist.new_group, ranks, timeout=patience, backend=backend, use_local_synchronization=True)
     return TorchTransport(yielding(make), timeout=patience)
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """The timeout that a group was made with; the default group's where it was made without one, as by a device mesh."""
+    known = [found for each in (group, dist.group.WORLD) if each is not None and (found := _timeout(each)) is not None]
+    usual = (default_pg_timeout, default_pg_nccl_timeout)
+    return next((each for each in known if each not in usual), known[0] if known else default_pg_timeout)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Note: torch tells it by way of the options of a group's backends only."""
+    if isinstance(given := getattr(group, "timeout", None), timedelta):  # "commpress"
+        return given
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):  # no backend for it, or one without options
+            found: timedelta = group._get_backend(torch.device(device)).options._timeout
+            return found
+    return None
 
 
 class _Checked:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from commpress.codecs import Codec, codec_named
 from commpress.collectives.all_to_all import Order, Way, all_to_all, compressed_all_to_all
@@ -38,7 +37,7 @@ class AllToAll:
         order: Order = "inside-first",
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
-        timeout: timedelta = default_pg_timeout,
+        timeout: timedelta | None = None,
         checksum: bool = False,
     ) -> None:
         self.codec = codec_named(codec)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.codecs import Codec, Policy, policy_of
@@ -138,7 +137,7 @@ class CompressedState:
         grad_scaler: torch.amp.GradScaler | None = None,
         exact_steps: int = 0,
         measure_every: int = 100,
-        timeout: timedelta = default_pg_timeout,
+        timeout: timedelta | None = None,
         checksum: bool = False,
         seed: int = 0,
         replan_every: int = 0,

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from commpress.codecs import Codec, Policy
@@ -48,7 +47,7 @@ def compress_fsdp(
     grad_scaler: torch.amp.GradScaler | None = None,
     regather: bool = False,
     overlap: bool = True,
-    timeout: timedelta = default_pg_timeout,
+    timeout: timedelta | None = None,
     checksum: bool = False,
     seed: int = 0,
 ) -> "ShardedState":
@@ -95,7 +94,7 @@ class ShardedState:
         grad_scaler: torch.amp.GradScaler | None,
         regather: bool,
         overlap: bool,
-        timeout: timedelta,
+        timeout: timedelta | None,
         checksum: bool,
         seed: int,
     ) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.distributed.constants import default_pg_timeout
 
 from commpress.codecs import Codec, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
@@ -40,7 +39,7 @@ class FlatShardState:
         process_group: dist.ProcessGroup | None = None,
         error_feedback: bool = True,
         on_nonfinite: Literal["skip", "propagate"] = "skip",
-        timeout: timedelta = default_pg_timeout,
+        timeout: timedelta | None = None,
         checksum: bool = False,
         seed: int = 0,
     ) -> None:

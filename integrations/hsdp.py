@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from commpress.codecs import Codec, Policy
@@ -35,7 +34,7 @@ def compress_hsdp(
     min_numel: int = MIN_NUMEL,
     error_feedback: bool = True,
     on_nonfinite: Literal["skip", "propagate"] = "skip",
-    timeout: timedelta = default_pg_timeout,
+    timeout: timedelta | None = None,
     checksum: bool = False,
     seed: int = 0,
 ) -> "ReplicatedState":
@@ -66,7 +65,7 @@ class ReplicatedState:
         *,
         error_feedback: bool,
         on_nonfinite: str,
-        timeout: timedelta,
+        timeout: timedelta | None,
         checksum: bool,
         seed: int,
     ) -> None:

@@ -77,6 +77,11 @@ class ProcessGroup(dist.ProcessGroup):
         self._backward: tuple[int, list[GroupWork]] = (-1, [])
 
     @property
+    def timeout(self) -> timedelta:
+        """Of every call."""
+        return self._timeout
+
+    @property
     def communicator(self) -> Any:
         """Of these ranks, where MPI carries the data, to make copies of; None over torch's own groups."""
         return getattr(self._inner, "communicator", None)

@@ -224,7 +224,8 @@ def disagree_and_rebuild():
 def kind_of_transport():
     from commpress.collectives.transport import own_transport
 
-    return type(own_transport()) is MpiTransport
+    transport = own_transport()
+    return type(transport) is MpiTransport and transport.timeout == dist.group.WORLD.timeout
 
 
 def test_own_transports_are_of_the_groups_mpi(over_mpi):
