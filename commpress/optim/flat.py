@@ -13,9 +13,9 @@ from commpress.collectives.buckets import Message
 from commpress.errors import InvalidArgument
 from commpress.kernels.adam import Segments
 from commpress.kernels.pieces import NUMEL, SOURCE
+from commpress.optim.parameters import check_parameter
 
 ALIGN = 16  # elements: every parameter starts on a cache line
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Flat:
@@ -25,20 +25,22 @@ class Flat:
         self.parameters, self.names = list(parameters), list(names)
         self.device = parameters[0].device
         for p, name in zip(parameters, names, strict=True):
-            if p.dtype not in DTYPES:
-                raise InvalidArgument(f"parameter {name!r} is {p.dtype}, expected float32, bfloat16 or float16")
+            check_parameter(name, p)
             if p.device != self.device:
                 raise InvalidArgument(
                     f"parameter {name!r} is on {p.device} and {names[0]!r} on {self.device}: all parameters of one optimizer "
                     "must be on one device, make one optimizer per device"
                 )
+        self.index = {id(p): i for i, p in enumerate(parameters)}
+        twice = next((name for i, (p, name) in enumerate(zip(parameters, names, strict=True)) if self.index[id(p)] != i), None)
+        if twice is not None:
+            raise InvalidArgument(f"parameter {twice!r} is in params twice: pass a tied one once, as model.parameters() does")
         self.places: list[tuple[int, int]] = []
         at = 0
         for p in parameters:
             self.places.append((at, p.numel()))
             at += -(-p.numel() // ALIGN) * ALIGN
         self.numel = at
-        self.index = {id(p): i for i, p in enumerate(parameters)}
         self.shadowed = [i for i, p in enumerate(parameters) if p.dtype != torch.float32 or not p.is_contiguous()]
         self.master = self.new() if self.shadowed else None  # float32 weights of parameters that are not
         self._cast: torch.Tensor | None = None

@@ -85,8 +85,7 @@ class ShardedOneBitAdam(SteppingOptimizer):
         self.warmup_steps, self.floor, self.steps_done = warmup_steps, variance_floor, 0
         super().__init__(params, defaults)
         self.connect(transport, process_group, timeout)
-        everything = [p for group in self.param_groups for p in group["params"]]
-        self.flat = Flat(everything, [f"#{i:05d}" for i in range(len(everything))])
+        self.flat = Flat(*self.named_parameters())
         self.work, self.kernels = self.flat.new(), adam_arithmetic(self.flat.device)
         self.residuals = ResidualStore()
         spans = [Span(name, *place) for name, place in zip(self.flat.names, self.flat.places, strict=True)]

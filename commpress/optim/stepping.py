@@ -26,6 +26,16 @@ class SteppingOptimizer(torch.optim.Optimizer, ABC):
         self.transport, self.counters, self.workspace = Recorded(transport), OptimizerCounters(), Workspace()
         self._sequence = self._counted = 0
 
+    def named_parameters(self) -> tuple[list[torch.Tensor], list[str]]:
+        """All of them, group by group, and what they are called: their numbers if nobody gave names."""
+        parameters: list[torch.Tensor] = []
+        names: list[str] = []
+        for group in self.param_groups:
+            first = len(parameters)
+            parameters += group["params"]
+            names += group.get("param_names") or [f"#{i:05d}" for i in range(first, len(parameters))]
+        return parameters, names
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

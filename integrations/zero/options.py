@@ -7,8 +7,8 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.shards import local
+from commpress.optim.parameters import check_parameter
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon")
 Place = tuple[torch.Tensor, str, int]
 
@@ -32,8 +32,10 @@ def check_clipping(max_grad_norm: float | None, on_nonfinite: str) -> None:
         raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
 
 
-def trainable(groups: Sequence[dict[str, Any]]) -> tuple[list[list[Place]], list[tuple[str, torch.Tensor]]]:
-    """(parameter, name, number) of what is trained, by group; and what is frozen."""
+def trainable(
+    groups: Sequence[dict[str, Any]], *, cut: bool = False
+) -> tuple[list[list[Place]], list[tuple[str, torch.Tensor]]]:
+    """(parameter, name, number) of what is trained, by group; and what is frozen. ``cut``: DTensors are welcome."""
     result: list[list[Place]] = []
     frozen: list[tuple[str, torch.Tensor]] = []
     seen: set[int] = set()
@@ -46,7 +48,7 @@ def trainable(groups: Sequence[dict[str, Any]]) -> tuple[list[list[Place]], list
                     f"parameter {name!r} is in params twice: pass a tied parameter once, as model.parameters() does"
                 )
             if parameter.requires_grad:
-                _check(name, parameter)
+                _check(name, parameter, cut)
                 result[-1].append((parameter, name, len(seen)))
             else:
                 frozen.append((name, parameter))
@@ -56,9 +58,8 @@ def trainable(groups: Sequence[dict[str, Any]]) -> tuple[list[list[Place]], list
     return result, frozen
 
 
-def _check(name: str, parameter: torch.Tensor) -> None:
-    if parameter.dtype not in DTYPES:
-        raise InvalidArgument(f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16")
+def _check(name: str, parameter: torch.Tensor, cut: bool) -> None:
+    check_parameter(name, parameter, cut=cut)
     whole = hasattr(parameter, "home") or local(parameter).is_contiguous()  # streamed ones are elsewhere
     if parameter.numel() == 0 or not whole:
         raise InvalidArgument(

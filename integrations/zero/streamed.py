@@ -28,9 +28,10 @@ from commpress.integrations.zero.allocation import return_large_blocks
 from commpress.integrations.zero.blocks import parts_of, tensors_in
 from commpress.integrations.zero.first_values import FirstValues, on_memory
 from commpress.integrations.zero.gradients import Channel, Gradients
-from commpress.integrations.zero.options import DTYPES, Place
+from commpress.integrations.zero.options import Place
 from commpress.integrations.zero.scratch import Scratch
 from commpress.integrations.zero.unit import Home, Unit
+from commpress.optim.parameters import DTYPES
 from commpress.tiered_mem.store import TieredStore
 from commpress.work import Worker, run
 
