@@ -5,11 +5,11 @@ BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test slow demo lint types docs check clean
+.PHONY: help venv test slow mutants demo lint types docs check clean
 .NOTPARALLEL:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: .venv/installed ## install torch, commpress (editable) and its tools into .venv
 
@@ -26,6 +26,9 @@ test: venv ## run the tests; make test ARGS='-k sign'
 
 slow: venv ## run the tests that take long
 	@$(BIN)/pytest -m slow $(ARGS)
+
+mutants: venv ## put small faults into copies of the package, one at a time: some test must notice each
+	@$(BIN)/python tests/mutants.py $(ARGS)
 
 demo: venv ## train a small model with and without compression and show the difference
 	@$(BIN)/commpress demo $(ARGS)

@@ -216,6 +216,42 @@ def test_one_bad_number_is_seen_by_all_and_poisons_nothing(codec, bad):
     assert torch.isfinite(again[0]).all()
 
 
+def test_noise_differs_between_steps_ranks_and_directions():
+    """Equal inputs are rounded up in different places, and a mean not by the noise that made it: right on average."""
+    numel, ranks, steps = 4096, 2, 20
+    x = torch.full((numel,), 0.3)
+    x[::1024] = 1.0  # the scale of its block
+    sent: list[torch.Tensor] = []
+    total, transports = torch.zeros(numel), [Tapped(t, sent) for t in Loopback(ranks).transports()]
+    for step in range(steps):
+        buffers = [x.clone() for _ in transports]
+        simulate([
+            compressed_allreduce(b, codec=TernaryCodec(), transport=t, sequence=step)
+            for b, t in zip(buffers, transports, strict=True)
+        ])  # fmt: skip
+        total += buffers[0] / steps
+    payloads = [rows[:, HEADER:].clone() for rows in sent]
+    assert not any(torch.equal(a, b) for i, a in enumerate(payloads) for b in payloads[:i] if a.shape == b.shape)
+    usual = x < 1
+    assert abs(float(total[usual].mean()) - 0.3) < 0.01, "5 standard deviations; noise used twice would give 0.36"
+
+
+class Tapped:
+    """Keeps a copy of all that is sent."""
+
+    def __init__(self, inner, sent) -> None:
+        self.inner, self.sent = inner, sent
+        self.rank, self.size, self.ordered = inner.rank, inner.size, inner.ordered
+
+    def all_to_all(self, out, inp, tag):
+        self.sent.append(inp.clone())
+        return self.inner.all_to_all(out, inp, tag)
+
+    def all_gather(self, out, inp, tag):
+        self.sent.append(inp.clone())
+        return self.inner.all_gather(out, inp, tag)
+
+
 @pytest.mark.parametrize(
     ("buffer", "match"),
     [

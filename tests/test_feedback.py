@@ -247,3 +247,28 @@ def test_a_parameter_that_changes_its_codec_keeps_its_residual():
     for codec in ("int8", "sign", LAZY):
         attach(store, ["d"], codec=codec_named(codec))
         assert_same(copied(store), before)
+
+
+# ---------------------------------------------------------------- paying
+
+
+def test_what_is_owed_is_paid_once_and_in_full():
+    """The mean of what the ranks add is R = mean(sent) + the reduced residuals side by side; then nothing is owed."""
+    ranks, numel = 3, NUMELS["d"]
+    width, stores = width_of(numel, ranks), [ResidualStore() for _ in range(ranks)]
+    for r, store in enumerate(stores):
+        fill(attach(store, ["d"], ranks), seed=r)
+    residuals = [copied(store)["d", 0] for store in stores]
+    reduced = torch.cat([part for _, part in residuals])[: ranks * width]
+    owed = sum(sent for sent, _ in residuals) / ranks + reduced[:numel]
+    outs = [torch.zeros(numel) for _ in range(ranks)]
+    for r, (store, out) in enumerate(zip(stores, outs, strict=True)):
+        store.pay("another", out, r, ranks)
+        assert not out.any()
+        store.pay("d", out, r, ranks)
+    torch.testing.assert_close(sum(outs) / ranks, owed)
+    for r, store in enumerate(stores):
+        assert not any(part.any() for part in copied(store)["d", 0])
+        again = torch.zeros(numel)
+        store.pay("d", again, r, ranks)
+        assert not again.any()
