@@ -14,8 +14,22 @@ class Backward:
         self.number = number
         self.open, self.closed, self.finite = 0, False, True
         self.held: list[Outcome] = []
+        self.buckets: list[torch.Tensor] = []  # that have come and whose fate is not known yet
+        self._promised: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         self.futures: list[torch.futures.Future[torch.Tensor]] = []
         self.error: NonFiniteGradient | None = None
+
+    def promise(self, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """For DDP, of a bucket whose fate others share. If one of them fails, ``raise_errors`` says so before DDP waits."""
+        future: torch.futures.Future[torch.Tensor]
+        future = torch.futures.Future() if bucket.device.type == "cpu" else torch.futures.Future(devices=[bucket.device])
+        self._promised.append((future, bucket))
+        return future
+
+    def keep_promises(self) -> None:
+        for future, bucket in self._promised:
+            future.set_result(bucket)
+        self._promised.clear()
 
     def raise_errors(self) -> None:
         """At the end of this backward, as what they are. Called once, inside the hook of the last bucket.

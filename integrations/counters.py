@@ -30,6 +30,7 @@ class Counters:
     dense_sketches: int = 0  # messages of 'sketch-…' that travelled densely: the first ones, and where ranks kept too much
     compressed_elements: int = 0
     exact_elements: int = 0
+    plain_elements: int = 0  # of exact_elements, those that no codec knows (float64, complex, sparse), averaged as torch does
     encode_seconds: float = 0.0
     wire_seconds: float = 0.0  # waiting for peers and the network, part of it hidden behind backward
     decode_seconds: float = 0.0
@@ -79,12 +80,14 @@ class Counters:
 
     def summary(self) -> str:
         elements = self.compressed_elements + self.exact_elements
+        plain = 100 * self.plain_elements / elements if elements else 0.0
         share = 100 * self.compressed_elements / elements if elements else 0.0
         crossed = f"{self.between_bytes / max(self.steps, 1) / 1e6:.3f} of them between nodes, " if self.between_bytes else ""
         return (
             f"{self.wire_bytes / max(self.steps, 1) / 1e6:.3f} MB sent per step instead of "
             f"{self.logical_bytes / max(self.steps, 1) / 1e6:.3f} ({self.ratio:.1f} times fewer), {crossed}"
             f"{share:.1f} % of elements compressed"
+            + (f", {plain:.1f} % (float64, complex or sparse) averaged as torch does" if self.plain_elements else "")
             + (f", {self.dense_sketches} of {self.messages} messages dense for want of cells" if self.dense_sketches else "")
             + (f"; chosen: {self.choice}" if self.choice else "")
         )

@@ -20,6 +20,7 @@ from commpress.codecs import Codec, Policy, policy_of
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
 from commpress.collectives.checkpoint import check_fit, elastic_of, elastic_state, exact_state, residuals_of
+from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.ef21 import check_codec, reduce_changes
 from commpress.collectives.hierarchical import reduce_routes
 from commpress.collectives.links import Links
@@ -34,16 +35,15 @@ from commpress.integrations.backward import Backward
 from commpress.integrations.counters import Counters, relative_errors
 from commpress.integrations.layouts import Layout, Layouts
 from commpress.integrations.levels import levels_of
-from commpress.integrations.plain import Plain
+from commpress.integrations.plain import Plain, values_of
 from commpress.integrations.replanning import Replanning
 from commpress.integrations.trial import Trial, trial_of
 from commpress.integrations.unhooked import unhook_after
-from commpress.work import Steps, Worker, overlapped, run
+from commpress.work import Steps, Work, Worker, overlapped, run
 
 log = logging.getLogger("commpress")
 
 DEFAULT_MIN_NUMEL = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BUCKET = (25 << 20) // 4  # elements of a bucket of DDP, for choices that need a size beforehand
 UNORDERED_LIMIT = 4  # buckets under way at once where messages are matched by tag
 
@@ -104,6 +104,7 @@ class CompressedState:
     """What the hook needs between calls: residuals, counters, one worker and a process group of its own.
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other groups: it makes a new one.
+    Gradients that no codec knows (float64, complex, sparse) are averaged by torch's own all-reduce; ``counters`` say how many.
 
     - ``codec``, ``min_numel``, ``exclude``: what travels how; see ``compress``.
     - ``named_parameters``: gives residuals their names in checkpoints, and ``exclude`` something to match. Without it,
@@ -112,6 +113,9 @@ class CompressedState:
       instead (``collectives.ef21``); False forgets, which does not converge.
     - ``on_nonfinite``: "skip" (default) replaces the gradients of that bucket by zeros on all ranks, warns and counts;
       "raise" raises NonFiniteGradient on all ranks. Residuals stay untouched either way.
+    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these are more than the ranks of
+      ``process_group``: with tensor parallelism the whole mesh. What is not finite on one of them then makes all buckets of
+      that step zeros on all of them, or raises on all. Not the stages of a pipeline, whose backwards wait for each other.
     - ``grad_scaler``: pass AMP's GradScaler. Residuals are then kept in unscaled units, a bad gradient reaches the scaler
       as infinity so that it skips the step, and residuals of all buckets of a skipped step stay as they were. Costs
       4 bytes per parameter.
@@ -134,6 +138,7 @@ class CompressedState:
         process_group: dist.ProcessGroup | None = None,
         error_feedback: bool | Literal["ef21"] = True,
         on_nonfinite: Literal["skip", "raise"] = "skip",
+        agree_over: AgreeOver | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         exact_steps: int = 0,
         measure_every: int = 100,
@@ -155,12 +160,17 @@ class CompressedState:
             raise InvalidArgument(
                 "torch.distributed is not initialised: call init_process_group before CompressedState"
             )
-        if isinstance(codec, str) and codec == PLAIN:
+        if isinstance(codec, str) and codec == PLAIN and agree_over is None:
             codec = Planned(PLAIN)
         self._trial: Trial | None = trial_of(codec)
         ef21 = error_feedback == "ef21"
         if ef21 and (self._trial is not None or topology is not None or replan_every):
             raise InvalidArgument("error_feedback='ef21' needs a codec that stays, and no topology: leave the other out")
+        if agree_over is not None and (self._trial is not None or (isinstance(codec, Planned) and not codec.compresses)):
+            raise InvalidArgument(
+                f"agree_over is given, but codec is {codec if isinstance(codec, str) else codec.codec!r}, which leaves steps "
+                "to torch's own all-reduce: name a codec, such as 'int8', or leave agree_over out"
+            )
         self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
         self.policy = policy_of("none" if self._trial else codec, **self._limits)
         if ef21:
@@ -186,6 +196,7 @@ class CompressedState:
         transport = own_transport(process_group, timeout=timeout)
         self._timed = Timed(transport)
         self.transport = Recorded(self._timed)
+        self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         self.levels = None
         if topology is not None:
             usual = min(sum(numels.values()) or BUCKET, BUCKET)
@@ -211,16 +222,7 @@ class CompressedState:
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
-        if buffer.is_sparse:
-            raise InvalidArgument(
-                "a bucket holds sparse gradients, which are not compressed: build it with sparse=False"
-            )
-        if buffer.dtype not in DTYPES:
-            raise InvalidArgument(
-                f"a bucket holds {buffer.dtype} gradients, expected float32, bfloat16 or float16: convert the model with "
-                ".float(), or leave these parameters to DistributedDataParallel without this hook"
-            )
-        if self.transport.size == 1:
+        if self.transport.size == 1 and self.consensus is None:
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(buffer)
             return future
@@ -239,20 +241,29 @@ class CompressedState:
         if not self.compresses:
             step.open -= 1
             return self._plain.reduce(bucket, last=step.closed)
-        layout = self._layouts.of(bucket, buffer, exact=step.number < self.exact_steps)
-        if self._replanning is not None and self._replanning.due(step.number - self.exact_steps):
-            self._replanning.measure(layout.spans, buffer)
-        sequence, self._sequence = self._sequence, self._sequence + layout.sequences
-        steps = self._bucket(buffer, layout, step, sequence)
+        steps, waits = self._begin(bucket, buffer, step)
         if self._worker is None:
             limit = 1 if self.transport.ordered or self.levels is not None else UNORDERED_LIMIT
             self._worker = Worker("commpress", limit=limit, device=buffer.device)
-        waits = 2 * len(layout.rows) if not layout.plans and layout.levels is None else None
+        promised = step.promise(buffer) if self.consensus is not None else None  # before the worker could keep it
         future = self._worker.submit(steps, waits=waits)
         step.futures.append(future)
         if step.closed:
             step.raise_errors()
-        return future
+        return promised or future
+
+    def _begin(
+        self, bucket: dist.GradBucket, buffer: torch.Tensor, step: Backward
+    ) -> tuple[Steps[torch.Tensor], int | None]:
+        """The steps of one bucket, and how often they wait, where that is known."""
+        if self.transport.size == 1 or not self._plain.compressible(bucket):
+            return self._averaged(buffer, self._plain.average(buffer), step), 1 if self.consensus is None else None
+        layout = self._layouts.of(bucket, buffer, exact=step.number < self.exact_steps)
+        if self._replanning is not None and self._replanning.due(step.number - self.exact_steps):
+            self._replanning.measure(layout.spans, buffer)
+        sequence, self._sequence = self._sequence, self._sequence + layout.sequences
+        known = not layout.plans and layout.levels is None and self.consensus is None
+        return self._bucket(buffer, layout, step, sequence), 2 * len(layout.rows) if known else None
 
     def _turn(self, trial: Trial, device: torch.device) -> None:
         """The next step of the trial begins, or the first after it: nothing is under way between two steps."""
@@ -287,7 +298,13 @@ class CompressedState:
         if before is not None and finite:
             self.counters.errors.update(relative_errors(before, layout.spans, outcomes))
         self.counters.bucket(bucket.numel(), layout.messages, self.transport.size)
-        self._finish(step, bucket, finite, outcomes)
+        yield from self._finish(step, bucket, finite, outcomes)
+        return bucket
+
+    def _averaged(self, bucket: torch.Tensor, work: Work, step: Backward) -> Steps[torch.Tensor]:
+        """A bucket that torch's own all-reduce carries."""
+        yield work
+        yield from self._finish(step, bucket, bool(torch.isfinite(values_of(bucket)).all()), [])
         return bucket
 
     def _exchange(
@@ -318,20 +335,27 @@ class CompressedState:
         *others, first = yield from overlapped(jobs, limit=2)
         return [*first, *others]
 
-    def _finish(self, step: Backward, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome]) -> None:
-        """Commit or discard residuals: per bucket, or for all buckets of the step together under a GradScaler."""
+    def _finish(self, step: Backward, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome]) -> Steps[None]:
+        """Commit or discard residuals: per bucket, or for all of the step together under a GradScaler or a consensus."""
         step.open -= 1
         step.finite &= finite
+        ends = step.closed and step.open == 0
+        step.held += outcomes
+        step.buckets.append(bucket)
+        if self.consensus is not None:
+            if not ends:
+                return
+            finite = step.finite = yield from self.consensus.agreed(step.finite, bucket.device)
         if not finite:
-            bucket.fill_(float("inf") if self.grad_scaler else 0.0)
-            self._bad_gradient(step)
-        if self.grad_scaler:
-            step.held += outcomes
-            if step.closed and step.open == 0:
-                settle(step.held, taken=step.finite)
-        else:
-            settle(outcomes, taken=finite)
-        if step.closed and step.open == 0:
+            for each in step.buckets:
+                values_of(each).fill_(float("inf") if self.grad_scaler else 0.0)
+            self._bad_gradient(step, len(step.buckets))
+        step.buckets.clear()
+        if ends or not self.grad_scaler:
+            settle(step.held, taken=step.finite if self.grad_scaler else finite)
+            step.held.clear()
+        step.keep_promises()
+        if ends:
             inside, between, waited = (0, 0, 0.0) if self.levels is None else self.levels.traffic()
             sent_bytes = self._plain.sent_bytes + self.transport.sent_bytes + inside + between
             seconds = self._timed.seconds + waited
@@ -340,15 +364,15 @@ class CompressedState:
                 self._said = True
                 self.counters.say(log)
 
-    def _bad_gradient(self, step: Backward) -> None:
-        self.counters.skipped_buckets += 1
+    def _bad_gradient(self, step: Backward, buckets: int) -> None:
+        before, self.counters.skipped_buckets = self.counters.skipped_buckets, self.counters.skipped_buckets + buckets
         count = self.counters.skipped_buckets
         if self.on_nonfinite == "raise":
             step.error = NonFiniteGradient(
                 f"the gradients of step {step.number} hold NaN or infinity on some rank. No residual was changed. Look for "
                 "the cause in the loss, or pass on_nonfinite='skip'."
             )
-        elif count <= 3 or count % 100 == 0:
+        elif before < 3 or count // 100 > before // 100:
             effect = "passed on as infinity to the GradScaler" if self.grad_scaler else "replaced by zeros on all ranks"
             log.warning(
                 "step %d: a bucket held NaN or infinity on some rank and was %s (%d so far). With AMP pass "

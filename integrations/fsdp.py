@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from commpress.codecs import Codec, Policy
 from commpress.collectives.allreduce import Workspace, any_flag, exchange
+from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.reduce_scatter import Deal
 from commpress.collectives.topology import Topology
@@ -44,6 +45,7 @@ def compress_fsdp(
     min_numel: int = MIN_NUMEL,
     error_feedback: bool = True,
     on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
+    agree_over: AgreeOver | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     regather: bool = False,
     overlap: bool = True,
@@ -64,6 +66,8 @@ def compress_fsdp(
     - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the whole model on each rank.
     - ``on_nonfinite``: gradients of a unit in which a rank has NaN or infinity become zeros on all ranks ("skip"), NaN
       ("propagate", for whoever tests them), or also an error after backward ("raise"). No residual changes.
+    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward together, where these are
+      more than share a unit: they decide about each unit together. Not the stages of a pipeline.
     - ``grad_scaler``: pass AMP's, so that residuals are kept in unscaled units and infinities reach it.
     - ``regather``: send weights again before backward. Otherwise they are kept from forward to backward as they came, encoded,
       which costs a byte per parameter of the whole model on each rank with "int8", and saves a third of the traffic.
@@ -71,8 +75,8 @@ def compress_fsdp(
     """
     return ShardedState(
         model, gradients, weights, inside=inside, topology=topology, hadamard=hadamard, min_numel=min_numel,
-        error_feedback=error_feedback, on_nonfinite=on_nonfinite, grad_scaler=grad_scaler, regather=regather,
-        overlap=overlap, timeout=timeout, checksum=checksum, seed=seed,
+        error_feedback=error_feedback, on_nonfinite=on_nonfinite, agree_over=agree_over, grad_scaler=grad_scaler,
+        regather=regather, overlap=overlap, timeout=timeout, checksum=checksum, seed=seed,
     )  # fmt: skip
 
 
@@ -91,6 +95,7 @@ class ShardedState:
         min_numel: int,
         error_feedback: bool,
         on_nonfinite: str,
+        agree_over: AgreeOver | None,
         grad_scaler: torch.amp.GradScaler | None,
         regather: bool,
         overlap: bool,
@@ -120,6 +125,7 @@ class ShardedState:
         self._error: NonFiniteGradient | None = None
         self._lent: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._links: dict[tuple[int, ...], Divisible] = {}
+        self.consensus = consensus_over(agree_over, self.units[0].group, timeout=timeout)
         device = self.units[0].parameters[0].device
         if all(unit.ranks == 1 for unit in self.units):
             log.warning("all shards are on one rank: there is nothing to reduce or gather, so nothing is compressed")

@@ -79,7 +79,8 @@ class CompressedReduceScatter(ReduceScatter):
             late = None
         in_place = late is None and output_tensor.dtype == torch.float32
         out = output_tensor if in_place else self.owner.borrow(output_tensor.numel(), torch.float32, output_tensor.device)
-        steps = self._reduced(input_tensor, out, output_tensor.dtype, legs, key, factor, sequence)
+        vote = None if self.owner.consensus is None else self.owner.consensus.reserve()
+        steps = self._reduced(input_tensor, out, output_tensor.dtype, legs, key, factor, sequence, vote)
         self.owner.reduced(self, input_tensor, [(leg.hop.transport, leg.plan) for leg in legs])
         if late is not None:
             output_tensor.zero_()
@@ -118,6 +119,7 @@ class CompressedReduceScatter(ReduceScatter):
         key: int,
         factor: float,
         sequence: int,
+        vote: int | None,
     ) -> Steps[bool]:
         """out := the reduced gradients, to be given out in ``dtype``; whether all ranks were finite, else residuals stay."""
         gain, borrow, lent = self.owner.gain(), self.owner.borrow, []
@@ -152,6 +154,8 @@ class CompressedReduceScatter(ReduceScatter):
         if finite and dtype == torch.float16:  # a mean that does not fit
             fits = bool(torch.isfinite(out.to(dtype)).all())
             finite = not (yield from self.owner.any_rank(not fits, self.hops[0].transport, sequence))
+        if self.owner.consensus is not None:
+            finite = yield from self.owner.consensus.agreed(finite, gradients.device, number=vote)
         settle(outcomes, taken=finite)
         for buffer in (*lent, *((gradients,) if self._lends(gradients.numel(), gradients.device) else ())):
             self.owner.give_back(buffer)

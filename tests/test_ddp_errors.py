@@ -74,31 +74,6 @@ def test_a_hook_without_its_state(pool, state, name):
         )
 
 
-def wrong_gradients(kind):
-    model = torch.nn.Embedding(10, 4, sparse=True) if kind == "sparse" else torch.nn.Linear(4, 4).to(kind)
-    ddp = DistributedDataParallel(model)
-    commpress.compress(ddp, min_numel=1)
-    inputs = torch.tensor([1, 2]) if kind == "sparse" else torch.ones(1, 4, dtype=kind)
-    return [caught(ddp(inputs).sum().backward)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        (
-            torch.float64,
-            r"a bucket holds torch.float64 gradients, expected float32, bfloat16 or float16: convert .*\.float\(\)",
-        ),
-        ("sparse", "a bucket holds sparse gradients, which are not compressed: build it with sparse=False"),
-    ],
-    ids=str,
-)
-def test_gradients_of_a_wrong_kind(pool, kind, says):
-    for (error,) in pool.run(wrong_gradients, kind):
-        assert type(error) is InvalidArgument, error
-        assert re.search(says, str(error))
-
-
 # ---------------------------------------------------------------- said loudly
 
 

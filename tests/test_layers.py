@@ -39,6 +39,7 @@ FACE = "commpress"  # commpress/__init__.py: may import everything, and only the
 ANYWHERE = ("torch", "numpy", "msgpack")
 HOMES = {
     "torch.distributed": (
+        "commpress.collectives.consensus",
         "commpress.collectives.transport",
         "commpress.collectives.topology",
         "commpress.integrations*",

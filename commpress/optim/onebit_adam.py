@@ -46,6 +46,9 @@ class OneBitAdam(CompressedOptimizer):
     - ``error_feedback``: False forgets what compression leaves behind, which does not converge; to show just that.
     - ``max_grad_norm``: clips by one factor that all ranks agree on. Do not use ``clip_grad_norm_``: gradients are local.
     - ``on_nonfinite``: "skip" the step on all ranks (default) or "raise"; nothing is changed either way.
+    - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these are more than the ranks of
+      ``process_group``: with tensor parallelism or pipelines the whole mesh. They take or skip a step together. Needs a
+      number as ``warmup_steps`` and no ``max_grad_norm``.
     - ``check_every``: steps between comparisons of the replicas; 0 never.
 
     On one rank it is Adam, in every bit.
@@ -76,6 +79,11 @@ class OneBitAdam(CompressedOptimizer):
             self.freeze = WhenStable(window=max(round(1 / (1 - betas[1])), 1))
         else:
             self.freeze = AfterSteps(warmup_steps) if isinstance(warmup_steps, int) else warmup_steps
+        if options.get("agree_over") is not None and not isinstance(self.freeze, AfterSteps):
+            raise InvalidArgument(
+                f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks that communicate would freeze "
+                "its variance at a step of its own. Pass a number of steps"
+            )
         self.spiky_codec = None if spiky_codec is None else codec_named(spiky_codec)
         self.frozen_variance = FrozenVariance(variance_floor)
         self.frozen_at: int | None = None

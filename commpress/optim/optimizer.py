@@ -19,6 +19,7 @@ from torch.optim.adam import adam
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace
+from commpress.collectives.consensus import AgreeOver
 from commpress.collectives.frame import HEADER
 from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
@@ -66,10 +67,16 @@ class CompressedOptimizer(SteppingOptimizer):
         on_nonfinite: Literal["skip", "raise"] = "skip",
         check_every: int = 1000,
         process_group: Any = None,
+        agree_over: AgreeOver | None = None,
         transport: Transport | None = None,
         timeout: timedelta | None = None,
         seed: int = 0,
     ) -> None:
+        if agree_over is not None and max_grad_norm is not None:
+            raise InvalidArgument(
+                f"max_grad_norm is {max_grad_norm!r} and agree_over is given: groups that communicate apart would each clip by "
+                "a factor of its own, and weights that all of them hold would drift apart. Leave max_grad_norm out"
+            )
         if on_nonfinite not in ("skip", "raise"):
             raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
         self.codec = policy_of(codec, min_numel=min_numel)
@@ -84,7 +91,7 @@ class CompressedOptimizer(SteppingOptimizer):
         self.steps_done = 0
         super().__init__(params, defaults)
         self.state = PlainState(dict)
-        self.connect(transport, process_group, timeout)
+        self.connect(transport, process_group, timeout, agree_over)
         self.under_way: Any = None  # what an overlapping hook has started (``integrations.overlap``)
         self._lay_out()
         self.state.before_looking(self.settle)
@@ -124,9 +131,14 @@ class CompressedOptimizer(SteppingOptimizer):
             yield from compare_replicas(self)
         self.facts.see(self.steps_done, max(float(group["lr"]) for group in self.param_groups))
         kind = self.round()
-        if kind is Round.LOCAL:
+        taken = True
+        if self.consensus is not None and (kind is Round.LOCAL or self.transport.size == 1):  # nobody else asks
+            squares = self.kernels.square_sum(self.flat.segments(range(len(self.flat.parameters))))
+            taken = yield from self.consensus.agreed(bool(np.isfinite(squares)), self.flat.device)
+        if not taken:
+            pass
+        elif kind is Round.LOCAL:
             self.local(self.gain())
-            taken = True
         elif self.transport.size == 1:
             taken = self._alone()
         else:
@@ -175,6 +187,8 @@ class CompressedOptimizer(SteppingOptimizer):
         finite = all(outcome.finite for outcome in started + outcomes)
         if finite and kind is Round.EXACT and not self.clipping.clip(self, self.work):
             finite = False
+        if self.consensus is not None:
+            finite = yield from self.consensus.agreed(finite, self._flat.device)
         self.channel(kind).settle(started + outcomes, finite=finite)
         if finite:
             self.apply(kind, started + outcomes)
@@ -276,6 +290,8 @@ class CompressedOptimizer(SteppingOptimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, norm: float | None) -> None:
+        if norm is not None and self.consensus is not None:
+            raise InvalidArgument(f"max_grad_norm is {norm!r}, expected None: the optimizer has agree_over, see there")
         self.clipping = Clipping(norm)
 
     def replicated(self) -> list[torch.Tensor]:

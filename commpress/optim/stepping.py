@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from commpress.collectives.allreduce import Workspace
+from commpress.collectives.consensus import AgreeOver, Consensus, consensus_over
 from commpress.collectives.loopback import Loopback, Recorded
 from commpress.collectives.transport import Transport, own_transport
 from commpress.optim.counters import OptimizerCounters
@@ -18,9 +19,17 @@ class SteppingOptimizer(torch.optim.Optimizer, ABC):
     """Its transport, what it sent, and the numbers of its messages."""
 
     transport: Recorded
+    consensus: Consensus | None  # where more ranks must stay equal than communicate
 
-    def connect(self, transport: Transport | None, process_group: Any, timeout: timedelta | None) -> None:
+    def connect(
+        self,
+        transport: Transport | None,
+        process_group: Any,
+        timeout: timedelta | None,
+        agree_over: AgreeOver | None = None,
+    ) -> None:
         """Through ``transport``, a new group of the ranks of ``process_group``, or alone if there is none."""
+        self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         if transport is None:
             transport = own_transport(process_group, timeout=timeout) or Loopback(1).transport(0)
         self.transport, self.counters, self.workspace = Recorded(transport), OptimizerCounters(), Workspace()

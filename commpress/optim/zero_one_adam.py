@@ -221,6 +221,8 @@ class ZeroOneAdam(CompressedOptimizer):
                 Round.COMPRESSED, range(len(self._flat.parameters)), workspace=self.workspace
             )
             finite = all(outcome.finite for outcome in outcomes)
+            if self.consensus is not None:
+                finite = yield from self.consensus.agreed(finite, self._flat.device)
             self.quantized.settle(outcomes, finite=finite)
             if not finite:
                 outcomes = []

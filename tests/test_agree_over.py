@@ -1,0 +1,291 @@
+"""Data and tensor parallelism together, with torch's own tensor parallelism: columns that communicate apart skip together.
+
+One shard of a weight gets NaN in one step. Every weight that both columns hold must stay the same in every bit on all four
+ranks, and be what it is in a run that never saw that step.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.errors import InvalidArgument, NonFiniteGradient
+from commpress.schedules import DoublingIntervals
+
+BAD = 2
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        h = self.embed(x)
+        return self.head(self.norm(h + self.down(self.up(h).relu())))
+
+
+def split(mesh):
+    torch.manual_seed(0)
+    model = Net()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    _pre_dp_module_transform(model)  # DTensors become the plain tensors that DDP knows
+    return model
+
+
+def batch(mesh, step):
+    generator = torch.Generator().manual_seed(100 * step + mesh["dp"].get_local_rank())
+    return torch.randn(6, 16, generator=generator), torch.randn(6, 8, generator=generator)
+
+
+def spoil(model, now):
+    """NaN in the shard of the first rank, in one step."""
+
+    def hook(gradient):
+        return gradient * float("nan") if now["step"] == BAD and dist.get_rank() == 0 else gradient
+
+    next(p for name, p in model.named_parameters() if "up.weight" in name).register_hook(hook)
+
+
+def replicated(model):
+    cut = ("up.weight", "up.bias", "down.weight")
+    return {name: p.detach().clone() for name, p in model.named_parameters() if not name.endswith(cut)}
+
+
+def columns(shape=(2, 2)):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+
+
+def train(steps, codec, options, shape=(2, 2), agree="mesh"):
+    """Weights that all ranks hold, the steps that raised, the counters and the loss scale."""
+    mesh = columns(shape)
+    model = split(mesh)
+    cap = 25 if agree == "nobody" else 0.006  # one bucket, or several
+    ddp = DistributedDataParallel(model, process_group=mesh["dp"].get_group(), bucket_cap_mb=cap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaled = "scaled" in options
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+    options = {name: value for name, value in options.items() if name != "scaled"}
+    over = {"mesh": {"agree_over": mesh}, "world": {"agree_over": dist.group.WORLD}, "nobody": {}}[agree]
+    state = commpress.compress(ddp, codec, min_numel=64, grad_scaler=scaler, **over, **options)
+    now, raised = {"step": 0}, []
+    spoil(ddp, now)
+    for now["step"] in steps:
+        x, y = batch(mesh, now["step"])
+        try:
+            scaler.scale((ddp(x) - y).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        except NonFiniteGradient:
+            raised.append(now["step"])
+        optimizer.zero_grad()
+    return replicated(ddp), raised, state.counters.as_dict(), scaler.get_scale()
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+ALL = list(range(5))
+LEFT_OUT = [step for step in ALL if step != BAD]
+
+
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [("sign", {}), ("none", {}), ("int8", {"scaled": True}), ("sign", {"on_nonfinite": "raise"})],
+    ids=["skip", "exact", "under a GradScaler", "raise"],
+)
+def test_the_columns_of_a_mesh_skip_together(pool, codec, options):
+    results = pool.run(train, ALL, codec, options, size=4)
+    without = pool.run(train, LEFT_OUT, codec, options, size=4)
+    for (weights, raised, counters, scale), (expected, *_) in zip(results, without, strict=True):
+        assert same(weights, results[0][0])
+        assert same(weights, expected)
+        assert raised == ([BAD] if "on_nonfinite" in options else [])
+        assert counters["skipped_steps"] == 1
+        assert scale == results[0][3] == (32.0 if "scaled" in options else 1.0)
+        assert counters["skipped_buckets"] > 1  # all buckets of the step, not only the one with the shard
+
+
+def test_a_group_in_place_of_a_mesh(pool):
+    (weights, *_), *others = pool.run(train, ALL, "sign", {}, (2, 2), "world", size=4)
+    assert all(same(weights, theirs) for theirs, *_ in others)
+
+
+def test_columns_that_do_not_agree_drift_apart(pool):
+    """The tests above would see it."""
+    (weights, *_), (theirs, *_), *_ = pool.run(train, ALL, "sign", {}, (2, 2), "nobody", size=4)
+    assert not same(weights, theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "raise"}, {"scaled": True}], ids=str)
+def test_ranks_that_have_nobody_to_exchange_with_vote_too(pool, options):
+    results = pool.run(train, ALL, "sign", options, (1, 2), size=2)
+    without = pool.run(train, LEFT_OUT, "sign", options, (1, 2), size=2)
+    for (weights, raised, _counters, scale), (expected, *_) in zip(results, without, strict=True):
+        assert same(weights, results[0][0])
+        assert same(weights, expected)
+        assert raised == ([BAD] if "on_nonfinite" in options else [])
+        assert scale == (32.0 if "scaled" in options else 1.0)
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+def step_with(make, bad, shape, options):
+    """Weights that all ranks hold after ten steps of our optimizer; NaN in one shard at step ``bad``."""
+    mesh = columns(shape)
+    model = split(mesh)
+    options = {"process_group": mesh["dp"].get_group(), "agree_over": mesh, "lr": 1e-2, "betas": (0.9, 0.99)} | options
+    held, raised = dict(model.named_parameters()), []  # a forward puts others of the same memory in their places
+    optimizer = make(held.values(), **options)
+    for step in range(10):
+        x, y = batch(mesh, step)
+        (model(x) - y).square().mean().backward()
+        if step == bad and dist.get_rank() == 0:
+            held["up.weight"].grad[0, 0] = float("nan")
+        try:
+            optimizer.step()
+        except NonFiniteGradient:
+            raised.append(step)
+        optimizer.zero_grad()
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+    counters = optimizer.counters.as_dict()
+    return replicated(model), raised, counters["skipped_steps"], optimizer.steps_done
+
+
+def onebit(parameters, **options):
+    return commpress.OneBitAdam(parameters, warmup_steps=4, **options)
+
+
+def lamb(parameters, **options):
+    return commpress.OneBitLamb(parameters, warmup_steps=4, **options)
+
+
+def zero_one(parameters, **options):
+    return commpress.ZeroOneAdam(parameters, sync=DoublingIntervals(start=2, period=100), variance_updates=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "bad", "shape", "options"),
+    [
+        (onebit, 2, (2, 2), {}),
+        (onebit, 6, (2, 2), {"on_nonfinite": "raise"}),
+        (onebit, 6, (1, 2), {}),
+        (lamb, 6, (2, 2), {}),
+        (zero_one, 5, (2, 2), {}),
+        (zero_one, 6, (2, 2), {}),
+    ],
+    ids=["exact round", "compressed round", "alone", "LAMB", "0/1 Adam", "0/1 Adam, one later"],
+)
+def test_optimizers_skip_together(pool, make, bad, shape, options):
+    results = pool.run(step_with, make, bad, shape, options, size=shape[0] * shape[1])
+    for weights, raised, skipped, done in results:
+        assert same(weights, results[0][0])
+        assert all(torch.isfinite(w).all() for w in weights.values())
+        assert (raised, skipped, done) == ([bad] if options else [], 1, 9)
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+class Halves(torch.autograd.Function):
+    """The sum over the columns in forward, the gradient as it is in backward: Megatron's row-parallel end."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Shared(nn.Module):
+    """A weight that both columns hold, behind one of which each column holds a half."""
+
+    def __init__(self, group):
+        super().__init__()
+        torch.manual_seed(0)
+        self.group = group
+        self.part, self.whole = nn.Linear(16, 32), nn.Linear(32, 8)
+        with torch.no_grad():
+            self.part.weight.mul_(1 + dist.get_rank(group))
+
+    def forward(self, x):
+        return self.whole(Halves.apply(self.part(x).tanh(), self.group))
+
+
+def shard(overlap, on_nonfinite):
+    mesh = columns()
+    model = Shared(mesh["tp"].get_group())
+    for module in (model.part, model.whole, model):
+        fully_shard(module, mesh=mesh["dp"])
+    state = commpress.compress_fsdp(
+        model, "int8", None, min_numel=1, overlap=overlap, on_nonfinite=on_nonfinite, agree_over=mesh
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    raised = []
+    for step in ALL:
+        x, y = batch(mesh, step)
+        loss = (model(x) - y).square().mean()
+        if step == BAD and dist.get_rank() == 0:
+            loss = loss * float("inf")
+        try:
+            loss.backward()
+            optimizer.step()
+        except NonFiniteGradient:
+            raised.append(step)
+        optimizer.zero_grad()
+    return model.whole.weight.full_tensor().detach(), raised, state.gradients.skipped_buckets
+
+
+@pytest.mark.parametrize(("overlap", "on_nonfinite"), [(True, "skip"), (False, "skip"), (True, "raise")])
+def test_sharded_units_skip_together(pool, overlap, on_nonfinite):
+    results = pool.run(shard, overlap, on_nonfinite, size=4)
+    for weight, raised, skipped in results:
+        assert torch.equal(weight, results[0][0])
+        assert torch.isfinite(weight).all()
+        assert (raised, skipped) == ([BAD] if on_nonfinite == "raise" else [], 2)
+
+
+# ---------------------------------------------------------------- refused
+
+
+def refusals():
+    mesh = columns()
+    group = mesh["dp"].get_group()
+    ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+    weights = [nn.Parameter(torch.ones(4))]
+    calls = {
+        "type": lambda: commpress.compress(ddp, agree_over="tp"),
+        "ranks": lambda: commpress.compress(ddp, agree_over=mesh["tp"]),
+        "auto": lambda: commpress.compress(ddp, "auto", agree_over=mesh),
+        "freeze": lambda: commpress.OneBitAdam(weights, process_group=group, agree_over=mesh),
+        "norm": lambda: onebit(weights, process_group=group, agree_over=mesh, max_grad_norm=1.0),
+    }
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(InvalidArgument) as caught:
+            call()
+        said[name] = str(caught.value)
+    return said
+
+
+def test_what_cannot_be_agreed_on_is_refused_on_all_ranks(pool):
+    for said in pool.run(refusals, size=4):
+        assert "agree_over is 'tp', expected a process group or a DeviceMesh" in said["type"]
+        assert "but gradients are exchanged with ranks" in said["ranks"]
+        assert "codec is 'auto'" in said["auto"]
+        assert "Pass a number of steps" in said["freeze"]
+        assert "Leave max_grad_norm out" in said["norm"]
