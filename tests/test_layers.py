@@ -52,6 +52,7 @@ HOMES = {
     "mpi4py": ("commpress.collectives.mpi",),
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.tiered_mem.checksum",),
+    "prometheus_client": ("commpress.integrations.endpoint",),
     "deepspeed": ("commpress.cli.io_peers", "commpress.cli.deepspeed_peer"),
     "aiofiles": ("commpress.tiered_mem.engines*",),
     "transformers": ("commpress.integrations.hf", "commpress.integrations.hf_model"),
