@@ -22,6 +22,7 @@ from commpress.integrations.ddp import CompressedState, compress
 from commpress.integrations.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
 from commpress.integrations.overlap import overlap
 from commpress.optim.optimizer import CompressedOptimizer
+from commpress.optim.stepping import SteppingOptimizer
 
 log = logging.getLogger("commpress")
 
@@ -47,16 +48,20 @@ class Compress(TrainerCallback):
         self._resume: Path | None = None
         self._handle: Any = None
         self._clip: float | None = None
+        self._scaler: torch.amp.GradScaler | None = None
         self._metrics: Metrics | None = None
         self._since: Counter[str] = Counter()  # the last log: sums
 
     # ------------------------------------------------------------ attaching
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
+        self._scaler = getattr(things["optimizer"], "scaler", None)
+        if isinstance(optimizer, SteppingOptimizer):
+            optimizer.grad_scaler = self._scaler
         if not dist.is_initialized() or dist.get_world_size() == 1:
             log.warning("there is one rank: nothing is compressed")
             return
-        optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
         self._optimizer = optimizer if isinstance(optimizer, CompressedOptimizer) else None
         if self._optimizer is not None and args.max_grad_norm:
             self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
@@ -75,7 +80,7 @@ class Compress(TrainerCallback):
         if self._optimizer is not None:
             self.state = overlap(ddp, self._optimizer)
         else:
-            self.state = compress(ddp, self.codec, **self.options)
+            self.state = compress(ddp, self.codec, **{"grad_scaler": self._scaler} | self.options)
             if self._resume is not None:
                 self._load(self.state)
         self._metrics = Metrics(self.state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0)
@@ -168,15 +173,17 @@ class DistributedCompression(DistributedDataParallelKwargs):
         super().__init__(**(ddp or {}))
         self.codec, self.options = codec, options
         self.state: CompressedState | None = None
+        self._accelerator: Any = None
 
     def attach(self, accelerator: Any) -> "DistributedCompression":
         """Not as one of ``kwargs_handlers``: Accelerate takes only its own classes there."""
-        accelerator.ddp_handler = self
+        accelerator.ddp_handler, self._accelerator = self, accelerator
         return self
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        own = ("codec", "options", "state")
+        own = ("codec", "options", "state", "_accelerator")
         return {key: value for key, value in super().to_dict(*args, **kwargs).items() if key not in own}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        self.state = compress(model, self.codec, **self.options)
+        scaler = getattr(self._accelerator, "scaler", None)
+        self.state = compress(model, self.codec, **{"grad_scaler": scaler} | self.options)

@@ -27,17 +27,18 @@ class Compress(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         ddp, optimizer = trainer.strategy.model, trainer.optimizers[0]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not isinstance(ddp, DistributedDataParallel):
             raise InvalidArgument(f"the strategy runs a {type(ddp).__name__}, expected Trainer(strategy='ddp')")
         if not isinstance(optimizer, CompressedOptimizer):
-            self.state = compress(ddp, self.codec, **self.options)
+            self.state = compress(ddp, self.codec, **{"grad_scaler": scaler} | self.options)
             return
         if trainer.gradient_clip_val:
             raise InvalidArgument(
                 f"gradient_clip_val is {trainer.gradient_clip_val}, but gradients are local: pass max_grad_norm to the "
                 "optimizer instead"
             )
-        self.state = overlap(ddp, optimizer)
+        self.state = overlap(ddp, optimizer, grad_scaler=scaler)
 
     def _synchronize(self) -> None:
         if isinstance(self.state, CompressedOptimizer) and hasattr(self.state, "synchronize"):

@@ -28,9 +28,11 @@ def overlap(
     """Let ``optimizer`` do all communication of ``ddp``, during backward where it can; returns the optimizer.
 
     With ``max_grad_norm`` rounds wait for ``step()``, because the norm needs every gradient. Pass the ``grad_scaler`` of
-    mixed precision. Parameters of ``ddp`` that the optimizer does not have are not averaged at all, and refused.
+    mixed precision here or to the optimizer. Parameters of ``ddp`` that the optimizer does not have are not averaged at all,
+    and refused.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    if hasattr(optimizer, "optimizer"):  # accelerate's wrapper
+        optimizer, grad_scaler = optimizer.optimizer, grad_scaler or getattr(optimizer, "scaler", None)
     if not isinstance(ddp, DistributedDataParallel):
         raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel")
     if not isinstance(optimizer, CompressedOptimizer):
@@ -45,7 +47,9 @@ def overlap(
             f"the optimizer does not have {len(missing)} parameters of ddp, such as {missing[0]!r}, so nobody would average "
             "them: construct it with all parameters that require gradients"
         )
-    optimizer.under_way = UnderWay(optimizer, grad_scaler)
+    if grad_scaler is not None:
+        optimizer.grad_scaler = grad_scaler
+    optimizer.under_way = UnderWay(optimizer)
     ddp.register_comm_hook(optimizer.under_way, momentum_hook)
     return optimizer
 
@@ -61,9 +65,8 @@ def momentum_hook(state: "UnderWay", bucket: dist.GradBucket) -> torch.futures.F
 class UnderWay:
     """The rounds that backward has started and ``step`` has not taken yet."""
 
-    def __init__(self, optimizer: CompressedOptimizer, grad_scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, optimizer: CompressedOptimizer) -> None:
         self.optimizer = optimizer
-        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._workspace = Workspace()
         self._worker: Worker | None = None
         self._futures: dict[tuple[int, ...], torch.futures.Future[list[Outcome]]] = {}
@@ -81,7 +84,7 @@ class UnderWay:
             indices = tuple(o.flat.index[id(p)] for p in bucket.parameters())
             self._take_back(indices)
             gradients = dict(zip(indices, bucket.gradients(), strict=True))
-            gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
+            gain = 1.0 if o.grad_scaler is None else 1.0 / o.grad_scaler.get_scale()
             for group, at in o.groups():
                 mine = [i for i in indices if i in at]
                 if mine:

@@ -50,6 +50,7 @@ class OneBitAdam(CompressedOptimizer):
       ``process_group``: with tensor parallelism or pipelines the whole mesh. They take or skip a step together. Needs a
       number as ``warmup_steps`` and no ``max_grad_norm``.
     - ``check_every``: steps between comparisons of the replicas; 0 never.
+    - ``grad_scaler``: AMP's GradScaler, if there is one: it is told what all ranks agreed on.
 
     On one rank it is Adam, in every bit.
     """

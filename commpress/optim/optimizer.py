@@ -52,7 +52,6 @@ class CompressedOptimizer(SteppingOptimizer):
 
     lands = False  # whether ``apply`` decodes what a compressed round brings, moving parameters in the same pass
     kept: KeptMean  # made by ``allocate``
-    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling to us: gradients keep their scale until they are read
 
     def __init__(
         self,
@@ -70,6 +69,7 @@ class CompressedOptimizer(SteppingOptimizer):
         agree_over: AgreeOver | None = None,
         transport: Transport | None = None,
         timeout: timedelta | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ) -> None:
         if agree_over is not None and max_grad_norm is not None:
@@ -91,7 +91,7 @@ class CompressedOptimizer(SteppingOptimizer):
         self.steps_done = 0
         super().__init__(params, defaults)
         self.state = PlainState(dict)
-        self.connect(transport, process_group, timeout, agree_over)
+        self.connect(transport, process_group, timeout, agree_over, grad_scaler)
         self.under_way: Any = None  # what an overlapping hook has started (``integrations.overlap``)
         self._lay_out()
         self.state.before_looking(self.settle)
@@ -158,6 +158,8 @@ class CompressedOptimizer(SteppingOptimizer):
 
     def _alone(self) -> bool:
         """World size 1: Adam, on the gradients as they are."""
+        if self.overflowed:
+            return False
         every = range(len(self._flat.parameters))
         gradients, gain = [self._flat.gradient(i) for i in every], self.gain()
         if gain != 1.0 or self.clipping.max_norm is not None:
@@ -278,11 +280,6 @@ class CompressedOptimizer(SteppingOptimizer):
         return float(group["lr"]), group["weight_decay"]
 
     # ------------------------------------------------------------ agreement
-
-    def gain(self) -> float:
-        """1 / loss scale if a GradScaler left its scale on the gradients."""
-        scale = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else 1.0 / float(scale)
 
     @property
     def max_grad_norm(self) -> float | None:

@@ -77,6 +77,7 @@ class ShardedOneBitAdam(SteppingOptimizer):
         process_group: Any = None,
         transport: Transport | None = None,
         timeout: timedelta | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_defaults(defaults)
@@ -84,7 +85,7 @@ class ShardedOneBitAdam(SteppingOptimizer):
             raise InvalidArgument(f"warmup_steps is {warmup_steps!r}, expected at least 1: it fixes the variance")
         self.warmup_steps, self.floor, self.steps_done = warmup_steps, variance_floor, 0
         super().__init__(params, defaults)
-        self.connect(transport, process_group, timeout)
+        self.connect(transport, process_group, timeout, grad_scaler=grad_scaler)
         self.flat = Flat(*self.named_parameters())
         self.work, self.kernels = self.flat.new(), adam_arithmetic(self.flat.device)
         self.residuals = ResidualStore()
@@ -147,7 +148,7 @@ class ShardedOneBitAdam(SteppingOptimizer):
                 if g is None:
                     into.zero_()
                 else:
-                    torch.mul(g, 1.0 if kind is Round.EXACT else 1 - group["betas"][0], out=into)
+                    torch.mul(g, self.gain() * (1.0 if kind is Round.EXACT else 1 - group["betas"][0]), out=into)
 
     def local(self) -> None:
         """A step without communication: there is none here."""

@@ -68,7 +68,7 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
         for group, at in self._groups():
             segments = self.flat.segments(at) if finite else self.flat.placed(at)
             self._accumulate(group, segments)
-            self.kernels.blend(segments, self.innovation, self.innovation, beta=group["betas"][0], gain=1.0)
+            self.kernels.blend(segments, self.innovation, self.innovation, beta=group["betas"][0], gain=self.gain())
         self.pending, self.work = self.work, self.pending
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
         self.carried = self._carry()
@@ -84,7 +84,7 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
     def _accumulate(self, group: dict[str, Any], segments: Any) -> None:
         """work := s after this step; q stays."""
         self.kernels.accumulate(
-            segments, self.innovation, self.pending, self.pending[:0], self.work, beta=group["betas"][0], gain=1.0,
+            segments, self.innovation, self.pending, self.pending[:0], self.work, beta=group["betas"][0], gain=self.gain(),
             lr=rate_of(group, self.steps_done), keep=keep(group),
         )  # fmt: skip
 

@@ -11,13 +11,20 @@ from commpress.collectives.allreduce import Workspace
 from commpress.collectives.consensus import AgreeOver, Consensus, consensus_over
 from commpress.collectives.loopback import Loopback, Recorded
 from commpress.collectives.transport import Transport, own_transport
+from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.optim.counters import OptimizerCounters
 from commpress.work import Steps, run
 
 
 class SteppingOptimizer(torch.optim.Optimizer, ABC):
-    """Its transport, what it sent, and the numbers of its messages."""
+    """Its transport, what it sent, the numbers of its messages, and the loss scale.
 
+    Note: one verdict for all GradScalers. A scaler looks at the gradients of its own rank. So it must call ``step`` in any
+    case, which it does for who supports scaling, and is told afterwards what all ranks agreed on, in the tensors that its
+    ``update`` reads: all halve their scale, or none does. In a step without communication nobody is asked, and none does.
+    """
+
+    _step_supports_amp_scaling = True  # gradients keep their scale until they are read
     transport: Recorded
     consensus: Consensus | None  # where more ranks must stay equal than communicate
 
@@ -27,9 +34,11 @@ class SteppingOptimizer(torch.optim.Optimizer, ABC):
         process_group: Any,
         timeout: timedelta | None,
         agree_over: AgreeOver | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Through ``transport``, a new group of the ranks of ``process_group``, or alone if there is none."""
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
+        self.grad_scaler = grad_scaler
         if transport is None:
             transport = own_transport(process_group, timeout=timeout) or Loopback(1).transport(0)
         self.transport, self.counters, self.workspace = Recorded(transport), OptimizerCounters(), Workspace()
@@ -51,8 +60,33 @@ class SteppingOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        run(self.steps())
+        if self.grad_scaler is None and hasattr(self, "found_inf"):
+            raise InvalidArgument(
+                "step was called by a GradScaler that this optimizer does not know, and cannot tell what all ranks agreed on: "
+                "pass it as grad_scaler= to the constructor, or to commpress.overlap"
+            )
+        try:
+            taken = run(self.steps())
+        except NonFiniteGradient:
+            self._tell_scaler(taken=False)
+            raise
+        self._tell_scaler(taken=taken)
         return loss
+
+    def gain(self) -> float:
+        """1 / loss scale if a GradScaler left its scale on the gradients."""
+        scale = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a GradScaler found infinity in the gradients of this rank."""
+        return bool(float(getattr(self, "found_inf", 0.0)))
+
+    def _tell_scaler(self, *, taken: bool) -> None:
+        if self.grad_scaler is not None and hasattr(self, "found_inf"):
+            verdict = torch.tensor(float(not taken), device=self.grad_scaler._scale.device)
+            self.grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {verdict.device: verdict}
 
     @abstractmethod
     def steps(self) -> Steps[bool]:
