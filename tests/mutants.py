@@ -53,6 +53,79 @@ MUTANTS = [
         "                sent.zero_()\n                reduced.zero_()", "                sent.zero_()",
         "tests/test_feedback.py",
     ),
+    Mutant(
+        "a scatter commits what is not finite", "collectives/reduce_scatter.py",
+        "    finite = not bool(any_flag(inbox))\n    workspace.decoded(start)\n    workspace.give_wires(outbox, inbox)",
+        "    finite = True\n    workspace.decoded(start)\n    workspace.give_wires(outbox, inbox)",
+        "tests/test_reduce_scatter.py",
+    ),
+    Mutant(
+        "a node's NaN stays in the node", "collectives/hierarchical.py",
+        "flag.fill_(not all(outcome.finite for outcome in outcomes) or bool(flag))", "flag.zero_()",
+        "tests/test_hierarchical.py",
+    ),
+    Mutant(
+        "an elastic state holds a rank's reduced residual once for all ranks", "collectives/checkpoint.py",
+        "mine += transport.size * reduced[: mine.numel()]", "mine += reduced[: mine.numel()]", "tests/test_resume.py",
+    ),
+    Mutant(
+        "any rank's exact state is taken", "collectives/checkpoint.py",
+        'if (first["size"], first["rank"]) != (transport.size, transport.rank):', 'if first["size"] != transport.size:',
+        "tests/test_resume.py",
+    ),
+    Mutant(
+        "EF21 forgets what was known", "collectives/ef21.py",
+        "torch.add(old.known[kept : kept + numel], change, alpha=gain, out=known)", "known.copy_(change).mul_(gain)",
+        "tests/test_ef21.py",
+    ),
+    Mutant(
+        "a window decays no weights", "commpress/optim/windows.py",
+        'return 1 - float(group["lr"]) * group["weight_decay"]', "return 1.0", "tests/test_zero_one_adam.py",
+    ),
+    Mutant(
+        "one exact step too many", "commpress/optim/windows.py",
+        "        if step < self.warmup:", "        if step <= self.warmup:",
+        "tests/test_zero_one_adam.py tests/test_schedules.py",
+    ),
+    Mutant(
+        "the variance is updated inside a window", "commpress/optim/windows.py",
+        "if self.held == 0 and count(step + 1)", "if count(step + 1)", "tests/test_zero_one_adam.py",
+    ),
+    Mutant(
+        "updates of an interval are rounded down", "commpress/schedules.py",
+        "self.per_interval * octave + -(-inside >> octave)", "self.per_interval * octave + (inside >> octave)",
+        "tests/test_schedules.py",
+    ),
+    Mutant(
+        "QSR is linear", "commpress/schedules.py", "int((alpha / lr) ** 2 + 1e-9)", "int(alpha / lr + 1e-9)",
+        "tests/test_schedules.py",
+    ),
+    Mutant(
+        "a frozen rate that rises counts as stable", "commpress/schedules.py",
+        "if step < self.earliest or facts.peak_step >= step - 1 > 0:", "if step < self.earliest:", "tests/test_schedules.py",
+    ),
+    Mutant(
+        "each rank clips by its own norm", "integrations/zero/partitioned.py",
+        "norm = torch.tensor(float(every[:, 0].sum()) ** 0.5", "norm = torch.tensor(mine**0.5", "tests/test_partitioned.py",
+    ),
+    Mutant(
+        "a manifest before its data", "tiered_mem/commit.py",
+        "                self._sync()\n                self._write(cut, snapshot)",
+        "                self._write(cut, snapshot)\n                self._sync()", "tests/test_store_crash.py",
+    ),
+    Mutant(
+        "the loss scale stays in residuals", "integrations/ddp.py",
+        "gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0", "gain = 1.0", "tests/test_finite.py",
+    ),
+    Mutant(
+        "a float16 mean overflows in silence", "integrations/ddp.py",
+        "                finite = bool(torch.isfinite(bucket).all())", "                finite = True", "tests/test_finite.py",
+    ),
+    Mutant(
+        "two calls of other dtypes agree", "integrations/agreement.py",
+        "return _LAYOUT.pack(_MAGIC, *self) + bytes(RECORD - SAID)",
+        "return _LAYOUT.pack(_MAGIC, *self._replace(dtype=0)) + bytes(RECORD - SAID)", "tests/test_group_faults.py",
+    ),
 ]  # fmt: skip
 
 

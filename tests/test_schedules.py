@@ -81,6 +81,9 @@ def test_stable_means_over_the_window():
     assert not rule.freezes(200, rising)
     assert rule.freezes(200, flat)
     assert not rule.freezes(8, flat)
+    warming_up = Facts(peak_lr=0.1, peak_step=199, norms=flat.norms)
+    assert not rule.freezes(200, warming_up), "the learning rate still rises"
+    assert rule.freezes(200, Facts(peak_lr=0.1, peak_step=198, norms=flat.norms))
     kept = Facts(norms=pruned(flat.norms, 100))
     assert len(kept.norms) < len(flat.norms)
     assert rule.freezes(200, kept)
