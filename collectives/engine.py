@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from commpress.collectives.forks import close_in_children
 from commpress.collectives.under_way import ENVELOPE, HEAD, Exchange, Message, Parts, Receipt, Sending
 from commpress.errors import CommunicationError
 
@@ -70,6 +71,7 @@ class Engine:
         self._leading = self._closed = False
         self._driven = 0.0
         self._busy = threading.Event()
+        close_in_children(self)
         self._keeper = threading.Thread(target=self._keep, name="commpress-sockets", daemon=True)
         self._keeper.start()
 
@@ -79,6 +81,8 @@ class Engine:
         rank, size, members = transport.rank, transport.size, transport.members
         tag &= 0xFFFFFFFFFFFFFFFF
         with self._changed:
+            if self._closed:
+                raise CommunicationError("these connections are closed, or belong to the process that this one was forked from")
             self._under_way.add(exchange)
             for peer in [(rank - i) % size for i in range(1, size)]:
                 if peer in out:
@@ -111,6 +115,15 @@ class Engine:
             for peer in self._peers.values():
                 peer.socket.close()
             self._busy.set()
+
+    def forked(self) -> None:
+        """Locks are new, whoever held the old ones is not here."""
+        self._changed, self._busy = threading.Condition(threading.Lock()), threading.Event()
+        self._closed = True
+        for peer in self._peers.values():
+            peer.open = False
+            peer.socket.close()
+        self._poll.close()
 
     # ------------------------------------------------------------ under the lock
 

@@ -338,7 +338,7 @@ class Guard:
                 if self._ended():
                     return
                 due = self._look(events)
-            if polls.listener in events:
+            if polls.door in events:
                 self._lines.answer()
             if due:
                 self._abort()

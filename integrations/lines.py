@@ -1,22 +1,20 @@
 """Lines: one small TCP connection between every two ranks of a group, beside the one that carries the data.
 
 They carry records of 64 bytes and nothing else. A line that closes without a word of leave is a death: the kernel closes
-it whatever the process was doing. The listener stays open: a peer that doubts whether this process still runs connects to it
+it whatever the process was doing. The door stays open: a peer that doubts whether this process still runs connects to it
 and asks.
 """
 
 import contextlib
-import select
 import socket
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from commpress.collectives.meeting import PING, Meeting
+from commpress.collectives.forks import close_in_children
+from commpress.collectives.meeting import PING, Meeting, welcome, welcomed
 from commpress.integrations.agreement import RECORD
-
-_ALIVE = b"!"
 
 
 class Line:
@@ -78,44 +76,45 @@ class Lines:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
         self._meeting = Meeting(rank, size)
-        self.listener = self._meeting.listener
+        self.door = self._meeting.door
         store.set(f"line/{rank}", self._meeting.here)
-        self._meeting.learn([store.get(f"line/{peer}").decode() for peer in range(size)])
-        connections = self._meeting.connect_all(time.monotonic() + timeout.total_seconds())
+        try:
+            self._meeting.learn([store.get(f"line/{peer}").decode() for peer in range(size)])
+            connections = self._meeting.connect_all(time.monotonic() + timeout.total_seconds())
+        except BaseException:
+            self._meeting.close()
+            raise
         self.lines = {peer: Line(connection) for peer, connection in connections.items()}
+        close_in_children(self)
 
     # ------------------------------------------------------------ is it still running?
 
     def answer(self) -> None:
-        """Tell whoever asks that this process runs; called when the listener is readable."""
-        with contextlib.suppress(OSError):
-            connection, _ = self.listener.accept()
+        """Tell whoever asks that this process runs; called when somebody is at the door."""
+        for kind, _, connection in self.door.arrivals():
             with connection:
-                if self._meeting.greeted(connection, 1.0)[0] == PING:
-                    connection.sendall(_ALIVE)
+                if kind == PING:
+                    welcome(connection)
 
     def silent(self, seconds: float) -> tuple[int, ...]:
         """The peers whose processes do not answer within ``seconds``: stopped, or their machine is gone."""
         asked: dict[int, socket.socket] = {}
-        for peer, line in self.lines.items():
-            if line.open:
-                connection = socket.socket(self.listener.family)
-                connection.settimeout(seconds)
-                with contextlib.suppress(OSError):
-                    self._meeting.greet(connection, peer, PING)
-                asked[peer] = connection
+        doubted = [peer for peer, line in self.lines.items() if line.open]
+        for peer in doubted:
+            with contextlib.suppress(OSError):
+                asked[peer] = self._meeting.call(peer, PING, seconds)
         deadline = time.monotonic() + seconds
-        silent = []
+        answered = set()
         for peer, connection in asked.items():
             with connection:
-                ready, _, _ = select.select([connection], [], [], max(deadline - time.monotonic(), 0))
-                try:
-                    answered = bool(ready) and connection.recv(1) == _ALIVE
-                except OSError:
-                    answered = False
-                if not answered:
-                    silent.append(peer)
-        return tuple(silent)
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                if welcomed(connection):
+                    answered.add(peer)
+        return tuple(peer for peer in doubted if peer not in answered)
+
+    def forked(self) -> None:
+        for line in self.lines.values():
+            line.socket.close()
 
     def close(self, word: bytes) -> None:
         """Say ``word`` to everybody and hang up."""

@@ -17,7 +17,7 @@ class Polls:
         self.wake, self._waker = os.pipe()
         os.set_blocking(self.wake, False)
         os.set_blocking(self._waker, False)
-        self.listener = lines.listener.fileno()
+        self.door = lines.door.fileno()
         self.peers = {line.socket.fileno(): peer for peer, line in lines.lines.items()}  # whose lines are open
         self.everybody, self.idle, self.busy = select.poll(), select.poll(), select.poll()
         self.one = {peer: select.poll() for peer in lines.lines}
@@ -29,7 +29,7 @@ class Polls:
                 poll.register(fd, select.POLLIN if other == peer else _HANGUP)
         for poll in (self.idle, self.busy):
             poll.register(self.wake, select.POLLIN)
-            poll.register(self.listener, select.POLLIN)
+            poll.register(self.door, select.POLLIN)
 
     def forget(self, fd: int) -> bool:
         """Look at this line no more; False if it was forgotten before."""

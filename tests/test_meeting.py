@@ -1,0 +1,348 @@
+"""Ranks find each other among strangers, whatever kind of address they have, and a child keeps nothing of its parent's."""
+
+import fcntl
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commpress.collectives import meeting as meetings
+from commpress.collectives.meeting import HELLO, PING, STRANGERS, WELCOME, Door, Meeting
+from commpress.collectives.sockets import Mesh, SocketTransport
+from commpress.errors import CommunicationError, PeerFailure
+from commpress.integrations.lines import Lines
+from group_calls import as_world
+from test_faults import PATIENT, caught, reduce
+from ways import transport_by
+
+
+def on_all(function, items):
+    with ThreadPoolExecutor(len(items)) as pool:
+        return [future.result() for future in [pool.submit(function, item) for item in items]]
+
+
+def meetings_of(size):
+    made = [Meeting(rank, size) for rank in range(size)]
+    for each in made:
+        each.learn([one.here for one in made])
+    return made
+
+
+def knock(meeting, words=b""):
+    """A stranger: connects and says ``words``."""
+    host, port, _ = meeting.here.split(" ")
+    stranger = socket.create_connection((host, int(port)))
+    stranger.sendall(words)
+    return stranger
+
+
+def greeting(kind, token, rank):
+    return meetings._GREETING.pack(kind, token, rank)
+
+
+def assert_connected(found):
+    """Rank a and rank b hold two ends of one connection."""
+    for rank, connections in enumerate(found):
+        assert sorted(connections) == [r for r in range(len(found)) if r != rank]
+        for peer, connection in connections.items():
+            connection.setblocking(True)
+            connection.sendall(bytes([rank, peer]))
+    for rank, connections in enumerate(found):
+        for peer, connection in connections.items():
+            assert connection.recv(2) == bytes([peer, rank])
+
+
+def close(found, made):
+    for connection in [c for connections in found for c in connections.values()]:
+        connection.close()
+    for each in made:
+        each.close()
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def test_silent_strangers_hold_nobody_up():
+    """Each would have had five seconds, one after the other."""
+    made = meetings_of(3)
+    strangers = [knock(each, words) for each in made for words in (b"", b"GET / HTTP/1.0", b"", b"\x04", b"", b"")]
+    start = time.monotonic()
+    found = on_all(lambda each: each.connect_all(start + 60), made)
+    assert time.monotonic() - start < 10
+    assert_connected(found)
+    close(found, [*made, *strangers])
+
+
+@pytest.mark.parametrize("kind", [HELLO, PING])
+def test_whoever_does_not_know_the_token_is_not_let_in(kind):
+    """Not even before the rank that he says he is."""
+    made = meetings_of(2)
+    token = bytearray(made[0].door.token)
+    token[-1] ^= 1
+    strangers = [knock(made[0], greeting(kind, bytes(token), 1)), knock(made[0], greeting(kind, bytes(16), 1))]
+    found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
+    assert_connected(found)
+    for stranger in strangers:
+        stranger.settimeout(60)
+        assert stranger.recv(1) == b""
+    close(found, [*made, *strangers])
+
+
+def test_whoever_knows_the_token_and_is_not_due_is_not_let_in():
+    made = meetings_of(2)
+    token = made[0].door.token
+    odd = [knock(made[0], greeting(HELLO, token, rank)) for rank in (0, 2, 7)] + [knock(made[0], greeting(9, token, 1))]
+    asking = knock(made[0], greeting(PING, token, 1))
+    found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
+    assert_connected(found)
+    for one in [*odd, asking]:
+        one.settimeout(60)
+        assert one.recv(1) == (WELCOME if one is asking else b"")
+    close(found, [*made, *odd, asking])
+
+
+def test_so_many_strangers_wait_at_the_door_and_no_more():
+    door = Door("127.0.0.1", socket.AF_INET, 2)
+    strangers = []
+    for _ in range(STRANGERS + 20):
+        strangers.append(socket.create_connection(("127.0.0.1", door.port)))
+        assert list(door.arrivals(1.0)) == []
+        assert len(door._visitors) <= STRANGERS + 2
+    strangers[0].settimeout(60)
+    assert strangers[0].recv(1) == b"", "the oldest had to go"
+    late = socket.create_connection(("127.0.0.1", door.port))
+    late.sendall(greeting(HELLO, door.token, 1))
+    deadline = time.monotonic() + 60
+    while not (came := list(door.arrivals(1.0))):
+        assert time.monotonic() < deadline
+    assert came[0][:2] == (HELLO, 1)
+    door.close()
+    for one in [*strangers, late, came[0][2]]:
+        one.close()
+
+
+def test_a_stranger_has_a_second(monkeypatch):
+    monkeypatch.setattr(meetings, "PATIENCE", 0.05)
+    door = Door("127.0.0.1", socket.AF_INET, 2)
+    stranger = socket.create_connection(("127.0.0.1", door.port))
+    stranger.settimeout(60)
+    assert list(door.arrivals(1.0)) == []
+    time.sleep(0.1)
+    assert list(door.arrivals()) == []
+    assert stranger.recv(1) == b""
+    door.close()
+    stranger.close()
+
+
+def test_a_greeting_may_come_in_parts():
+    door = Door("127.0.0.1", socket.AF_INET, 2)
+    with socket.create_connection(("127.0.0.1", door.port)) as slow:
+        for byte in greeting(HELLO, door.token, 1):
+            slow.sendall(bytes([byte]))
+            came = list(door.arrivals(0.01))
+    while not came:
+        came = list(door.arrivals(1.0))
+    assert came[0][:2] == (HELLO, 1)
+    came[0][2].close()
+    door.close()
+
+
+def test_a_rank_that_was_taken_for_a_stranger_calls_again(monkeypatch):
+    """Its first call is hung up on."""
+    made, hung_up = meetings_of(2), []
+    arrivals = made[0].door.arrivals
+
+    def first_is_hung_up_on():
+        for kind, rank, connection in arrivals():
+            if hung_up:
+                yield kind, rank, connection
+            else:
+                hung_up.append(connection.close())
+
+    monkeypatch.setattr(made[0].door, "arrivals", first_is_hung_up_on)
+    found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
+    assert len(hung_up) == 1
+    assert_connected(found)
+    close(found, made)
+
+
+def test_absent_ranks_are_named():
+    made = meetings_of(3)
+    with pytest.raises(PeerFailure, match=r"rank 1: ranks \[0, 2\] did not connect in time") as error:
+        made[1].connect_all(time.monotonic() + 0.2)
+    assert error.value.ranks == (0, 2)
+    made[0].close()
+    with pytest.raises(PeerFailure, match="rank 1 cannot reach rank 0 at") as error:
+        made[1].connect_all(time.monotonic() + 60)
+    assert error.value.ranks == (0,)
+    close([], made[1:])
+
+
+def test_a_process_that_has_silent_visitors_answers_who_asks(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    one, two = on_all(lambda rank: Lines(store, rank, 2, PATIENT), range(2))
+    strangers = [knock(one._meeting) for _ in range(20)]
+    stop = threading.Event()
+
+    def watch():
+        while not stop.is_set():
+            one.answer()
+            time.sleep(0.01)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert two.silent(20) == ()
+    stop.set()
+    watcher.join()
+    assert two.silent(0.1) == (0,)
+    for stranger in strangers:
+        stranger.close()
+    for lines in (one, two):
+        lines.close(b"")
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def needs_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+
+
+def test_ranks_with_ipv4_and_with_ipv6_meet(monkeypatch):
+    """As where a host's name is ::1 in one container and 127.0.0.1 in the next."""
+    needs_ipv6()
+    addresses = [("::1", socket.AF_INET6), ("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
+    made = []
+    for rank, address in enumerate(addresses):
+        monkeypatch.setattr(meetings, "_own_address", lambda address=address: address)
+        made.append(Meeting(rank, 3))
+    for each in made:
+        each.learn([one.here for one in made])
+    found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
+    assert_connected(found)
+    close(found, made)
+
+
+def test_an_interface_with_ipv6_only(monkeypatch, tmp_path):
+    needs_ipv6()
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe8000000000000000fc00fffe000001 01 40 20 80       lo\n00000000000000000000000000000001 01 80 10 80       lo\n"
+        "fd000000000000000000000000000002 04 40 00 82     eth0\n"
+    )
+
+    def no_ipv4(*_):
+        raise OSError("cannot assign requested address")
+
+    monkeypatch.setattr(fcntl, "ioctl", no_ipv4)
+    monkeypatch.setattr(meetings, "_ADDRESSES", table)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made = meetings_of(2)
+    assert made[0].here.startswith("::1 ")
+    found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
+    assert_connected(found)
+    close(found, made)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(CommunicationError, match="'none0', but that network interface has no address"):
+        Meeting(0, 2)
+
+
+def test_an_address_of_one_link_is_reached_over_the_own_interface(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert meetings._address("fe80::1%eth7", 5) == ("fe80::1", 5, 0, socket.if_nametoindex("lo"))
+    assert meetings._address("fe80::1", 5) == ("fe80::1", 5)
+
+
+# ---------------------------------------------------------------- children
+
+
+def die_beside_a_child(way):
+    """Rank 1 has a child, as a data loader's worker is one, when it dies; rank 0 says when it knew."""
+    if way == "lines":
+        group = dist.group.WORLD
+        step = lambda: dist.all_reduce(torch.ones(3), group=group)  # noqa: E731
+    else:
+        transport, numbers = transport_by(way, PATIENT), iter(range(9))
+        step = lambda: reduce(transport, sequence=next(numbers))  # noqa: E731
+    step()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if not child:
+            time.sleep(600)
+            os._exit(0)
+        store.set("child", str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+    child = int(store.get("child"))
+    try:
+        error, start, end = caught(step)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    return error, end - start
+
+
+@pytest.mark.parametrize("way", ["sockets", "lines"])
+def test_a_child_does_not_hide_the_death_of_its_parent(mortal, tmp_path, way):
+    call = (
+        (die_beside_a_child, way) if way == "sockets" else (in_commpress, f"{tmp_path}/file", die_beside_a_child, way)
+    )
+    (error, seconds), _ = mortal.outcomes(*call, lost=[1])
+    assert type(error) is PeerFailure, error
+    assert error.ranks == (1,)
+    assert "closed" in str(error) or "died" in str(error)
+    assert seconds < 20
+
+
+def in_commpress(file, function, *args):
+    return as_world("commpress", file, function, *args)
+
+
+def test_a_child_has_none_of_the_connections():
+    transports = on_all(lambda rank: mesh(rank), range(2))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        found = b"closed"
+        try:
+            if any(peer.socket.fileno() >= 0 for t in transports for peer in t.mesh.engine._peers.values()):
+                found = b"open"
+            transports[0].all_gather(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(1, 64, dtype=torch.uint8), 0)
+            found = b"used"
+        except CommunicationError as error:
+            found += b", forked" if "forked" in str(error) else b", error"
+        finally:
+            os.write(writer, found)
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 100) == b"closed, forked"
+    rows = [torch.full((1, 64), t.rank, dtype=torch.uint8) for t in transports]
+
+    def gather(transport):
+        out = torch.zeros(2, 64, dtype=torch.uint8)
+        transport.all_gather(out, rows[transport.rank], 0).wait()
+        return out
+
+    for out in on_all(gather, transports):
+        assert torch.equal(out, torch.cat(rows))
+
+
+PLACES, BARRIER = [b"", b""], threading.Barrier(2)
+
+
+def mesh(rank):
+    def tell(place):
+        PLACES[rank] = place
+        BARRIER.wait()
+        return list(PLACES)
+
+    return SocketTransport(Mesh(rank, range(2), tell, timedelta(seconds=60)), timeout=timedelta(seconds=60))
