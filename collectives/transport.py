@@ -25,13 +25,12 @@ from commpress.collectives.rows import Rows, rows_of
 from commpress.collectives.sockets import Mesh, SocketTransport
 from commpress.collectives.threads import yielding
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
+from commpress.torch_private import all_gather_single
 from commpress.work import Work
 
 SMALL = 64 << 10  # payloads of at most so many bytes travel in one message with their header: a copy costs less than a message
 SMALLEST, PARCEL = 4096, 4 << 20  # of many ranks less, so that there is not more than PARCEL of such room for one operation
 _PARCELS = 8  # kept for later operations
-
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
 class _Parcels(NamedTuple):
@@ -107,7 +106,7 @@ class TorchTransport:
         if self.point_to_point:
             rows = dict.fromkeys(range(self.size), inp[0])
             return _Exchange(self, Rows(out, dict(enumerate(out))), Rows(inp, rows), None, tag)
-        return _Checked(self, _gather(out, inp, group=self.group, async_op=True))
+        return _Checked(self, all_gather_single(out, inp, group=self.group, async_op=True))
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         self._usable()
@@ -169,7 +168,7 @@ class TorchTransport:
         mine[0, :HEADER] = inp[0, :HEADER]
         mine[0, HEADER:] = torch.tensor([inp.shape[1]], dtype=torch.int64).view(torch.uint8).to(inp.device)
         every = mine.new_empty(self.size, HEADER + 8)
-        _Checked(self, _gather(every, mine, group=self.group, async_op=True)).wait()
+        _Checked(self, all_gather_single(every, mine, group=self.group, async_op=True)).wait()
         rows = every.cpu().numpy()
         different = tuple(
             r

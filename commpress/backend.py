@@ -1,6 +1,6 @@
 """Importing this module registers the process-group backends "commpress" and "commpress_mpi": the one import with an effect.
 
-    import commpress.backend
+    import commpress.backend                                       # torch 2.14 and later do it when they hear the name
     torch.distributed.init_process_group("commpress")              # over Gloo and NCCL
     commpress.init_process_group("commpress_mpi")                  # over MPI, under mpirun
 """
@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from commpress.errors import InvalidArgument
 from commpress.integrations.group_policy import Policy
 from commpress.integrations.process_group import ProcessGroup
 
-__all__ = ["Policy", "ProcessGroup"]
+__all__ = ["Policy", "ProcessGroup", "register"]
 
 
 _INNER: dict[str, Literal["torch", "mpi"]] = {"commpress": "torch", "commpress_mpi": "mpi"}
@@ -21,6 +22,8 @@ _INNER: dict[str, Literal["torch", "mpi"]] = {"commpress": "torch", "commpress_m
 
 def _make(inner: Literal["torch", "mpi"], name: str, options: Any, policy: Any) -> ProcessGroup:
     """What torch calls for each new group; ``pg_options`` of the caller arrive as ``policy``."""
+    if getattr(options, "enable_reconfigure", False):
+        raise InvalidArgument(f"enable_reconfigure is True, and a group of {name!r} keeps its ranks: leave it out")
     return ProcessGroup(
         options.store,
         options.group_rank,
@@ -33,7 +36,13 @@ def _make(inner: Literal["torch", "mpi"], name: str, options: Any, policy: Any) 
     )
 
 
-if not hasattr(dist.Backend, "COMMPRESS"):
+def register() -> None:
+    """Tell torch of both, once: the entry point "torch.distributed.backends" names this function."""
+    if hasattr(dist.Backend, "COMMPRESS"):
+        return
     for name, inner in _INNER.items():
         make = partial(_make, inner, name)
         dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu", "cuda"])
+
+
+register()

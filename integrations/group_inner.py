@@ -15,8 +15,8 @@ from commpress.collectives.transport import TorchTransport, Transport, own_conne
 from commpress.integrations.connections import Connections, connections_of
 from commpress.integrations.mpi_group import MpiGroup
 from commpress.integrations.verdicts import grace_of
+from commpress.torch_private import abort, begin_sequence, refusing_backend
 
-AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
 _UNSET = timedelta(milliseconds=-1)
 Abort = Callable[[], object]  # end what is under way
 
@@ -37,7 +37,7 @@ def torch_group(
         options._timeout = timeout
         backends["cuda"] = (kinds.NCCL, dist.ProcessGroupNCCL(dist.PrefixStore("cuda", store), rank, size, options))
     for device, (kind, backend) in backends.items():
-        backend._set_sequence_number_for_group()
+        begin_sequence(backend)
         inner._register_backend(torch.device(device), kind, backend)
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kinds.GLOO)
@@ -45,7 +45,7 @@ def torch_group(
 
 
 def _abort(inner: dist.ProcessGroup, connections: Connections) -> None:
-    inner.abort()  # NCCL; Gloo does nothing
+    abort(inner)
     connections.cut()
 
 
@@ -57,10 +57,7 @@ def mpi_group(
     Whatever would call the placeholder past the group gets an error.
     """
     kinds = dist.ProcessGroup.BackendType
-    fake: Any = torch._C._distributed_c10d.FakeProcessGroup
-    options = fake.Options()
-    options._timeout, options.error_on_collective = timeout, True
-    placeholder = fake._create_internal(rank, size, options)
+    placeholder = refusing_backend(rank, size, lambda options: setattr(options, "_timeout", timeout))
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         group._register_backend(torch.device(device), kinds.CUSTOM, placeholder)
     group._set_default_backend(kinds.CUSTOM)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.constants import default_pg_timeout
 
+from commpress.errors import InvalidArgument
 from commpress.integrations.agreement import Record, call, counts, exchange, receiving, sending
 from commpress.integrations.group_inner import (
-    AllgatherOptions,
     at_once,
     mpi_group,
     options_of,
@@ -33,6 +33,7 @@ from commpress.integrations.group_reducer import GroupReducer
 from commpress.integrations.group_work import GroupWork, profiling
 from commpress.integrations.guard import Guard
 from commpress.integrations.lines import Lines
+from commpress.torch_private import AllgatherOptions
 
 Tensors = list[torch.Tensor]
 
@@ -375,6 +376,13 @@ class ProcessGroup(dist.ProcessGroup):
         return group
 
     splitGroup = split_group  # what C++ looks for
+
+    supports_reconfigure = False  # the backends inside say True from torch 2.14 on, and know nothing of the guard
+
+    def reconfigure(self, *_: Any) -> Any:
+        raise InvalidArgument("a group of commpress keeps its ranks: make a new one with dist.new_group for others")
+
+    get_reconfigure_handle = reconfigure
 
     def shutdown(self) -> None:
         self._close()

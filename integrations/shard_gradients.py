@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from commpress.codecs import Policy
 from commpress.collectives.allreduce import Outcome, settle
@@ -19,7 +18,10 @@ from commpress.integrations.roles import Lossless, check_dtype
 from commpress.integrations.units import Unit
 from commpress.kernels import knows
 from commpress.kernels.rotation import rotate
+from commpress.torch_private import fsdp_communication
 from commpress.work import Steps, run
+
+_, _ReduceScatter = fsdp_communication()
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class _Leg:
     numel: int  # elements that arrive
 
 
-class CompressedReduceScatter(ReduceScatter):
+class CompressedReduceScatter(_ReduceScatter):
     """Averages the gradients of one unit: quantised rows to their owners, sums in float32."""
 
     def __init__(self, unit: Unit, owner: Any, hops: Sequence[Hop]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.reduce_scatter import Deal, deals, decode_rows, gather_rows
@@ -14,9 +13,10 @@ from commpress.collectives.transport import Transport
 from commpress.integrations.roles import Lossless, check_dtype
 from commpress.integrations.units import Unit
 from commpress.kernels import knows
+from commpress.torch_private import all_gather_single, fsdp_communication
 from commpress.work import Steps, run
 
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+_AllGather, _ = fsdp_communication()
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Difference:
         codec_named(self.codec)
 
 
-class CompressedAllGather(AllGather):
+class CompressedAllGather(_AllGather):
     """Gathers the parameters of one unit; every rank, the owner too, gets the decoded ones.
 
     Note: when nothing is sent. Weights do not change between forward and backward, so backward takes what forward has
@@ -72,7 +72,7 @@ class CompressedAllGather(AllGather):
         check_dtype(input_tensor, f"the parameters of {self.unit.name}")
         if group.size() != self.unit.ranks:  # between forward and backward, among the ranks of a node: exact
             self.owner.gathered_exactly(output_tensor, group.size())
-            return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         backward = torch._C._current_graph_task_id() >= 0
         if not backward:
             self.owner.ahead.met(self.unit)

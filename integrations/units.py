@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from commpress.collectives.reduce_scatter import Part
 from commpress.errors import InvalidArgument
+from commpress.torch_private import fsdp_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +80,7 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        groups = _groups(module)
+        groups = fsdp_groups(module)
         if len(groups) > 1:
             raise InvalidArgument(
                 f"{type(module).__name__} has parameters on {len(groups)} meshes (shard_placement_fn), for which torch has no "
@@ -103,17 +104,6 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
             "the model has no module that is sharded by FSDP2: call torch.distributed.fsdp.fully_shard(module) first"
         )
     return units
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13
-        return list(state._fsdp_param_groups)
-    if hasattr(state, "_fsdp_param_group"):
-        return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    raise InvalidArgument(
-        f"torch {torch.__version__} keeps the parameters of a fully_shard somewhere else than 2.11 to 2.13 do: use one of these"
-    )
 
 
 def _check(unit: Unit) -> None:

@@ -18,10 +18,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress.backend
+from commpress.torch_private import all_gather_single, reduce_scatter_single
 
 WIDTH = 32
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def as_world(
@@ -83,7 +82,7 @@ def every_collective() -> list[torch.Tensor]:
     dist.all_gather(rows, made(4))
     keep(*rows)
     out = torch.empty(size * 6)
-    finish(_gather(out, made(6), async_op=True))
+    finish(all_gather_single(out, made(6), async_op=True))
     keep(out)
     dist.gather(made(4), rows if rank == 1 else None, dst=1)
     keep(*rows)
@@ -91,7 +90,7 @@ def every_collective() -> list[torch.Tensor]:
     dist.reduce_scatter(rows[1], [made(4) for _ in range(size)])
     keep(*rows)
     out = torch.empty(5)
-    _scatter(out, made(5 * size))
+    reduce_scatter_single(out, made(5 * size))
     keep(out)
     with _coalescing_manager():
         for t in (x := made(6), y := made(11)):
@@ -100,7 +99,7 @@ def every_collective() -> list[torch.Tensor]:
     pairs = [(torch.empty(size * n), made(n)) for n in (2, 5)]
     with _coalescing_manager(async_ops=True) as together:
         for out, inp in pairs:
-            _gather(out, inp)
+            all_gather_single(out, inp)
     together.wait()
     keep(*(out for out, _ in pairs))
     gives = [(rank + peer) % 3 for peer in range(size)]  # symmetric: what i gives to j, j gives to i

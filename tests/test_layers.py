@@ -11,7 +11,7 @@ import pytest
 
 import sources
 
-LEAVES = ("commpress.work", "commpress.errors", "commpress.timeline")
+LEAVES = ("commpress.work", "commpress.errors", "commpress.timeline", "commpress.torch_private")
 MEANING = ("commpress.codecs", "commpress.feedback", "commpress.schedules")
 USES = ("commpress.optim", "commpress.plan")
 BELOW_USES = ("commpress.collectives", *MEANING, "commpress.kernels", *LEAVES)
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "commpress.work": LEAVES,
     "commpress.errors": LEAVES,
     "commpress.timeline": LEAVES,
+    "commpress.torch_private": LEAVES,
     "commpress.kernels": LEAVES,
     "commpress.codecs": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.feedback": (*MEANING, "commpress.kernels", *LEAVES),
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "commpress.optim": (*USES, *BELOW_USES),
     "commpress.plan": (*USES, *BELOW_USES),
     "commpress.integrations": ("commpress.tiered_mem", *USES, *BELOW_USES),
-    "commpress.backend": ("commpress.integrations",),  # importing it has an effect: nothing else may
+    "commpress.backend": ("commpress.integrations", *LEAVES),  # importing it has an effect: nothing else may
     "commpress.cli": ("commpress",),
 }
 FACE = "commpress"  # commpress/__init__.py: may import everything, and only the command line imports it
@@ -42,6 +43,7 @@ HOMES = {
         "commpress.collectives.consensus",
         "commpress.collectives.transport",
         "commpress.collectives.topology",
+        "commpress.torch_private",
         "commpress.integrations*",
         "commpress.backend",
         "commpress.cli*",

@@ -27,12 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn import functional as F
 
 import commpress
 from commpress.cli import outputs, ranks, table, text, training
 from commpress.errors import InvalidArgument
+from commpress.torch_private import fsdp_communication
+
+_AllGather, _ReduceScatter = fsdp_communication()
 
 VARIANTS: dict[str, tuple[Any, Any]] = {
     "compute": (None, None),
@@ -121,7 +123,7 @@ class WideNorm(nn.LayerNorm):
 WIDE = {nn.Linear: WideLinear, nn.LayerNorm: WideNorm}
 
 
-class OwnRows(AllGather):
+class OwnRows(_AllGather):
     """Every row is this rank's."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -131,7 +133,7 @@ class OwnRows(AllGather):
         output_tensor.view(group.size(), -1).copy_(input_tensor.clone())
 
 
-class OwnGradients(OwnRows, ReduceScatter):
+class OwnGradients(OwnRows, _ReduceScatter):
     """The mean is this rank's part."""
 
     def __call__(  # type: ignore[override]

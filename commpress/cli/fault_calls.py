@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from commpress.torch_private import all_gather_single, reduce_scatter_single
+
 NUMEL = 4096
 ANYBODY = "recv, any source"
 TIMES = 40  # a call that has been made so often is foreseen by all: it begins on promises
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def _rows(numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -45,7 +45,7 @@ def _gather_list(n: int, dtype: torch.dtype) -> None:
 
 
 def _gather_single(n: int, dtype: torch.dtype) -> None:
-    _all_gather(torch.ones(n * dist.get_world_size(), dtype=dtype), torch.ones(n, dtype=dtype))
+    all_gather_single(torch.ones(n * dist.get_world_size(), dtype=dtype), torch.ones(n, dtype=dtype))
 
 
 def _gather_single_coalesced(n: int, dtype: torch.dtype) -> None:
@@ -67,7 +67,7 @@ def _scatter_list(n: int, dtype: torch.dtype) -> None:
 
 
 def _scatter_single(n: int, dtype: torch.dtype) -> None:
-    _reduce_scatter(torch.ones(n, dtype=dtype), torch.ones(n * dist.get_world_size(), dtype=dtype))
+    reduce_scatter_single(torch.ones(n, dtype=dtype), torch.ones(n * dist.get_world_size(), dtype=dtype))
 
 
 def _scatter_single_coalesced(n: int, dtype: torch.dtype) -> None:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.optim.adam import adam
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace
@@ -34,6 +33,7 @@ from commpress.optim.kept_mean import KeptMean
 from commpress.optim.plain_state import PlainState
 from commpress.optim.stepping import SteppingOptimizer
 from commpress.schedules import Facts
+from commpress.torch_private import adam
 from commpress.work import Steps
 
 log = logging.getLogger("commpress")

@@ -22,7 +22,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.optim.adam import adam
 
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Outcome, any_flag, exchange, settle
@@ -39,6 +38,7 @@ from commpress.optim.flat import Flat
 from commpress.optim.onebit_adam import check_defaults
 from commpress.optim.optimizer import Round
 from commpress.optim.stepping import SteppingOptimizer
+from commpress.torch_private import adam
 from commpress.work import Steps
 
 log = logging.getLogger("commpress")
