@@ -1,7 +1,11 @@
-# Needs Python 3.11 or later with venv, git and make. Everything else is installed into .venv.
+# Needs Python 3.11 or later with venv, git and make. Everything else is installed into .venv; for another torch than the pinned
+# one (make test TORCH=2.15.0) into an environment of its own beside it; so with make test PYTHON=python3.14 VENV=.venv-3.14.
+PINNED := torch==2.13.0
 PYTHON ?= python3
-TORCH  ?= torch==2.13.0
-BIN    := .venv/bin
+TORCH  ?= $(PINNED)
+ASKED  := $(if $(filter 2.%,$(TORCH)),torch==$(TORCH),$(TORCH))
+VENV   := .venv$(if $(filter-out $(PINNED),$(ASKED)),-$(shell printf %s '$(ASKED)' | tr -cs '[:alnum:].' -))
+BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
@@ -11,17 +15,17 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-venv: .venv/installed ## install torch, commpress (editable) and its tools into .venv
+venv: $(VENV)/installed ## install torch, commpress (editable) and its tools into .venv
 
-.venv/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v}, expected 3.11 or later; run: make PYTHON=python3.11 venv")'
-	@echo 'installing into .venv (minutes on the first run)'
-	@$(PYTHON) -m venv .venv
-	@$(PIP) '$(TORCH)'
-	@$(PIP) --editable '.[dev]'
+	@echo 'installing $(ASKED) into $(VENV) (minutes on the first run)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) '$(ASKED)'
+	@$(PIP) '$(ASKED)' --editable '.[dev]'
 	@touch $@
 
-test: venv ## run the tests; make test ARGS='-k sign'
+test: venv ## run the tests; make test ARGS='-k sign' TORCH=2.15.0
 	@$(BIN)/pytest $(ARGS)
 
 slow: venv ## run the tests that take long
@@ -48,6 +52,6 @@ docs: venv ## build the pages of docs/ as a static site into build/site
 
 check: lint types docs test ## all of the above: what must pass before a change lands
 
-clean: ## remove what builds and tools left behind; .venv stays
+clean: ## remove what builds and tools left behind; virtual environments stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
