@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import BinaryIO
@@ -93,11 +93,10 @@ def story(store: TieredStore, ledger: Ledger) -> Iterator[None]:
 
     def commit(snapshot: str | None = None) -> None:
         ledger.begin()
-        state = dict(ledger.current)
+        if snapshot:  # may be there from now on, and if it is, it must be this
+            ledger.snapshots[snapshot] = dict(ledger.current)
         store.snapshot(snapshot) if snapshot else store.commit()
         ledger.end()
-        if snapshot:
-            ledger.snapshots[snapshot] = state
 
     def delete(name: str) -> None:
         store.delete(name)
@@ -135,9 +134,42 @@ def open_simulated(disk: SimulatedDisk) -> TieredStore:
     return TieredStore.open(PATHS, host=128 << 10, engine="threads", depth=1, options=OPTIONS, layer=disk)
 
 
-def tell(disk: SimulatedDisk, ledger: Ledger, *, killed: bool = False) -> str:
-    """Run the story until it ends or fails; how it went. After a failure that is not a power cut, commit again, unless the
-    failure stands for a kill."""
+def fill_what_is_free(store: TieredStore) -> None:
+    """Write wherever that is allowed, and commit nothing: change what is there, so that its places are free unless a manifest
+    lists them, and then fill them."""
+    for name in list(store):
+        with store.borrow(name) as tensor:
+            tensor.add_(1)
+    store.flush().wait()
+    for i in range(8):
+        store.put(f"more {i}", content("more", i, 40_000))
+    store.flush().wait()
+
+
+def commit_again(store: TieredStore, ledger: Ledger) -> None:
+    ledger.begin()
+    store.commit()
+    ledger.end()
+
+
+def only_write(store: TieredStore, ledger: Ledger) -> None:
+    fill_what_is_free(store)
+
+
+def write_commit_write(store: TieredStore, ledger: Ledger) -> None:
+    """Places of before the failure are needed by nobody now but by a manifest that may or may not be there."""
+    fill_what_is_free(store)
+    ledger.current = read_all(store)
+    commit_again(store, ledger)
+    fill_what_is_free(store)
+
+
+After = Callable[[TieredStore, Ledger], None]
+
+
+def tell(disk: SimulatedDisk, ledger: Ledger, *, after: After = commit_again) -> str:
+    """Run the story until it ends or fails; how it went. After a failure that is not a power cut the same process does
+    ``after``."""
     try:
         with open_simulated(disk) as store:
             try:
@@ -147,14 +179,8 @@ def tell(disk: SimulatedDisk, ledger: Ledger, *, killed: bool = False) -> str:
                 if disk.off:
                     return "power cut"
                 outcome = type(error).__name__
-                if killed:
-                    return outcome
-                ledger.begin()
-                try:
-                    store.commit()
-                    ledger.end()
-                except CommpressError:
-                    pass
+                with suppress(CommpressError):
+                    after(store, ledger)
                 return outcome
     except CommpressError as error:
         return f"not opened: {type(error).__name__}"
@@ -162,21 +188,23 @@ def tell(disk: SimulatedDisk, ledger: Ledger, *, killed: bool = False) -> str:
 
 
 def check(disk: SimulatedDisk, ledger: Ledger) -> None:
-    """Whatever happened: it opens, and holds a state that the ledger admits; snapshots hold theirs."""
+    """Whatever happened: it opens, and holds a state that the ledger admits; snapshots hold theirs, also after this run has
+    written wherever it may."""
     disk.fault = lambda n, operation: ""
     with open_simulated(disk) as store:
         assert store.verify() == []
         found = read_all(store)
         assert ledger.admits(found), f"found {sorted(found)}, acknowledged {sorted(ledger.acknowledged)}"
         names = store.snapshots()
+        fill_what_is_free(store)
         store.commit()
     leftovers = [name for name in disk.files() if name.endswith(".tmp")]
     assert not leftovers, leftovers
     for name in names:
-        if name in ledger.snapshots:
-            TieredStore.restore(PATHS, name, layer=disk)
-            with open_simulated(disk) as store:
-                assert equal(read_all(store), ledger.snapshots[name]), f"snapshot {name}"
+        TieredStore.restore(PATHS, name, layer=disk)
+        with open_simulated(disk) as store:
+            assert equal(read_all(store), ledger.snapshots[name]), f"snapshot {name}"
+            fill_what_is_free(store)
 
 
 def go_on(disk: SimulatedDisk, ledger: Ledger, cuts: int) -> None:
@@ -185,9 +213,7 @@ def go_on(disk: SimulatedDisk, ledger: Ledger, cuts: int) -> None:
     with open_simulated(disk) as store:
         found, snapshots = read_all(store), store.snapshots()
         assert ledger.admits(found), f"found {sorted(found)}, acknowledged {sorted(ledger.acknowledged)}"
-        for i in range(8):
-            store.put(f"more {i}", content("more", i, 40_000))
-        store.flush().wait()
+        fill_what_is_free(store)
     for seed in range(cuts):
         with open_simulated(disk.after_cut(random.Random(seed))) as store:
             assert equal(read_all(store), found), "a restart's state went away"
@@ -195,8 +221,9 @@ def go_on(disk: SimulatedDisk, ledger: Ledger, cuts: int) -> None:
 
 
 def enumerate_failures(stride: int = 1, offset: int = 0, cuts: int = 3) -> Counter[str]:
-    """Every ``stride``-th operation fails in every way; each time the disk is looked at as it is, and after power cuts; and is
-    the last of a killed run, after which another goes on until the power fails."""
+    """Every ``stride``-th operation fails in every way; each time the disk is looked at as it is, and after power cuts; is
+    the last of a killed run, after which another goes on until the power fails; and fails in a run that goes on and writes
+    wherever it may until the power fails."""
     disk, outcomes = SimulatedDisk(), Counter[str]()
     assert tell(disk, Ledger()) == "no error"
     total = disk.operations
@@ -218,12 +245,22 @@ def enumerate_failures(stride: int = 1, offset: int = 0, cuts: int = 3) -> Count
         disk, ledger = SimulatedDisk(), Ledger()
         disk.fault = lambda i, operation, n=n: "EIO" if i == n else ""
         try:
-            tell(disk, ledger, killed=True)
+            tell(disk, ledger, after=lambda *_: None)
             go_on(disk, ledger, cuts)
         except (AssertionError, CommpressError) as error:
             raise AssertionError(f"killed at operation {n} of {total} and started again: {error}") from error
         outcomes["killed and started again"] += 1
-        outcomes["looked at"] += cuts
+        for after in (only_write, write_commit_write):
+            disk, ledger = SimulatedDisk(), Ledger()
+            disk.fault = lambda i, operation, n=n: "EIO" if i == n else ""
+            try:
+                tell(disk, ledger, after=after)
+                for seed in range(cuts):
+                    check(disk.after_cut(random.Random(seed)), ledger)
+            except (AssertionError, CommpressError) as error:
+                raise AssertionError(f"EIO at operation {n} of {total}, then {after.__name__}: {error}") from error
+            outcomes["failed and gone on"] += 1
+        outcomes["looked at"] += 3 * cuts
     return outcomes
 
 

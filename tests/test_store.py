@@ -7,8 +7,8 @@ import torch
 
 from commpress.errors import DirectoryRefused, InvalidArgument
 from commpress.tiered_mem import engines
-from commpress.tiered_mem.blocks import DTYPES
 from commpress.tiered_mem.layer import FileLayer
+from commpress.tiered_mem.manifest import DTYPES
 from small_store import open_store, read
 
 

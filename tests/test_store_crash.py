@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import crash_campaign
 from commpress.errors import CommpressError, DiskFailure, DiskFull, InvalidArgument
+from commpress.tiered_mem import opening
 from commpress.tiered_mem.claims import Claims
 from commpress.tiered_mem.files import Disk
 from commpress.tiered_mem.layer import FileLayer
@@ -57,6 +59,44 @@ def test_the_campaign_finds_a_store_that_overwrites_committed_chunks(monkeypatch
     monkeypatch.setattr(Claims, "release", release)
     with pytest.raises(AssertionError, match="at operation"):
         crash_campaign.enumerate_failures(stride=4, cuts=2)
+
+
+class ForgetsUnions(set):
+    """Places that are added to it stay unknown."""
+
+    def __ior__(self, other):
+        return self
+
+
+def after_reopening(monkeypatch):
+    """The next run takes places of snapshots for free."""
+    read = opening.read_snapshots
+    empty = lambda folders: {name: replace(found, rows=()) for name, found in read(folders).items()}  # noqa: E731
+    monkeypatch.setattr(opening, "read_snapshots", empty)
+
+
+def after_a_failed_rename(monkeypatch):
+    """Whichever manifest is there, only the places of the one before stay."""
+
+    def keep_the_old(self, places):
+        before, coming = (self.__dict__.get(name, set()) for name in ("committed", "coming"))
+        if places == coming or places != before | coming:
+            self.__dict__["committed"] = places
+
+    committed = property(lambda self: self.__dict__["committed"], keep_the_old)
+    monkeypatch.setattr(Claims, "committed", committed, raising=False)
+
+
+def after_a_failed_snapshot(monkeypatch):
+    """It is taken for one that is not there."""
+    monkeypatch.setattr(Claims, "lost", property(lambda self: ForgetsUnions(), lambda self, places: None), raising=False)
+
+
+@pytest.mark.parametrize("mutant", [after_reopening, after_a_failed_rename, after_a_failed_snapshot])
+def test_the_campaign_finds_places_that_are_not_protected(monkeypatch, mutant):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="at operation"):
+        crash_campaign.enumerate_failures(stride=1, offset=50, cuts=2)
 
 
 def test_kill_9_loses_no_commit(tmp_path):

@@ -1,6 +1,8 @@
 """Damaged files and strange directories are named, refused, left alone."""
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from commpress.errors import Damaged, DirectoryRefused, StorageError
+from commpress.errors import Damaged, DirectoryRefused, InvalidArgument, StorageError
+from commpress.tiered_mem.layer import FileLayer
 from commpress.tiered_mem.options import Options
+from commpress.tiered_mem.store import TieredStore
 from small_store import open_store, read
 
 
@@ -180,3 +184,202 @@ def test_a_fork_has_no_part_in_the_store(store):
             os._exit(0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def filled(path, **options):
+    """A store with two tensors, one of them in memory of a snapshot only, and its files as they lie on the disk."""
+    with open_store(path, **options) as store:
+        store.put("x", torch.ones(100_000))
+        store.put("old", torch.full((30_000,), 2.0))
+        store.snapshot("before")
+        store.delete("old")
+        store.put("x", torch.zeros(100_000))
+        store.commit()
+
+
+def files(*paths) -> dict[str, bytes]:
+    """Everything but what a lock says of its last owner."""
+    return {str(p): p.read_bytes() for path in paths for p in path.iterdir() if p.is_file() and p.name != "lock"}
+
+
+@pytest.mark.parametrize("harm", ["missing", "empty", "cut", "flip", "of another store"])
+def test_without_its_manifest_a_store_deletes_nothing_and_names_its_snapshots(tmp_path, harm):
+    filled(tmp_path / "s")
+    manifest = tmp_path / "s" / "manifest"
+    content = manifest.read_bytes()
+    match harm:
+        case "missing":
+            manifest.rename(tmp_path / "s" / "manifest.tmp")
+        case "empty":
+            manifest.write_bytes(b"")
+        case "cut":
+            manifest.write_bytes(content[:-20])
+        case "flip":
+            manifest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "of another store":
+            filled(tmp_path / "other")
+            manifest.write_bytes((tmp_path / "other" / "manifest").read_bytes())
+    (tmp_path / "s" / "snapshot-bad").write_bytes(b"no snapshot")
+    before = files(tmp_path / "s")
+    with pytest.raises(Damaged, match=r"restore\(directory, name\) makes one of the snapshots 'before' the last commit"):
+        open_store(tmp_path / "s")
+    assert files(tmp_path / "s") == before
+    (tmp_path / "s" / "snapshot-bad").unlink()
+    TieredStore.restore(tmp_path / "s", "before")
+    with open_store(tmp_path / "s") as store:
+        assert store.verify() == []
+        assert (read(store, "x").sum(), read(store, "old").sum()) == (100_000, 60_000)
+        store.put("x", torch.full((100_000,), 3.0))
+        store.commit()
+    with open_store(tmp_path / "s") as store:
+        assert read(store, "x").sum() == 300_000
+
+
+@pytest.mark.parametrize("left", ["identity", "segment-000001", "snapshot-before"])
+def test_a_store_of_which_only_some_files_are_left_is_damaged_and_keeps_them(tmp_path, left):
+    filled(tmp_path)
+    for file in tmp_path.iterdir():
+        if file.name not in (left, "lock"):
+            file.unlink()
+    before = files(tmp_path)
+    with pytest.raises(Damaged, match=r"[Nn]othing was changed"):
+        open_store(tmp_path)
+    assert files(tmp_path) == before
+
+
+def test_a_damaged_snapshot_is_named_and_nothing_deleted(tmp_path):
+    filled(tmp_path)
+    (tmp_path / "snapshot-before").write_bytes(b"")
+    before = files(tmp_path)
+    with pytest.raises(Damaged, match=r"snapshot-before.* move the file away"):
+        open_store(tmp_path)
+    assert files(tmp_path) == before
+
+
+def test_one_directory_of_a_striped_store_is_not_a_store_of_its_own(tmp_path):
+    """Without the manifest, which lies in the first one, the second looked like one that had never been finished."""
+    both = [tmp_path / "a", tmp_path / "b"]
+    filled(both)
+    before = files(*both)
+    assert any("/b/segment-" in name for name in before)
+    (tmp_path / "new").mkdir()
+    for named, says in (([tmp_path / "b"], "part 1 is missing"), ([tmp_path / "new", tmp_path / "b"], "no part of a store")):
+        with pytest.raises(DirectoryRefused, match=says):
+            open_store(named)
+    with pytest.raises(DirectoryRefused, match="part 2 is missing"):
+        open_store(tmp_path / "a")
+    assert files(*both) == before
+    with open_store(both[::-1]) as store:
+        assert store.verify() == []
+
+
+def test_two_copies_of_one_directory_are_not_a_striped_store(tmp_path):
+    filled([tmp_path / "a", tmp_path / "b"])
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    with pytest.raises(DirectoryRefused, match="was it copied"):
+        open_store([tmp_path / "a", tmp_path / "b", tmp_path / "c"])
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2, 3])
+def test_a_creation_that_was_interrupted_begins_again(tmp_path, finished):
+    """Killed before one of the records that make a store of two directories; then they are named the other way round."""
+    both, written = [tmp_path / "a", tmp_path / "b"], 0
+
+    class Killed(FileLayer):
+        def rename(self, folder, old, new):
+            nonlocal written
+            if written == finished:
+                raise OSError(5, "as told")
+            written += 1
+            super().rename(folder, old, new)
+
+    if finished < 3:
+        with pytest.raises(StorageError):
+            open_store(both, layer=Killed())
+    filled(both[::-1])
+    with open_store(both) as store:
+        assert store.verify() == []
+        assert store.snapshots() == ["before"]
+
+
+def test_a_copy_that_was_interrupted_is_no_store(tmp_path):
+    class Full(FileLayer):
+        def rename(self, folder, old, new):
+            if new == "manifest" and "copy" in os.readlink(f"/proc/self/fd/{folder}"):
+                raise OSError(28, "as told")
+            super().rename(folder, old, new)
+
+    filled(tmp_path / "s")
+    with open_store(tmp_path / "s", layer=Full()) as store, pytest.raises(StorageError):
+        store.copy_snapshot("before", tmp_path / "copy")
+    with pytest.raises(Damaged, match="the manifest is missing"):
+        open_store(tmp_path / "copy")
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path):
+    """Files beside a store, also those that end like ours; and a folder that only looks empty gets not even a lock."""
+    filled(tmp_path / "s")
+    strange = ["thesis.tmp", "segment-000001.bak", "segment-0000007", "segment-١٢٣٤٥٦", "snapshots", "snapshot-.tmp"]
+    for name in strange:
+        (tmp_path / "s" / name).write_text("precious")
+    with open_store(tmp_path / "s") as store:
+        assert store.snapshots() == ["before"]
+        store.commit()
+    assert all((tmp_path / "s" / name).read_text() == "precious" for name in strange)
+    for name in ("thesis.tmp", "lock"):
+        folder = tmp_path / f"with {name}"
+        folder.mkdir()
+        (folder / name).write_text("precious")
+        with pytest.raises(DirectoryRefused, match=name):
+            open_store(folder)
+        assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "precious")]
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "socket"])
+@pytest.mark.parametrize("name", ["manifest", "identity", "snapshot-before", "segment-000001", "segment-000099"])
+def test_what_is_no_file_is_refused_before_anything_is_removed(tmp_path, name, kind):
+    filled(tmp_path / "s")
+    (tmp_path / "s" / "segment-000098").write_bytes(b"left behind")
+    strange = tmp_path / "s" / name
+    strange.unlink(missing_ok=True)
+    match kind:
+        case "link":
+            (tmp_path / "victim").write_text("precious")
+            strange.symlink_to(tmp_path / "victim")
+        case "folder":
+            strange.mkdir()
+        case "pipe":
+            os.mkfifo(strange)
+        case "socket":
+            folder = os.open(tmp_path / "s", os.O_RDONLY)
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(f"/proc/self/fd/{folder}/{name}")  # names of sockets are short
+            os.close(folder)
+    before = sorted(p.name for p in (tmp_path / "s").iterdir())
+    with pytest.raises(DirectoryRefused, match=f"'{name}' in the store's folder is not a file of ours"):
+        open_store(tmp_path / "s")
+    assert sorted(p.name for p in (tmp_path / "s").iterdir()) == before
+
+
+def test_a_snapshot_is_not_named_like_a_temporary_file(store):
+    """It would be swept away when the store is opened again."""
+    store.put("x", torch.ones(3))
+    with pytest.raises(InvalidArgument, match=r"not ending in '\.tmp'"):
+        store.snapshot("best.tmp")
+
+
+def test_the_number_of_a_lost_segment_is_not_given_again(tmp_path):
+    """A snapshot goes on listing places in it: tensors of today in the same places would be called damaged."""
+    filled(tmp_path, options=Options(64 << 10, 8 << 10, 32 << 10, 64 << 10))
+    with open_store(tmp_path) as store:
+        last = Path(store.places("x")[-1].file)
+    for file in tmp_path.glob("segment-*"):
+        file.unlink()
+    with open_store(tmp_path) as store:
+        assert {e.names for e in store.verify()} == {("x",)}
+        store.put("x", torch.ones(99_000))
+        store.commit()
+        assert min(Path(place.file) for place in store.places("x")) > last
+    with open_store(tmp_path) as store:
+        assert store.verify() == []
+        assert read(store, "x").sum() == 99_000

@@ -6,17 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from commpress.errors import Damaged, InvalidArgument
-from commpress.tiered_mem.manifest import LONGEST_NAME, Chunk, Entry, Row
+from commpress.tiered_mem.manifest import DTYPES, LONGEST_NAME, Chunk, Entry, Row, strides_fit
 from commpress.tiered_mem.memory import Arena, Slot
 from commpress.tiered_mem.pending import Pending
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -98,6 +90,8 @@ def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
             f"{name!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, expected a dense one of "
             f"{', '.join(DTYPES)}"
         )
+    if not strides_fit(tensor.shape):
+        raise InvalidArgument(f"{name!r} has shape {tuple(tensor.shape)}, whose strides are beyond 64 bits")
     return Entry(name, start, tensor.numel() * tensor.element_size(), dtype, tuple(tensor.shape))
 
 

@@ -8,10 +8,11 @@ from commpress.tiered_mem.blocks import Block
 from commpress.tiered_mem.catalog import Catalog
 from commpress.tiered_mem.claims import Claims
 from commpress.tiered_mem.folders import Folders
-from commpress.tiered_mem.manifest import NAME, Extent, Manifest, Row
+from commpress.tiered_mem.manifest import Extent, Manifest, Row
+from commpress.tiered_mem.names import MANIFEST, SNAPSHOT, snapshot_name
 from commpress.tiered_mem.pending import caller
 from commpress.tiered_mem.residency import Residency
-from commpress.tiered_mem.snapshots import SNAPSHOT, named, read_manifest, write_manifest
+from commpress.tiered_mem.snapshots import named, write_manifest
 
 
 class Commits:
@@ -22,23 +23,15 @@ class Commits:
         self._broken: StorageError | None = None
         self._one = threading.Lock()
 
-    def load(self) -> Manifest:
-        """The last commit, and the places that snapshots need."""
-        claims, folders = self._claims, self._folders
-        manifest = read_manifest(folders, NAME)
-        claims.generation, claims.committed = manifest.generation, manifest.extents
-        for name in folders.layer.names(folders.parts[0].fd):
-            if match := SNAPSHOT.fullmatch(name):
-                claims.snapshots[match[1]] = read_manifest(folders, name).extents
-        return manifest
-
     # ---------------------------------------------------------------- committing
 
     def commit(self, snapshot: str | None = None) -> int:
         """Everything as it is now is on the disk when this returns; returns the commit's number."""
         changed, claims = self._catalog.changed, self._claims
-        if snapshot is not None and not SNAPSHOT.fullmatch(f"snapshot-{snapshot}"):
-            raise InvalidArgument(f"snapshot is {snapshot!r}, expected up to 100 letters, digits, '.', '_' or '-'")
+        if snapshot is not None and not SNAPSHOT.fullmatch(snapshot_name(snapshot)):
+            raise InvalidArgument(
+                f"snapshot is {snapshot!r}, expected up to 100 letters, digits, '.', '_' or '-', not ending in '.tmp'"
+            )
         with self._one:
             if self._broken:
                 raise self._broken
@@ -118,7 +111,7 @@ class Commits:
             self._folders.store, claims.generation + 1, tuple(cut.values()), wear.written, wear.born, dict(wear.days)
         )
         try:
-            wear.count(write_manifest(self._folders, NAME, manifest))
+            wear.count(write_manifest(self._folders, MANIFEST, manifest))
         except OSError as error:
             # Whether the rename has reached the disk is unknown: the places of both manifests stay untouched.
             with self._catalog.changed:
@@ -132,7 +125,7 @@ class Commits:
             self._release(old)
         if snapshot is not None:
             try:
-                wear.count(write_manifest(self._folders, f"snapshot-{snapshot}", manifest))
+                wear.count(write_manifest(self._folders, snapshot_name(snapshot), manifest))
             except OSError as error:
                 with self._catalog.changed:  # it may be there or not: the places stay untouched, the name is free again
                     claims.lost |= claims.snapshots.pop(snapshot)
@@ -153,7 +146,7 @@ class Commits:
             if name not in claims.snapshots:
                 raise InvalidArgument(f"no snapshot {name!r}; there are {', '.join(self.snapshots()) or 'none'}")
             try:
-                layer.unlink(folder, f"snapshot-{name}")
+                layer.unlink(folder, snapshot_name(name))
                 layer.sync_folder(folder)
             except OSError as error:
                 raise named(error) from error

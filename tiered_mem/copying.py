@@ -11,8 +11,9 @@ from commpress.tiered_mem.catalog import Catalog
 from commpress.tiered_mem.claims import Claims
 from commpress.tiered_mem.files import Disk
 from commpress.tiered_mem.folders import Folders
-from commpress.tiered_mem.manifest import NAME, Chunk, Manifest, Row
+from commpress.tiered_mem.manifest import Chunk, Manifest, Row
 from commpress.tiered_mem.memory import Slot
+from commpress.tiered_mem.names import MANIFEST, snapshot_name
 from commpress.tiered_mem.options import Paths, paths_of
 from commpress.tiered_mem.pending import Pending, caller
 from commpress.tiered_mem.residency import Residency
@@ -31,11 +32,12 @@ def copy_snapshot(
         held = claims.hold(claims.snapshots[name])
     try:
         with typed():
-            source = read_manifest(claims.disk.folders, f"snapshot-{name}")
+            source = read_manifest(claims.disk.folders, snapshot_name(name))
             folders = Folders(paths_of(directory), claims.disk.layer)
             try:
                 if not folders.fresh:
                     raise InvalidArgument(f"{folders.parts[0].path} holds a store already: name an empty directory")
+                folders.settle()  # before the manifest: half a copy is no store
                 _copy(source, folders, catalog, residency, segment_bytes)
             finally:
                 folders.close()
@@ -63,7 +65,7 @@ def _copy(source: Manifest, folders: Folders, catalog: Catalog, residency: Resid
                     catalog.changed.notify_all()
         target.sync()
         rows = tuple(Row(row.size, row.entries, tuple(copied[c] for c in row.chunks)) for row in source.rows)
-        write_manifest(folders, NAME, Manifest(folders.store, 0, rows))
+        write_manifest(folders, MANIFEST, Manifest(folders.store, 0, rows))
     finally:
         target.close()
 

@@ -6,8 +6,9 @@ from typing import Literal
 
 import torch
 
-from commpress.tiered_mem.blocks import DTYPES, Block
+from commpress.tiered_mem.blocks import Block
 from commpress.tiered_mem.files import Disk
+from commpress.tiered_mem.manifest import DTYPES
 from commpress.tiered_mem.residency import Residency
 
 

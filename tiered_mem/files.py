@@ -7,7 +7,6 @@ is known from the manifests alone.
 import contextlib
 import errno
 import queue
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from commpress.tiered_mem.extents import Extents
 from commpress.tiered_mem.folders import Folders
 from commpress.tiered_mem.manifest import Chunk, Extent
 from commpress.tiered_mem.memory import padded
+from commpress.tiered_mem.names import segment_name, segment_number
 from commpress.tiered_mem.sizes import show_bytes
 
-SEGMENT = re.compile(r"segment-(\d{6})")
 SMALLEST_SEGMENT = 16 << 20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -56,21 +55,17 @@ class Disk:
     # ---------------------------------------------------------------- opening
 
     def adopt(self, extents: set[Extent]) -> dict[Extent, str]:
-        """Open the segments that hold ``extents``, take those, remove all other segments; returns what is damaged."""
+        """Open the segments that hold ``extents`` and take those; returns what is damaged. Changes nothing on the disk."""
         damaged: dict[Extent, str] = {}
         wanted = {(e.folder, e.segment) for e in extents}
-        for part, folder in enumerate(self.folders.parts):
-            for name in self.layer.names(folder.fd):
-                if not (match := SEGMENT.fullmatch(name)):
-                    continue
-                key = part, int(match[1])
-                if key in wanted:
-                    fd = self.layer.open(folder.fd, name, direct=self.direct)
-                    size = self.layer.size(fd)
-                    self._segments[key] = Segment(fd, size, Extents(padded(size) if size % 4096 else size))
-                    self._next_number[part] = max(self._next_number[part], key[1] + 1)
-                else:
-                    self.layer.unlink(folder.fd, name)
+        for part, number in wanted:  # a file that is missing keeps its number: a manifest goes on listing it
+            self._next_number[part] = max(self._next_number[part], number + 1)
+        for key, fd in self._files(direct=self.direct):
+            if key in wanted:
+                size = self.layer.size(fd)
+                self._segments[key] = Segment(fd, size, Extents(padded(size) if size % 4096 else size))
+            else:
+                self.layer.close(fd)
         for extent in sorted(extents, key=lambda e: (e.folder, e.segment, e.offset)):
             segment = self._segments.get((extent.folder, extent.segment))
             if segment is None:
@@ -80,6 +75,20 @@ class Disk:
             elif not segment.free.claim(extent.offset, extent.length):
                 damaged[extent] = "two chunks claim the same bytes"
         return damaged
+
+    def sweep(self) -> None:
+        """Remove the segments that nobody has adopted."""
+        for (part, number), fd in self._files():
+            self.layer.close(fd)
+            if (part, number) not in self._segments:
+                self.layer.unlink(self.folders.parts[part].fd, segment_name(number))
+
+    def _files(self, *, direct: bool = False) -> Iterator[tuple[tuple[int, int], int]]:
+        """((part, number), descriptor) of every segment that is there, which the caller closes; refuses what is not ours."""
+        for part, folder in enumerate(self.folders.parts):
+            for name in self.layer.names(folder.fd):
+                if (number := segment_number(name)) is not None:
+                    yield (part, number), self.layer.open(folder.fd, name, direct=direct)
 
     def reserve(self) -> None:
         """Make all segments that the budget allows, now."""
@@ -165,8 +174,7 @@ class Disk:
 
     def _create(self, part: int, size: int) -> bool:
         folder, number = self.folders.parts[part].fd, self._next_number[part]
-        name = f"segment-{number:06d}"
-        fd = -1
+        name, fd = segment_name(number), -1
         try:
             fd = self.layer.open(folder, name, create=True, direct=self.direct)
             self.layer.reserve(fd, size)
@@ -285,7 +293,7 @@ class Disk:
             self._new_names.discard(part)
 
     def place(self, extent: Extent) -> str:
-        return str(self.folders.parts[extent.folder].path / f"segment-{extent.segment:06d}")
+        return str(self.folders.parts[extent.folder].path / segment_name(extent.segment))
 
     def close(self) -> None:
         self.engine.close()

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from commpress.errors import DirectoryRefused
+from commpress.tiered_mem.names import LOCK, PROBE
 
-LOCK = "lock"
 DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
 
@@ -45,26 +45,39 @@ class FileLayer:
     def lock(self, folder: int, path: Path) -> int:
         """Hold the folder for this process until the returned descriptor is closed, by us or by our death."""
         held = self.open(folder, LOCK, create=True)
+        owner = os.pread(held, 200, 0).decode(errors="replace").strip()
         try:
+            if owner and not owner.startswith("process "):
+                raise DirectoryRefused(f"{path} holds a file {LOCK!r} that is not ours: choose another folder")
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            owner = os.pread(held, 200, 0).decode(errors="replace").strip() or "a process that has not said its name"
             os.close(held)
             raise DirectoryRefused(
-                f"{path} is in use by {owner}: close that store, or choose another folder"
+                f"{path} is in use by {owner or 'a process that has not said its name'}: close that store, or choose another "
+                "folder"
             ) from error
+        except DirectoryRefused:
+            os.close(held)
+            raise
         os.ftruncate(held, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.pwrite(held, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
         return held
 
     def open(self, folder: int, name: str, *, create: bool = False, direct: bool = False, write: bool = True) -> int:
-        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags | (os.O_CREAT if create else 0) | (DIRECT if direct else 0), 0o600, dir_fd=folder)
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags | (os.O_CREAT if create else 0) | (DIRECT if direct else 0), 0o600, dir_fd=folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                    raise DirectoryRefused(f"{name!r} in the store's folder is not a file of ours: remove it") from error
+            raise
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             os.close(fd)
             raise DirectoryRefused(f"{name!r} in the store's folder is not a file of ours: remove it")
+        os.set_blocking(fd, True)  # opening a pipe must not wait for whoever writes to it; a file's reads may
         return fd
 
     def close(self, fd: int) -> None:
@@ -119,7 +132,7 @@ class FileLayer:
             return False
         fd, page = -1, mmap.mmap(-1, PAGE)
         try:
-            fd = self.open(folder, "direct.tmp", create=True, direct=True)
+            fd = self.open(folder, PROBE, create=True, direct=True)
             return os.pwritev(fd, [page], 0) == PAGE and os.preadv(fd, [page], 0) == PAGE
         except OSError:
             return False
@@ -127,7 +140,7 @@ class FileLayer:
             if fd >= 0:
                 os.close(fd)
             with contextlib.suppress(FileNotFoundError):
-                self.unlink(folder, "direct.tmp")
+                self.unlink(folder, PROBE)
 
 
 def write_fully(layer: FileLayer, fd: int, content: bytes) -> None:
@@ -140,10 +153,10 @@ def write_fully(layer: FileLayer, fd: int, content: bytes) -> None:
         done += wrote
 
 
-def read_fully(layer: FileLayer, fd: int, limit: int) -> bytes:
-    """The whole file; at most ``limit`` bytes are read."""
-    content = memoryview(bytearray(min(layer.size(fd), limit)))
+def read_fully(layer: FileLayer, fd: int, length: int, start: int = 0) -> bytes:
+    """``length`` bytes from ``start`` on, or as many as the file has, however short the single reads are."""
+    content = memoryview(bytearray(max(min(length, layer.size(fd) - start), 0)))
     done = 0
-    while done < len(content) and (got := layer.read(fd, content[done:], done)):
+    while done < len(content) and (got := layer.read(fd, content[done:], start + done)):
         done += got
     return bytes(content[:done])

@@ -9,9 +9,10 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.tiered_mem.background import Background
-from commpress.tiered_mem.blocks import DTYPES, Block, Use
+from commpress.tiered_mem.blocks import Block, Use
 from commpress.tiered_mem.catalog import Catalog
 from commpress.tiered_mem.figures import Counters
+from commpress.tiered_mem.manifest import DTYPES
 from commpress.tiered_mem.memory import Arena
 from commpress.tiered_mem.pending import Pending, caller
 from commpress.tiered_mem.residency import Residency

@@ -1,25 +1,26 @@
 """Putting a store together: directories, disk, memory, and what the last commit left."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from commpress.errors import Damaged, InvalidArgument
 from commpress.tiered_mem import engines
-from commpress.tiered_mem.blocks import DTYPES
 from commpress.tiered_mem.catalog import Catalog
 from commpress.tiered_mem.claims import Claims
 from commpress.tiered_mem.commit import Commits
 from commpress.tiered_mem.files import Disk
 from commpress.tiered_mem.folders import Folders
 from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.manifest import NAME, Extent, Manifest, Row
+from commpress.tiered_mem.manifest import Extent, Manifest, Row
 from commpress.tiered_mem.memory import Arena
+from commpress.tiered_mem.names import MANIFEST
 from commpress.tiered_mem.options import Options, Paths, paths_of
 from commpress.tiered_mem.residency import Residency, damaged
 from commpress.tiered_mem.schedule import Schedule
 from commpress.tiered_mem.sizes import parse_bytes
-from commpress.tiered_mem.snapshots import restore_snapshot, typed, write_manifest
+from commpress.tiered_mem.snapshots import last_commit, read_snapshots, restore_snapshot, typed, write_manifest
 from commpress.tiered_mem.wear import Wear
 
 
@@ -77,7 +78,9 @@ def assemble(
     disk: Disk | None = None
     try:
         with typed():
-            folders.sweep()
+            # Everything is read and judged before anything is removed.
+            last = None if folders.fresh else last_commit(folders)
+            snapshots = {} if folders.fresh else read_snapshots(folders)
             disk = _disk(folders, budgets, engine, depth, direct, options)
             wear = Wear(sum(layer.capacity(folder.fd) for folder in folders), budgets.writes_per_day)
             catalog, claims = Catalog(), Claims(disk)
@@ -90,13 +93,16 @@ def assemble(
                 wear=wear,
                 schedule=Schedule(budgets.host),
             )
-            commits = Commits(catalog, residency, claims, folders)
-            if folders.fresh:
-                write_manifest(folders, NAME, Manifest(folders.store, 0, (), 0, wear.born))
-            _load(commits.load(), catalog, claims, wear)
+            if last is None:
+                last = Manifest(folders.store, 0, (), 0, wear.born)
+                write_manifest(folders, MANIFEST, last)
+                folders.settle()
+            _load(last, snapshots, catalog, claims, wear)
+            folders.sweep()
+            disk.sweep()
             if reserve:
                 disk.reserve()
-            return Parts(folders, catalog, residency, claims, commits, options)
+            return Parts(folders, catalog, residency, claims, Commits(catalog, residency, claims, folders), options)
     except BaseException:
         if disk is not None:
             disk.close()
@@ -130,7 +136,11 @@ def _host(nbytes: int, disk: Disk, pin: bool | None) -> Arena:
     return arena
 
 
-def _load(manifest: Manifest, catalog: Catalog, claims: Claims, wear: Wear) -> None:
+def _load(
+    manifest: Manifest, snapshots: Mapping[str, Manifest], catalog: Catalog, claims: Claims, wear: Wear
+) -> None:
+    claims.generation, claims.committed = manifest.generation, manifest.extents
+    claims.snapshots = {name: snapshot.extents for name, snapshot in snapshots.items()}
     wear.written, wear.born, wear.days = manifest.written, manifest.born or wear.born, dict(manifest.days)
     bad = claims.disk.adopt(claims.committed.union(*claims.snapshots.values()))
     claims.lost |= bad.keys()
@@ -139,8 +149,6 @@ def _load(manifest: Manifest, catalog: Catalog, claims: Claims, wear: Wear) -> N
 
 
 def _load_row(row: Row, catalog: Catalog, disk: Disk, bad: dict[Extent, str]) -> None:
-    if unknown := [e for e in row.entries if e.dtype not in DTYPES]:
-        raise Damaged(f"{unknown[0].name!r} has dtype {unknown[0].dtype!r}, which this version does not know")
     block = catalog.new_block()
     block.size, block.chunks = row.size, row.chunks
     block.entries = {entry.name: entry for entry in row.entries}
