@@ -1,5 +1,9 @@
 """A model whose parameters live in a store equals the plain one, bit for bit."""
 
+import copy
+import pickle
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -190,6 +194,91 @@ def test_what_cannot_work_is_refused(store):
     commpress.stream(net, store=store)
     with pytest.raises(InvalidArgument, match="streamed already"):
         commpress.stream(net, store=store)
+
+
+def test_state_dict_of_the_model_and_of_its_modules_is_that_of_the_plain_one(store):
+    """Also in half precision, of tied weights, after streaming has ended; ``keep_vars`` gives the parameters themselves."""
+    for prefix, dtype in (("single", torch.float32), ("half", torch.bfloat16)):
+        net, other = made().to(dtype), made().to(dtype)
+        streamed = commpress.stream(net, store=store, chunk_mb=0.01, prefix=prefix)
+        for one, twin in zip(net.modules(), other.modules(), strict=True):
+            equal_states(one.state_dict(prefix="x."), twin.state_dict(prefix="x."))
+        state = net.state_dict()
+        assert state["head.weight"].data_ptr() == state["tokens.weight"].data_ptr()
+        assert {id(p) for p in net.state_dict(keep_vars=True).values()} == {id(p) for p in net.parameters()}
+        streamed.close()
+        equal_states(net.state_dict(), other.state_dict())
+        assert not any(unit.present for unit in streamed.units)
+
+
+def equal_states(state, wanted):
+    assert list(state) == list(wanted)
+    for name, value in wanted.items():
+        assert torch.equal(state[name], value), name
+        assert not state[name].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loaded_values_are_trained_on(store, tmp_path, dtype):
+    """Through the model, a part of it, or a file, after the optimizer was made: in half precision its masters follow."""
+    torch.manual_seed(8)
+    new = {name: value + torch.randn_like(value) for name, value in made().to(dtype).state_dict().items()}
+    new["head.weight"] = new["tokens.weight"]
+    net = made().to(dtype)
+    streamed = commpress.stream(net, store=store, chunk_mb=0.01, keep=["norm"])
+    optimizer = offloaded(net, store, lr=0.0, max_grad_norm=None)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+
+    def step():
+        loss_of(net, 0, 0).backward()
+        optimizer.step()
+
+    step()
+    assert str(net.load_state_dict(new)) == "<All keys matched successfully>"
+    step()
+    equal_states(net.state_dict(), new)
+    part = {name: value + 1 for name, value in net.layers[1].state_dict().items() if "up" in name}
+    assert net.layers[1].load_state_dict(part, strict=False).missing_keys
+    new |= {f"layers.1.{name}": value for name, value in part.items()}
+    step()
+    equal_states(net.state_dict(), new)
+    streamed.save(tmp_path / "weights")
+    net.load_state_dict(made().state_dict())
+    streamed.load(tmp_path / "weights")
+    step()
+    equal_states(net.state_dict(), new)
+    with pytest.raises(RuntimeError, match="size mismatch for norm"):
+        net.load_state_dict(new | {"norm.weight": torch.ones(3)})
+    with pytest.raises(InvalidArgument, match="leave assign= out"):
+        net.load_state_dict(new, assign=True)
+    equal_states(net.state_dict(), new)
+
+
+def test_copies_and_pickles_of_a_streamed_model_are_refused(store):
+    """They would hold NaN."""
+    net = made()
+    streamed = commpress.stream(net, store=store)
+    for thing in (net, net.layers, net.layers[0].qkv, net.tokens, streamed):
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(InvalidArgument, match=r"cannot be copied or pickled.* save streamed\.state_dict"):
+                copied(thing)
+
+
+def states_over_ranks():
+    with tempfile.TemporaryDirectory() as folder, open_store(f"{folder}/store") as store:
+        net, new = made(), made(seed=6).state_dict()
+        streamed = commpress.stream(net, store=store, chunk_mb=0.01)
+        for module in (net, net.layers[0]):
+            with pytest.raises(InvalidArgument, match=r"over 2 ranks.*streamed\.state_dict\(\).*on every rank"):
+                module.state_dict()
+        net.load_state_dict(new)
+        state = streamed.state_dict()
+        return all(torch.equal(state[name], value) for name, value in new.items())
+
+
+def test_over_ranks_the_state_dict_of_the_model_says_what_to_call(pool):
+    assert pool.run(states_over_ranks, size=2) == [True, True]
 
 
 def sharded(folder, steps):

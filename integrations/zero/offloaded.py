@@ -117,6 +117,8 @@ class Offloaded(Wrapper):
         self._stored = StoredGradients(store, self.chunks, self._passes) if self._streams else None
         self._gradients.stored = self._stored
         self._hooks = self._watch([p for group in places for p, _, _ in group]) if self._streams else []
+        if self.streamed is not None:
+            self.streamed.follow(self._take_loaded)
         if delayed:
             self._next = {index: torch.empty_like(parameter) for parameter, index in self._index.items()}
         self._built = True
@@ -129,6 +131,13 @@ class Offloaded(Wrapper):
             self.streamed.send_gradients(self._take_row)
             parameters = [p for p in parameters if not hasattr(p, "home")]
         return [self._stored.hook(p) for p in parameters]
+
+    @torch.no_grad()
+    def _take_loaded(self, piece: str) -> None:
+        """Streamed values were loaded: a master beside them follows."""
+        if (chunk := self._of_piece.get(piece)) and chunk.copied:
+            with self.store.borrow(chunk.master) as master, self.store.borrow(piece, write=False) as values:
+                master.copy_(values)
 
     def _take_row(self, unit: Unit, row: torch.Tensor) -> None:
         """The mean gradient of what this rank owns of a unit."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from commpress.integrations.zero.allocation import return_large_blocks
 from commpress.integrations.zero.blocks import parts_of, tensors_in
 from commpress.integrations.zero.first_values import FirstValues, on_memory
 from commpress.integrations.zero.gradients import Channel, Gradients
+from commpress.integrations.zero.module_state import ModuleState, NotCopied
 from commpress.integrations.zero.options import Place
 from commpress.integrations.zero.scratch import Scratch
 from commpress.integrations.zero.unit import Home, Unit
@@ -57,7 +59,7 @@ class Block:
         self.held = False
 
 
-class Streamed:
+class Streamed(NotCopied):
     """What ``commpress.stream`` returns: the hooks of a model, and its parameters in ``store``."""
 
     def __init__(
@@ -96,26 +98,19 @@ class Streamed:
             for parameter, _, _ in part.places:
                 parameter.home = Home(self, unit)  # type: ignore[attr-defined]
         self._begin(fresh)
+        ModuleState(self)
         self._stale = True  # what is kept in memory is not what the store has
         self._order: list[Unit] = []  # as they were fetched since the last step, and in the step before
         self._before: list[Unit] = []
         self._graphs: set[int] = set()
         self._gradients: Gradients | None = None
+        self._followers: list[Callable[[str], None]] = []
         self._hooks = [model.register_forward_pre_hook(self._start, prepend=True)]
         for block in self.blocks.values():
             self._hooks += self._watch(block)
 
     def _watch(self, block: Block) -> list[Any]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            block.forwards += 1
-            self._update(block)
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            block.forwards -= 1
-            if torch.is_grad_enabled() and result is not None:
-                self._expect(block, (args, kwargs), result)
-            self._update(block)
-
+        enter, leave = partial(self._enter, block), partial(self._leave, block)  # a copy of them is one of this object: refused
         hooks: list[Any] = [
             block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
             block.module.register_forward_hook(leave, always_call=True, with_kwargs=True),
@@ -127,6 +122,16 @@ class Streamed:
         return hooks
 
     # ------------------------------------------------------------ who needs what
+
+    def _enter(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
+        block.forwards += 1
+        self._update(block)
+
+    def _leave(self, block: Block, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        block.forwards -= 1
+        if torch.is_grad_enabled() and result is not None:
+            self._expect(block, (args, kwargs), result)
+        self._update(block)
 
     def _expect(self, block: Block, arguments: Any, result: Any) -> None:
         """Hooks at both ends of this forward's part of the graph."""
@@ -235,6 +240,15 @@ class Streamed:
         units = [u for u in reversed(self.units) if u.members[0].parameter.requires_grad]
         self._gradients = Gradients(units, self.channel, stage=2, sink=sink)
 
+    def follow(self, follower: Callable[[str], None]) -> None:
+        """Call it with the names of pieces in the store whose values somebody has loaded."""
+        self._followers.append(follower)
+
+    def loaded(self, unit: Unit) -> None:
+        for follower in self._followers:
+            for piece in unit.pieces:
+                follower(piece.name)
+
     def room(self) -> int:
         """Bytes of the store's host memory that a fetch and what is read ahead of it need."""
         return (1 + AHEAD) * max(unit.width * unit.dtype.itemsize for unit in self.units)
@@ -271,7 +285,7 @@ class Streamed:
 
     @torch.no_grad()
     def load(self, path: str | os.PathLike[str]) -> None:
-        """From such a file, on any number of ranks; before the optimizer is made, which copies what it needs."""
+        """From such a file, on any number of ranks."""
         whole_values.load(self, path)
 
     # ------------------------------------------------------------ first values
@@ -301,7 +315,7 @@ class Streamed:
         return zlib.crc32(";".join([f"{self.transport.rank} of {self.transport.size}", *rows, *pieces]).encode())
 
     def close(self) -> None:
-        """Remove the hooks. Parameters stay in the store, which is the caller's."""
+        """Stop fetching. Parameters stay in the store, which is the caller's; ``state_dict`` of the model still reads them."""
         for hook in self._hooks:
             hook.remove()
         if self._gradients is not None:

@@ -8,13 +8,13 @@ its bytes are given back and taken anew, and the storage stays: what was saved i
 Between, a parameter is one NaN seen as its shape: whoever reads it outside of its block gets NaN instead of a crash.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from commpress.collectives.reduce_scatter import gather_rows
-from commpress.integrations.zero.bucket import ALIGN, Layout
+from commpress.integrations.zero.bucket import ALIGN, Layout, Member
 from commpress.integrations.zero.gradients import Channel
 from commpress.integrations.zero.options import Place
 from commpress.tiered_mem.store import TieredStore
@@ -100,6 +100,30 @@ class Unit(Layout):
             with store.borrow(piece.name, write=False) as held:
                 piece.of(row).copy_(held)
             store.crossing.up += piece.numel * self.dtype.itemsize
+
+    @torch.no_grad()
+    def read(self, store: TieredStore, member: Member) -> torch.Tensor:
+        """A parameter's values, of what this rank owns."""
+        values = torch.zeros(member.parameter.shape, dtype=self.dtype, device=self.device)
+        for piece, here, there in self._of(member):
+            with store.borrow(piece.name, write=False) as held:
+                values.view(-1)[there].copy_(held[here])
+        return values
+
+    def write(self, store: TieredStore, member: Member) -> None:
+        """Those that it has in memory now, as far as this rank owns them, to the store."""
+        for piece, here, there in self._of(member):
+            with store.borrow(piece.name) as held:
+                held[here].copy_(member.view(self.flat).view(-1)[there])
+
+    def _of(self, member: Member) -> Iterator[tuple[Piece, slice, slice]]:
+        """(piece, elements of it, elements of the parameter) for what this rank owns."""
+        for other, start, place in self.overlaps():
+            for piece in self.pieces if other is member else ():
+                low, high = max(place.start, piece.start), min(place.stop, piece.start + piece.numel)
+                if low < high:
+                    first = start + low - place.start
+                    yield piece, slice(low - piece.start, high - piece.start), slice(first, first + high - low)
 
     def gather(self, store: TieredStore, channel: Channel, sequence: int) -> Steps[None]:
         """The rows of all ranks, by way of scratch: kernels see tensors as arrays, whose storage then keeps its size."""

@@ -77,6 +77,7 @@ def load(streamed: Any, path: str | os.PathLike[str]) -> None:
                 one = own[id(member.parameter)]
                 reader.into(one.name, member.view(unit.flat), one.shape, one.start)
             unit.save(streamed.store)
+            streamed.loaded(unit)
             if not unit.kept:
                 unit.vanish()
         for one in own.values():
