@@ -11,13 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from commpress.codecs.codec import Codec, codec_named
 from commpress.collectives.buckets import Message, one_message
-from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, FLAGS, HEADER, NOT_FINITE, Frame, stamp, verify
+from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, ASKS, FLAGS, HEADER, NOT_FINITE, Frame, stamp, verify
 from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
@@ -90,7 +89,7 @@ class Outcome:
     feedback: ErrorFeedback | None
     proposed: ErrorFeedback | None
     workspace: Workspace
-    rows: torch.Tensor | None = field(default=None, kw_only=True)  # of the mean, headers first, if nobody has decoded them
+    asks: bool = field(default=False, kw_only=True)  # some rank asks all others for a word after this step
 
     def commit(self) -> None:
         if self.feedback is not None and self.proposed is not None:
@@ -100,13 +99,6 @@ class Outcome:
     def discard(self) -> None:
         if self.proposed is not None:
             self.workspace.give_residual(self.message, self.proposed)
-        self.landed()
-
-    def landed(self) -> None:
-        """Nobody needs the rows any more."""
-        if self.rows is not None:
-            self.workspace.give_wires(self.rows)
-            self.rows = None
 
 
 def settle(outcomes: Iterable[Outcome], *, taken: bool) -> None:
@@ -181,27 +173,23 @@ def reduce_message(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    asks: bool = False,
 ) -> Steps[Outcome]:
     """One message: encode, exchange, average, encode, gather, decode.
 
     ``gain`` multiplies the input and divides the result: with gain = 1 / loss scale, residuals are in unscaled units.
-    ``key`` seeds stochastic codecs; rank and direction are mixed in.
+    ``key`` seeds stochastic codecs; rank and direction are mixed in. ``asks`` travels in the headers; in the outcome it
+    says whether any rank asked.
     """
     rows, outcome = yield from average_rows(
-        buffer, feedback, message=message, transport=transport, workspace=workspace, sequence=sequence, key=key, gain=gain
-    )
+        buffer, feedback, message=message, transport=transport, workspace=workspace, sequence=sequence, key=key, gain=gain,
+        asks=asks,
+    )  # fmt: skip
     start = perf_counter()
     if outcome.finite:
         arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.pieces, gain=1.0 / gain)
     workspace.decoded(start)
     workspace.give_wires(rows)
-    return outcome
-
-
-def reduce_undecoded(buffer: torch.Tensor, feedback: ErrorFeedback | None, **options: Any) -> Steps[Outcome]:
-    """As ``reduce_message``, but the rows are left for who takes the mean over, in the outcome."""
-    rows, outcome = yield from average_rows(buffer, feedback, **options)
-    outcome.rows = rows
     return outcome
 
 
@@ -216,6 +204,7 @@ def average_rows(
     key: int = 0,
     gain: float = 1.0,
     divisor: float = 0.0,
+    asks: bool = False,
 ) -> Steps[tuple[torch.Tensor, Outcome]]:
     """All of ``reduce_message`` but the last decoding: the rows of the average, still encoded, the same on every rank.
 
@@ -237,10 +226,11 @@ def average_rows(
     )  # fmt: skip
     workspace.encoded(start)
     frame = Frame(ALL_TO_ALL, ranks, message.codec, pieces.numel, sequence, message.label)
-    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag, transport, workspace)
+    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag | ASKS if asks else flag, transport, workspace)
 
     start = perf_counter()
     flag.copy_(any_flag(inbox))
+    asked = any_flag(inbox, ASKS)
     kernels.serve(
         inbox[:, HEADER:], reply[:, HEADER:], flag, pieces, transport.rank, divisor=divisor,
         key=noise(key, transport.rank, 1), residual=old and old.reduced, residual_scale=old and old.reduced_scale,
@@ -248,9 +238,10 @@ def average_rows(
     )  # fmt: skip
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, sequence, message.label)
-    yield from exchange(transport.all_gather, outbox, reply, frame, flag, transport, workspace)
+    yield from exchange(transport.all_gather, outbox, reply, frame, flag | asked, transport, workspace)
     workspace.give_wires(inbox, reply)
-    return outbox, Outcome(message, not bool(any_flag(outbox)), old, new, workspace)
+    finite, asks = not bool(any_flag(outbox)), bool(any_flag(outbox, ASKS))
+    return outbox, Outcome(message, finite, old, new, workspace, asks=asks)
 
 
 def exchange(
@@ -273,9 +264,9 @@ def exchange(
     verify(out, frame, packed, transport.rank)
 
 
-def any_flag(wire: torch.Tensor) -> torch.Tensor:
-    """1 if the sender of some row was not finite."""
-    return (wire[:, FLAGS] & NOT_FINITE).amax()
+def any_flag(wire: torch.Tensor, which: int = NOT_FINITE) -> torch.Tensor:
+    """``which`` if the sender of some row set that flag, else 0."""
+    return (wire[:, FLAGS] & which).amax()
 
 
 def noise(key: int, rank: int, direction: int) -> int:

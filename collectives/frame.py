@@ -25,7 +25,7 @@ from commpress.errors import CommunicationError, Mismatch
 HEADER = 64
 AGREED = (slice(0, 4), slice(5, 52), slice(56, 64))  # the bytes in which two ranks must not differ
 FLAGS = 4
-NOT_FINITE = 1
+NOT_FINITE, ASKS = 1, 2  # the sender's numbers are not; it asks all others for a word after this step
 _PAYLOAD = slice(52, 56)
 _LAYOUT = struct.Struct("<2sBBBBH24sQII")
 _VERSION = 1
@@ -93,7 +93,7 @@ def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
 
 
 def stamp(wire: torch.Tensor, frame: torch.Tensor, flag: torch.Tensor, *, checksum: bool = False) -> None:
-    """Write the header before every row; ``flag`` (uint8[1]) is 1 where this rank's numbers are not finite."""
+    """Write the header before every row; ``flag`` (uint8[1]) holds the flags: what this rank says of itself."""
     wire[:, :HEADER] = frame.to(wire.device, non_blocking=True)
     wire[:, FLAGS : FLAGS + 1] = flag
     if checksum:

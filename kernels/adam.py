@@ -1,12 +1,12 @@
 """What the optimizers compute on flat buffers, in torch operations for any device; ``cpu_adam`` is the fast CPU path.
 
 Everything is element by element. ``segments`` says which parameter x and gradient g belong to which run of the flat
-float32 buffers (m momentum, r reciprocal of √v + ε, p = m·r, u accumulated steps, a anchor), so that gradients need not be
-copied together.
+float32 buffers (m momentum, v variance, u accumulated steps, a anchor), so that gradients need not be copied together.
 
-Note: what a synchronisation of 0/1 Adam leaves as momentum is d, of which momentum is share·d/r. Whoever reads it next reads r
-as well, so with a ``share`` m is such a d, and nobody has to write what it stands for. ``said`` are ``runs`` of messages that
-say d.
+Whatever is divided is divided by the same s = max(√(k·v), low) + ε. Gradients count up to ``reach``·s and no further; how many
+are beyond ``reach``·(√(k·v) + ε), so with no regard to the floor, is returned for each segment. k, low, ε and reach are a
+line of ``divisors``, float32[segments, 4]; ``optim.lanes`` says what they are. What is not finite is left as it is, for others
+to find.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from commpress.kernels import arithmetic
-from commpress.kernels.pieces import Pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +65,12 @@ def adam_arithmetic(device: torch.device) -> Any:
     return torch_path
 
 
+def divisor(v: torch.Tensor, line: Sequence[float]) -> torch.Tensor:
+    """s of one segment."""
+    k, low, eps, _ = line
+    return (v * k).sqrt_().clamp_(min=low).add_(eps)
+
+
 def blend(segments: Segments, m: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float) -> None:
     """out := β·m + (1 − β)·gain·g."""
     for _, g, m_, out_ in segments.runs(m, out):
@@ -76,82 +79,121 @@ def blend(segments: Segments, m: torch.Tensor, out: torch.Tensor, *, beta: float
             out_.add_(g, alpha=(1 - beta) * gain)
 
 
-def runs(segments: Segments, messages: Sequence[Pieces]) -> None:
-    """How the means of the segments lie in messages, for those who decode them while they use them. Here nobody does."""
+def _within_reach(
+    g: torch.Tensor | None, v: torch.Tensor, line: Sequence[float], s: torch.Tensor, gain: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gain·g where it is at most ``reach``·s, and how many elements are beyond their own √(k·v) + ε."""
+    if g is None:
+        return torch.zeros_like(s), torch.zeros((), dtype=torch.int64, device=s.device)
+    k, _, eps, reach = line
+    g, most = g * gain, reach * s
+    beyond = (g.abs() > reach * ((v * k).sqrt_() + eps)).sum()
+    return torch.where(g.isfinite(), torch.minimum(torch.maximum(g, -most), most), g), beyond
 
 
 def aim(
-    segments: Segments, p: torch.Tensor, r: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float, said: Any = None
-) -> None:
-    """out := β·p + (1 − β)·gain·g·r; ``said``: ``runs`` of messages that say p as well."""
-    for _, g, p_, r_, out_ in segments.runs(p, r, out):
-        torch.mul(p_, beta, out=out_)
-        if g is not None:
-            out_.addcmul_(g, r_, value=(1 - beta) * gain)
-
-
-def descend(segments: Segments, p: torch.Tensor, a: torch.Tensor, *, step: float, keep: float) -> None:
-    """x := keep·a − step·p, where an empty a is x."""
-    for x, _, p_, a_ in segments.runs(p, a):
-        torch.mul(x.view(-1) if a_ is None else a_, keep, out=x.view(-1)).sub_(p_, alpha=step)
+    segments: Segments, m: torch.Tensor, v: torch.Tensor, out: torch.Tensor, divisors: np.ndarray, *, beta: float, gain: float
+) -> torch.Tensor:  # fmt: skip
+    """out := (β·m + (1 − β)·gain·g)/s."""
+    counts = []
+    for line, (_, g, m_, v_, out_) in zip(divisors.tolist(), segments.runs(m, v, out), strict=True):
+        s = divisor(v_, line)
+        g, beyond = _within_reach(g, v_, line, s, gain)
+        counts.append(beyond)
+        torch.mul(m_, beta, out=out_).add_(g, alpha=1 - beta).div_(s)
+    return _counted(counts)
 
 
 def land(
-    rows: torch.Tensor, pieces: Pieces, segments: Segments, p: torch.Tensor, a: torch.Tensor, *, steps: np.ndarray,
-    keeps: np.ndarray, stored: bool = True,
+    segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, a: torch.Tensor, divisors: np.ndarray, *,
+    step: float, keep: float, share: float, most: float,
 ) -> None:  # fmt: skip
-    """p := what the rows of a message say, and ``descend`` with it. The segments are the pieces in their order, with a step
-    and a keep for each. Signs need not be ``stored``: p may be left as it is there."""
-    arithmetic(p.device).decode(rows, p, pieces)
-    for (x, _, p_, a_), step, keep in zip(segments.runs(p, a), steps.tolist(), keeps.tolist(), strict=True):
+    """x := keep·a − step·p, where an empty a is x; m := share·p·s, but where v lies below the floor at most ``most``·√(k·v)."""
+    for line, (x, _, p_, v_, m_, a_) in zip(divisors.tolist(), segments.runs(p, v, m, a), strict=True):
         torch.mul(x if a_ is None else a_, keep, out=x).sub_(p_, alpha=step)
+        m_.copy_(momentum(p_ * share, v_, line, most))
 
 
-def _momentum(m: torch.Tensor, r: torch.Tensor, share: float | None) -> torch.Tensor:
-    return m if share is None else (m * share).div_(r)
+def momentum(p: torch.Tensor, v: torch.Tensor, line: Sequence[float], most: float) -> torch.Tensor:
+    """p·s, but where v lies below the floor at most ``most``·√(k·v)."""
+    root, whole = (v * line[0]).sqrt_(), p * divisor(v, line)
+    bound = root * most
+    return torch.where(root < line[1], torch.minimum(torch.maximum(whole, -bound), bound), whole)
 
 
 def accumulate(
-    segments: Segments, m: torch.Tensor, u: torch.Tensor, r: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float,
-    lr: float, keep: float, share: float | None = None, said: Any = None,
-) -> None:  # fmt: skip
-    """out := (keep·u + lr·(β·m + (1 − β)·gain·g))·r, where an empty u is zero and an empty r one."""
-    for _, g, m_, u_, r_, out_ in segments.runs(m, u, r, out):
-        torch.mul(_momentum(m_, r_, share), beta, out=out_)
-        if g is not None:
+    segments: Segments, m: torch.Tensor, u: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    divisors: np.ndarray | None = None, *, beta: float, gain: float, lr: float, keep: float,
+) -> torch.Tensor:  # fmt: skip
+    """out := (keep·u + lr·(β·m + (1 − β)·gain·g))/s, where an empty u is zero; without a v nothing is divided or cut."""
+    counts = []
+    lines = [None] * len(segments.x) if divisors is None else divisors.tolist()
+    for line, (_, g, m_, u_, v_, out_) in zip(lines, segments.runs(m, u, v, out), strict=True):
+        torch.mul(m_, beta, out=out_)
+        s = None if v_ is None else divisor(v_, line)
+        if s is not None:
+            g, beyond = _within_reach(g, v_, line, s, gain)
+            counts.append(beyond)
+            out_.add_(g, alpha=1 - beta)
+        elif g is not None:
             out_.add_(g, alpha=(1 - beta) * gain)
         out_.mul_(lr)
         if u_ is not None:
             out_.add_(u_, alpha=keep)
-        if r_ is not None:
-            out_.mul_(r_)
+        if s is not None:
+            out_.div_(s)
+    return _counted(counts)
 
 
 def wander(
-    segments: Segments, m: torch.Tensor, u: torch.Tensor, a: torch.Tensor, r: torch.Tensor, *, beta: float, gain: float,
-    lr: float, keep: float, kept: float, begins: bool, share: float | None = None, said: Any = None,
-) -> bool:  # fmt: skip
-    """A local step: m := β·m + (1 − β)·gain·g, u := keep·u + lr·m, x := kept·a − u·r.
+    segments: Segments, m: torch.Tensor, u: torch.Tensor, a: torch.Tensor, v: torch.Tensor, divisors: np.ndarray, *,
+    beta: float, gain: float, lr: float, keep: float, kept: float, begins: bool,
+) -> tuple[bool, torch.Tensor]:  # fmt: skip
+    """A local step: m := β·m + (1 − β)·gain·g, u := keep·u + lr·m, x := kept·a − u/s.
 
     Where a window ``begins``, what u and a held does not count: u is zero and a := x. Where g is not finite, m stays as it
     is; returns whether all of g was finite.
     """
-    finite = []
-    for x, g, m_, u_, a_, r_ in segments.runs(m, u, a, r):
+    finite, counts = [], []
+    for line, (x, g, m_, u_, a_, v_) in zip(divisors.tolist(), segments.runs(m, u, a, v), strict=True):
         if begins:
-            a_.copy_(x.view(-1))
+            a_.copy_(x)
             u_.zero_()
-        if share is not None:
-            m_.copy_(_momentum(m_, r_, share))
-        if g is None:
+        s, good = divisor(v_, line), None if g is None else g.isfinite()
+        g, beyond = _within_reach(g, v_, line, s, gain)
+        counts.append(beyond)
+        if good is None:
             m_.mul_(beta)
         else:
-            good = g.isfinite()
             finite.append(good.all())
-            m_.copy_(torch.where(good, (m_ * beta).add_(g, alpha=(1 - beta) * gain), m_))
+            m_.copy_(torch.where(good, (m_ * beta).add_(g, alpha=1 - beta), m_))
         u_.mul_(keep).add_(m_, alpha=lr)
-        torch.mul(a_, kept, out=x).addcmul_(u_, r_, value=-1)
-    return not finite or bool(torch.stack(finite).all())
+        torch.mul(a_, kept, out=x).addcdiv_(u_, s, value=-1)
+    return not finite or bool(torch.stack(finite).all()), _counted(counts)
+
+
+def _counted(counts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
+
+
+def observe(segments: Segments, m: torch.Tensor, v: torch.Tensor, *, beta: float, weight: float, unit: float) -> None:
+    """m := β·m + (1 − β)·g; v := (1 − weight)·v + weight·unit·g², and what was zero so far begins with all of unit·g²."""
+    for _, g, m_, v_ in segments.runs(m, v):
+        if g is None:
+            m_.mul_(beta)
+            v_.mul_(1 - weight)
+            continue
+        m_.mul_(beta).add_(g, alpha=1 - beta)
+        squares = g * g * unit
+        v_.copy_(torch.where(v_ == 0, squares, torch.lerp(v_, squares, weight)))
+
+
+def descend(
+    segments: Segments, m: torch.Tensor, v: torch.Tensor, divisors: np.ndarray, *, step: float, keep: float
+) -> None:
+    """x := keep·x − step·m/s."""
+    for line, (x, _, m_, v_) in zip(divisors.tolist(), segments.runs(m, v), strict=True):
+        x.mul_(keep).addcdiv_(m_, divisor(v_, line), value=-step)
 
 
 def square_sum(segments: Segments) -> float:

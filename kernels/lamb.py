@@ -1,17 +1,16 @@
 """What LAMB computes, layer by layer, in torch operations for any device; ``cpu_lamb`` is the fast CPU path.
 
-Every segment is a layer: x its parameters, g its gradient, p = m·r as in ``adam``. ``coefficient`` and ``factor`` have one
-number per layer. w is room for as many floats as m, which may be the buffer that the gradient or the earlier p lies in.
+Every segment is a layer: x its parameters, g its gradient, p = m/s with the ``divisors`` of ``adam``. ``coefficient`` and
+``factor`` have one number per layer. w is room for as many floats as m, which may be the buffer that the gradient lies in.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from commpress.kernels import arithmetic
-from commpress.kernels.adam import Segments
-from commpress.kernels.pieces import Pieces
+from commpress.kernels.adam import Segments, divisor, momentum
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,14 @@ def exact(
         x.sub_(w_.mul_(rate), alpha=rule.lr)
 
 
-def decode(rows: torch.Tensor, pieces: Pieces, p: torch.Tensor) -> None:
-    """p := what the rows of a message say, or all but what ``live`` and ``frozen`` decode themselves: see ``runs``."""
-    arithmetic(p.device).decode(rows, p, pieces)
-
-
 def live(
-    segments: Segments, runs: None, p: torch.Tensor, course: torch.Tensor, rule: LayerRule, *, stored: bool = True
-) -> None:
-    """course := its average with p; x := x − γ·c·(p + λx), where c := clip(‖x‖ / ‖course + λx‖). Signs that were left undecoded
-    need not be ``stored`` in p."""
+    segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, course: torch.Tensor, divisors: np.ndarray,
+    rule: LayerRule, *, most: float,
+) -> None:  # fmt: skip
+    """m from p as in ``adam.land``; course := its average with p; x := x − γ·c·(p + λx), c := clip(‖x‖ / ‖course + λx‖)."""
     slow = rule.coefficient_beta
-    for x, _, p_, course_ in segments.runs(p, course):
+    for line, (x, _, p_, v_, m_, course_) in zip(divisors.tolist(), segments.runs(p, v, m, course), strict=True):
+        m_.copy_(momentum(p_, v_, line, most))
         course_.mul_(slow).add_(p_, alpha=1 - slow)
         of_x, of_w = torch.linalg.vector_norm(x), torch.linalg.vector_norm(course_ + rule.decay * x)
         rate = torch.where((of_x > 0) & (of_w > 0), (of_x / of_w).clamp(*rule.coefficients), torch.ones_like(of_w))
@@ -75,24 +70,28 @@ def live(
 
 
 def frozen(
-    segments: Segments, runs: None, before: None, p: torch.Tensor, w: torch.Tensor, r: torch.Tensor, fresh: torch.Tensor,
-    floor: torch.Tensor, coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule, *, stored: bool = True,
+    segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, fresh: torch.Tensor, divisors: np.ndarray,
+    coefficient: torch.Tensor, factor: torch.Tensor, rule: LayerRule, *, most: float,
 ) -> None:  # fmt: skip
-    """``w`` comes with the p before, which with p gives the mean gradient and so the fresh variance, and is not needed
-    after; f from r and the fresh variance, none taken as less than the layer's ``floor``; x := x − γ·c̄·f·(p + λx)."""
+    """m from p; what m was and is gives the mean gradient and so the fresh variance; f from both variances, neither taken as
+    less than the floor; x := x − γ·c̄·f·(p + λx)."""
     beta1, beta2 = rule.betas
-    for layer, (x, _, p_, w_, r_, fresh_) in enumerate(segments.runs(p, w, r, fresh)):
+    for layer, (line, (x, _, p_, v_, m_, fresh_)) in enumerate(
+        zip(divisors.tolist(), segments.runs(p, v, m, fresh), strict=True)
+    ):
         if p_.numel() == 0:
             continue
-        g = (p_ - beta1 * w_).div_(1 - beta1).div_(r_)
+        s = divisor(v_, line)
+        g = (p_ * s).sub_(m_, alpha=beta1).div_(1 - beta1)
+        m_.copy_(momentum(p_, v_, line, most))
         fresh_.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        torch.add(p_, x, alpha=rule.decay, out=w_)
-        f = 1 / (torch.maximum(fresh_, floor[layer]).sqrt_().add_(rule.eps) * r_).amin()
+        w = torch.add(p_, x, alpha=rule.decay)
+        f = 1 / (divisor(fresh_, line) / s).amin()
         if rule.decay:
-            of_direction, of_w = torch.linalg.vector_norm(p_), torch.linalg.vector_norm(w_)
+            of_direction, of_w = torch.linalg.vector_norm(p_), torch.linalg.vector_norm(w)
             share = (of_direction / of_w).nan_to_num(1.0).clamp(max=1.0)
             f = f * share + 1 - share
         last, change = factor[layer], rule.factor_change
         f = f.clamp(*rule.factors).clamp(last * (1 - change), last * (1 + change)).clamp(*rule.factors)
         last.copy_(f)
-        x.sub_(w_.mul_(coefficient[layer] * f), alpha=rule.lr)
+        x.sub_(w.mul_(coefficient[layer] * f), alpha=rule.lr)

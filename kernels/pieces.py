@@ -15,7 +15,6 @@ import numpy as np
 from commpress.kernels.reference import CASTS, CHUNK, SIGN_RMS, code_bits, row_bytes
 
 SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, KEPT, SHARD, HASH = range(10)  # KEPT < 0: no feedback
-ADDRESS, STRIDE, BLOCKS, MESSAGE = range(10, 14)  # behind them in ``Runs``: of the first row or 0, of rows, of all, which or −1
 
 
 class Piece(NamedTuple):

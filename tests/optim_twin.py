@@ -1,16 +1,20 @@
 """Replicas of a few parameters in one process, each with its optimizer, stepped in lockstep over the simulation."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from commpress.collectives.loopback import Loopback, simulate
 from commpress.kernels.pieces import width_of
+from commpress.optim import lanes
 from commpress.optim.channel import Channel
 
 SHAPES = ((40, 50), (700,), (7,))
+boundless = mock.patch.object(lanes, "REACH", math.inf)  # for equations: gradients count in full, and nobody wakes up
 Gradients = list[list[torch.Tensor | None]]  # [rank][parameter]
 
 
@@ -64,7 +68,6 @@ class Replicas:
 
     def agree(self) -> bool:
         first = self.optimizers[0]
-        self.settle()
         return all(
             all(torch.equal(a, b) for a, b in zip(self.parameters[0], parameters, strict=True))
             and torch.equal(first.momentum, o.momentum)
@@ -72,18 +75,13 @@ class Replicas:
             for parameters, o in zip(self.parameters[1:], self.optimizers[1:], strict=True)
         )
 
-    def settle(self) -> None:
-        for o in self.optimizers:
-            o.settle()
-
     def momentum(self) -> np.ndarray:
-        self.settle()
         return flat(self.optimizers[0]._momenta)
 
-    def reciprocal(self) -> np.ndarray:
-        """r = 1/(√v̂ + ε), in whose units momentum travels once the variance is frozen."""
-        first = self.optimizers[0]
-        return flat(first.flat.views(first.reciprocal))
+    def divisor(self) -> np.ndarray:
+        """s, in whose units momentum travels once the variance is frozen."""
+        lanes = self.optimizers[0].lanes
+        return flat([lanes.divisor(i) for i in range(len(self.shapes))])
 
     def owed(self) -> np.ndarray:
         """R, the total residual of the compressed channel, side by side like ``flat``."""
@@ -112,7 +110,6 @@ def owed(channels: Sequence[Channel]) -> np.ndarray:
 
 def state_of(replicas: Replicas) -> list[Any]:
     """Every number that a skipped step must leave alone."""
-    replicas.settle()
     return [
         [p.detach().clone() for p in parameters]
         + [o.momentum.clone(), o.variance.clone()]

@@ -1,5 +1,6 @@
 """The fused passes of the optimizers against the same in torch operations, cached or stored past the caches, on two threads."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,35 +10,41 @@ from optim_twin import start
 
 SHAPES = ((40, 50), (7,), (0,), (300, 11), (130,), (1000,))
 BETA = {"beta": 0.9, "gain": 0.5}
+DIVISORS = np.array([(0.5 + 0.1 * i, 0.2, 1e-3, 1.5) for i in range(len(SHAPES))], np.float32)  # some below the floor, some cut
 
 
 def buffers(numel):
     draws = torch.Generator().manual_seed(1)
-    return [torch.randn(numel, generator=draws) for _ in range(4)]
+    m, u, a, p = (torch.randn(numel, generator=draws) for _ in range(4))
+    return [m, torch.rand(numel, generator=draws).square(), u, a, p]
 
 
-def blend(k, segments, m, r, u, a):
+def blend(k, segments, lines, m, v, u, a, p):
     k.blend(segments, m, u, **BETA)
 
 
-def aim(k, segments, m, r, u, a):
-    k.aim(segments, m, r, u, **BETA)
+def aim(k, segments, lines, m, v, u, a, p):
+    return k.aim(segments, m, v, u, lines, **BETA)
 
 
-def descend(k, segments, m, r, u, a):
-    k.descend(segments, m, a, step=0.1, keep=0.99)
-    k.descend(segments, m, a[:0], step=0.1, keep=0.99)
+def land(k, segments, lines, m, v, u, a, p):
+    k.land(segments, p, v, m, a, lines, step=0.1, keep=0.99, share=3.0, most=1.5)
+    k.land(segments, p, v, u, a[:0], lines, step=0.1, keep=0.99, share=1.0, most=1.5)
 
 
-def accumulate(k, segments, m, r, u, a):
-    k.accumulate(segments, m, u, r, a, **BETA, lr=0.1, keep=0.99)
-    k.accumulate(segments, m, u[:0], r, a, **BETA, lr=0.1, keep=0.99, share=3.0)
-    k.accumulate(segments, m, u[:0], r[:0], r, **BETA, lr=0.1, keep=0.99)
+def accumulate(k, segments, lines, m, v, u, a, p):
+    k.accumulate(segments, m, u, v[:0], p, **BETA, lr=0.1, keep=0.99)
+    k.accumulate(segments, m, u[:0], v, a, lines, **BETA, lr=0.1, keep=0.99)
+    return k.accumulate(segments, m, u, v, m, lines, **BETA, lr=0.1, keep=0.99)
 
 
-def wander(k, segments, m, r, u, a):
-    for begins, share in ((True, 3.0), (False, None)):
-        assert k.wander(segments, m, u, a, r, **BETA, lr=0.1, keep=0.99, kept=0.98, begins=begins, share=share)
+def wander(k, segments, lines, m, v, u, a, p):
+    counts = []
+    for begins in (True, False):
+        finite, beyond = k.wander(segments, m, u, a, v, lines, **BETA, lr=0.1, keep=0.99, kept=0.98, begins=begins)
+        assert finite
+        counts.append(beyond)
+    return torch.stack(counts)
 
 
 def computed(passes, k):
@@ -46,15 +53,19 @@ def computed(passes, k):
     flat.parameters[3].grad = None
     segments = flat.segments([0, 1, 2, 4, 5], gradients)
     missing = flat.segments([3])
-    left = flat.new(), flat.new(), flat.new(), flat.new()
+    left = [flat.new() for _ in range(5)]
     for buffer, values in zip(left, buffers(flat.numel), strict=True):
         buffer.copy_(values)
-    for part in (segments, missing):
-        passes(k, part, *left)
-    return [*flat.weights, *left], k.square_sum(segments)
+    counts = [passes(k, part, DIVISORS[at], *left) for part, at in ((segments, [0, 1, 2, 4, 5]), (missing, [3]))]
+    if counts[0] is not None:
+        assert counts[0].any()
+        assert not counts[1].any(), "where there is no gradient, none is out of reach"
+    inside = torch.cat([torch.arange(first, first + numel) for first, numel in flat.places])
+    results = [*flat.weights, *(buffer[inside] for buffer in left), *(count for count in counts if count is not None)]
+    return results, k.square_sum(segments)
 
 
-@pytest.mark.parametrize("passes", [blend, aim, descend, accumulate, wander])
+@pytest.mark.parametrize("passes", [blend, aim, land, accumulate, wander])
 @pytest.mark.parametrize("past", [True, False])
 def test_the_fused_passes_are_the_torch_operations(compiled, monkeypatch, passes, past):
     monkeypatch.setattr(cpu_adam, "PAST", 0 if past else 1 << 60)
@@ -82,11 +93,11 @@ def test_a_local_step_leaves_momentum_alone_where_gradients_are_not_finite(compi
         gradients = start(SHAPES, 10)
         gradients[0].view(-1)[[3, 500]] = torch.tensor([float("nan"), float("-inf")])
         gradients[4][:] = float("inf")
-        m, u, a, r = buffers(flat.numel)
+        m, v, u, a, _ = buffers(flat.numel)
         before = m.clone()
-        finite = k.wander(
-            flat.segments(range(len(SHAPES)), dict(enumerate(gradients))), m, u, a, r, **BETA, lr=0.1, keep=0.99, kept=0.98,
-            begins=begins,
+        finite, _ = k.wander(
+            flat.segments(range(len(SHAPES)), dict(enumerate(gradients))), m, u, a, v, DIVISORS, **BETA, lr=0.1, keep=0.99,
+            kept=0.98, begins=begins,
         )  # fmt: skip
         assert not finite
         for i, g in enumerate(gradients):
@@ -96,3 +107,27 @@ def test_a_local_step_leaves_momentum_alone_where_gradients_are_not_finite(compi
     for mine, theirs in zip(*results, strict=True):
         assert theirs.isfinite().all()
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [adam, cpu_adam])
+def test_what_is_sent_is_cut_at_its_reach_and_infinity_is_not(compiled, k):
+    """So that one gradient cannot move its weight by thousands of steps, and one that is no number is still found."""
+    flat = Flat([torch.nn.Parameter(torch.zeros(200))], ["0"])
+    m, v, out = flat.new(), flat.new(), flat.new()
+    v.fill_(1e-4)
+    v[0] = 0.0
+    g = torch.zeros(200)
+    g[:5] = torch.tensor([1.0, 100.0, -100.0, float("inf"), float("nan")])
+    lines = np.array([(4.0, 0.001, 0.0, 20.0)], np.float32)  # s = 0.02, and 0.001 where v is zero
+    beyond = k.aim(flat.segments([0], {0: g}), m, v, out, lines, beta=0.9, gain=0.5)
+    assert beyond.tolist() == [4]
+    torch.testing.assert_close(out[:5], torch.tensor([2.0, 2.0, -2.0, float("inf"), float("nan")]), equal_nan=True)
+
+
+def test_what_begins_late_begins_with_its_whole_square():
+    flat = Flat([torch.nn.Parameter(torch.zeros(3))], ["0"])
+    m, v = flat.new(), flat.new()
+    v[:3] = torch.tensor([0.0, 4.0, 0.0])
+    adam.observe(flat.segments([0], {0: torch.tensor([3.0, 1.0, 0.0])}), m, v, beta=0.9, weight=0.25, unit=0.5)
+    torch.testing.assert_close(v[:3], torch.tensor([4.5, 0.75 * 4 + 0.25 * 0.5, 0.0]))
+    torch.testing.assert_close(m[:3], torch.tensor([0.3, 0.1, 0.0]))

@@ -1,15 +1,15 @@
 """One kind of round of an optimizer: which codec, what compression left behind, which parameters travel together."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from commpress.codecs.policy import Policy
-from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, reduce_undecoded, settle
+from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, reduce_message, settle
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.transport import Transport
 from commpress.feedback import ErrorFeedback, ResidualStore
-from commpress.kernels.pieces import KEPT, NUMEL, SHARD, WIDTH
 from commpress.optim.flat import Flat
 from commpress.work import Steps
 
@@ -17,7 +17,6 @@ from commpress.work import Steps
 class _Layout:
     def __init__(self, plan: list[Message], feedbacks: list[ErrorFeedback | None]) -> None:
         self.messages, self.feedbacks = plan, feedbacks
-        self.silenced: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 class Channel:
@@ -26,17 +25,11 @@ class Channel:
     def __init__(self, flat: Flat, policy: Policy, transport: Transport, *, feedback: bool = True) -> None:
         self.flat, self.policy, self.transport, self.feedback = flat, policy, transport, feedback
         self.residuals = ResidualStore()
-        self.dead: torch.Tensor | None = None  # elements that must neither be sent nor owe anything, in the flat buffer
         self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def relay(self, flat: Flat) -> None:
-        """Parameters were added: residuals stay with those that were there."""
+        """Parameters were added, or travel otherwise: residuals stay with those that were there."""
         self.flat, self._layouts = flat, {}
-
-    def silence(self, dead: torch.Tensor | None) -> None:
-        self.dead = dead if dead is not None and dead.numel() else None
-        for layout in self._layouts.values():
-            layout.silenced = None
 
     def layout(self, indices: tuple[int, ...], workspace: Workspace) -> _Layout:
         if indices not in self._layouts:
@@ -52,13 +45,12 @@ class Channel:
 
     def reduce(
         self, buffer: torch.Tensor, indices: Sequence[int], *, workspace: Workspace, sequence: int, key: int,
-        undecoded: bool = False,
+        asks: bool = False,
     ) -> Steps[list[Outcome]]:  # fmt: skip
-        """``undecoded``: the mean is left in the outcomes."""
         layout = self.layout(tuple(indices), workspace)
         return reduce_bucket(
             buffer, layout.feedbacks, messages=layout.messages, transport=self.transport, workspace=workspace,
-            sequence=sequence, key=key, reduce=reduce_undecoded if undecoded else None,
+            sequence=sequence, key=key, reduce=partial(reduce_message, asks=True) if asks else None,
         )  # fmt: skip
 
     def count(self, indices: Sequence[int], workspace: Workspace) -> int:
@@ -67,32 +59,17 @@ class Channel:
 
     def settle(self, outcomes: Sequence[Outcome], *, finite: bool) -> None:
         settle(outcomes, taken=finite)
-        if finite and self.dead is not None:
-            self._forgive()
 
-    def _forgive(self) -> None:
-        """Dead elements owe nothing: one bit cannot say zero, and what it says instead must not come back."""
-        for layout in self._layouts.values():
-            if layout.silenced is None:
-                layout.silenced = [self._dead_in(m) for m in layout.messages]
-            for message, feedback, (sent, reduced) in zip(
-                layout.messages, layout.feedbacks, layout.silenced, strict=True
-            ):
-                if feedback is not None and sent.numel():
-                    feedback.settle(message.pieces)
-                    feedback.sent.index_fill_(0, sent, 0.0)
-                    feedback.reduced.index_fill_(0, reduced, 0.0)
+    def scale(self, name: str, factor: torch.Tensor) -> None:
+        """What is owed of a parameter is from now on in other units: multiplied by ``factor``, element by element."""
+        for (whose, offset), sent, reduced in self.residuals.places():
+            if whose == name:
+                part = factor.view(-1)[offset : offset + sent.numel()]
+                sent.mul_(part)
+                own = part[self.transport.rank * reduced.numel() :][: reduced.numel()]
+                reduced[: own.numel()].mul_(own)
 
-    def _dead_in(self, message: Message) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dead elements of one message: where they lie in the sent residual and, of the own row, in the reduced one."""
-        assert self.dead is not None
-        sent, reduced = [self.dead[:0]], [self.dead[:0]]
-        rank = self.transport.rank
-        for first, line in zip(message.pieces.table[:, 0].tolist(), message.pieces.table.tolist(), strict=True):
-            if line[KEPT] < 0:
-                continue
-            inside = self.dead[(self.dead >= first) & (self.dead < first + line[NUMEL])] - first
-            sent.append(inside + line[KEPT])
-            own = inside[inside // line[WIDTH] == rank] - rank * line[WIDTH]
-            reduced.append(own + line[SHARD])
-        return torch.cat(sent), torch.cat(reduced)
+    def move_to(self, other: "Channel") -> None:
+        """The other channel owes it from now on."""
+        other.residuals.load({key: tuple(r.clone() for r in every) for key, every in self.residuals.every().items()})
+        self.residuals.load({})

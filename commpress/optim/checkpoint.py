@@ -61,9 +61,11 @@ def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> 
     else:
         residuals = _residuals(optimizer, parts)
         shared = next(s for s in states if s["commpress"]["quantized"]["rank"] == 0)
+    optimizer.lanes.begin()
     _fill(optimizer, shared)
     head = shared["commpress"]
     optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
+    optimizer.lanes.follow(optimizer.steps_done)
     optimizer.resume(head["schedule"])
     for name in CHANNELS:
         getattr(optimizer, name).residuals.load(residuals[name] if residuals else {})
@@ -118,14 +120,19 @@ def _residuals(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]
 
 
 def _load_adam(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> None:
-    """Momentum, variance and steps of torch's Adam: a run begun with it goes on with exact steps."""
+    """Momentum, variance and steps of torch's Adam: a run begun with it goes on with exact steps. One that torch's tools have
+    carried from here to here goes on as it was, but for what compression left behind."""
+    optimizer.lanes.begin()
     _fill(optimizer, state)
     steps = {int(s["step"]) for s in state["state"].values()}
     if len(steps) > 1:
         raise StateMismatch(f"the parameters of the state have taken {sorted(steps)} steps, expected one number for all")
     optimizer.steps_done = steps.pop() if steps else 0
     optimizer.facts = Facts()
+    optimizer.lanes.follow(optimizer.steps_done, doubt=True)
     optimizer.resume(None)
+    for name in CHANNELS:
+        getattr(optimizer, name).residuals.load({})
     optimizer._taken.fill_(optimizer.steps_done)
 
 

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from commpress.collectives.buckets import Message
 from commpress.errors import InvalidArgument
 from commpress.kernels.adam import Segments
-from commpress.kernels.pieces import NUMEL, SOURCE
 from commpress.optim.parameters import check_parameter
 
 ALIGN = 16  # elements: every parameter starts on a cache line
@@ -44,8 +42,7 @@ class Flat:
         self.shadowed = [i for i, p in enumerate(parameters) if p.dtype != torch.float32 or not p.is_contiguous()]
         self.master = self.new() if self.shadowed else None  # float32 weights of parameters that are not
         self._cast: torch.Tensor | None = None
-        self._placed: dict[object, Segments] = {}
-        self._first = np.array([first for first, _ in self.places], np.int64)
+        self._placed: dict[range | tuple[int, ...], Segments] = {}
         self.weights: list[torch.Tensor] = [p.detach() for p in parameters]
         self.adopt()
 
@@ -108,19 +105,6 @@ class Flat:
             weights, places = [self.weights[i] for i in indices], [self.places[i] for i in indices]
             self._placed[indices] = Segments(weights, [None] * len(weights), places)
         return self._placed[indices]
-
-    def landing(self, message: Message) -> tuple[Segments, np.ndarray]:
-        """Where the pieces of a message lie in the parameters, and which parameters these are."""
-        table = message.pieces.table
-        owners = np.searchsorted(self._first, table[:, SOURCE], side="right") - 1
-        if message not in self._placed:
-            places = [(int(first), int(numel)) for first, numel in table[:, [SOURCE, NUMEL]]]
-            weights = [
-                self.weights[i].view(-1)[first - self.places[i][0] :][:numel]
-                for i, (first, numel) in zip(owners.tolist(), places, strict=True)
-            ]
-            self._placed[message] = Segments(weights, [None] * len(weights), places)
-        return self._placed[message], owners
 
     def segments(
         self, indices: Iterable[int], given: Mapping[int, torch.Tensor] | Sequence[torch.Tensor] | None = None

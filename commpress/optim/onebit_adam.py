@@ -1,32 +1,35 @@
 """1-bit Adam: exact steps until the variance is known, then momentum in one bit under a frozen variance.
 
     exact       ḡ = mean g_i           m ← β1·m + (1 − β1)·ḡ        v ← β2·v + (1 − β2)·ḡ²       (torch's Adam)
-                x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · m·r          r = 1/(√v̂ + ε)
-    freeze      p ← m·r
-    compressed  p_i = β1·p + (1 − β1)·g_i·r      p ← mean of p_i, one bit both ways, error feedback both ways
-                x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · p
+                x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · m/(√v̂ + ε)
+    compressed  p_i = (β1·m + (1 − β1)·g_i)/s        p ← mean of p_i, one bit both ways, error feedback both ways
+                x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · p        m ← s·p
 
-Note: what travels. Once r is frozen, momentum times r obeys the recursion of momentum. In p all elements are of one size,
-so one scale fits a block; sent as m, an element with a small variance would get its neighbours' magnitude and move by
-that times r. ``exp_avg`` in ``state`` is m before the freeze and p after it.
+``lanes`` says what s is, which tensors freeze and which wake up. Those that do not freeze go on with Adam's steps, on gradients
+in eight bits.
+
+Note: what travels. Once v is frozen, p = m/s obeys the recursion of momentum. In p all elements are of one size, so one scale
+fits a block; sent as m, an element with a small variance would get its neighbours' magnitude and move by that over its own √v.
 
 Note: the trajectory. With R the residuals' total and d the difference between p and what an exact mean would have
 given, d_t = β1·d_{t−1} + R_{t−1} − R_t: compression delays momentum and never loses any.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from commpress.codecs import Codec, codec_named
-from commpress.collectives.allreduce import Outcome
+from commpress.codecs.family import EXACT
+from commpress.codecs.policy import Same
 from commpress.errors import InvalidArgument
-from commpress.kernels.adam import Segments
-from commpress.optim.frozen import FrozenVariance
-from commpress.optim.kept_mean import KeptMean
+from commpress.optim.channel import Channel
 from commpress.optim.optimizer import CompressedOptimizer, Round
 from commpress.schedules import AfterSteps, Freeze, WhenStable, pruned
+from commpress.work import Steps
+
+log = logging.getLogger("commpress")
 
 
 class OneBitAdam(CompressedOptimizer):
@@ -38,8 +41,8 @@ class OneBitAdam(CompressedOptimizer):
     - ``warmup_steps``: so many exact steps (15 to 25 % of a run is usual), "auto" (default) ends them when the variance
       is stable, or a ``schedules.Freeze``.
     - ``codec``, ``min_numel``: how momentum travels; smaller tensors travel exactly.
-    - ``spiky_codec``: for tensors whose variance is concentrated in few elements or zero somewhere (embeddings, output
-      layers); None treats them as all others.
+    - ``spiky_codec``: for gradients of tensors whose variance does not freeze, because it is concentrated in few elements or
+      zero somewhere (embeddings, output layers). None: only zeros keep one from freezing, and it travels by ``exact_codec``.
     - ``exact_codec``: how gradients travel in exact steps: "none" (default), "bf16", "int8" on slow links, or "log3" on the
       slowest, which costs final loss
     - ``variance_floor``: no element's frozen variance is taken as less than this share of its tensor's mean.
@@ -55,8 +58,6 @@ class OneBitAdam(CompressedOptimizer):
     On one rank it is Adam, in every bit.
     """
 
-    lands = True
-
     def __init__(
         self,
         params: Any,
@@ -67,8 +68,6 @@ class OneBitAdam(CompressedOptimizer):
         *,
         bias_correction: bool = True,
         warmup_steps: int | Literal["auto"] | Freeze = "auto",
-        spiky_codec: str | Codec | None = "int8",
-        variance_floor: float = 1e-3,
         **options: Any,
     ) -> None:
         defaults = {
@@ -85,9 +84,7 @@ class OneBitAdam(CompressedOptimizer):
                 f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks that communicate would freeze "
                 "its variance at a step of its own. Pass a number of steps"
             )
-        self.spiky_codec = None if spiky_codec is None else codec_named(spiky_codec)
-        self.frozen_variance = FrozenVariance(variance_floor)
-        self.frozen_at: int | None = None
+        self.frozen_at: int | None = None  # the end of the warm-up; each tensor has a time of its own
         super().__init__(params, defaults, **options)
 
     @property
@@ -97,72 +94,128 @@ class OneBitAdam(CompressedOptimizer):
     def round(self) -> Round:
         return Round.COMPRESSED if self.frozen and self.transport.size > 1 else Round.EXACT
 
-    def prepare(self, group: dict[str, Any], segments: Segments, gain: float) -> None:
-        said = self.kept.runs(segments.before or segments, self.momentum)
-        self.kernels.aim(segments, self.momentum, self.reciprocal, self.work, beta=group["betas"][0], gain=gain, said=said)
+    def prepare(
+        self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
+    ) -> None:
+        live, frozen = self.lanes.part(indices)
+        self.blend(live, gradients, gain)
+        beyond = self.kernels.aim(
+            self._flat.segments(frozen, gradients), self.momentum, self.variance, self.work, self.lanes.divisors(frozen),
+            beta=group["betas"][0], gain=gain,
+        )  # fmt: skip
+        self.lanes.see(frozen, beyond)
 
-    def apply(self, kind: Round, outcomes: Sequence[Outcome]) -> None:
-        if kind is Round.EXACT:
-            self.exact(self._works)
+    def apply(self, kind: Round) -> None:
+        if kind is Round.COMPRESSED:
+            for group, at in self.groups():
+                self.land(group, self.lanes.part(at)[1])
+        self.exact(self._works, None if kind is Round.EXACT else self.lanes.part(range(len(self._works)))[0])
+
+    def land(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
+        """Parameters and momentum of frozen tensors of one group, from p in ``work``."""
+        if not frozen:
             return
-        self.keep(outcomes, self.work)
-        moves = [self._move(group) for group in self.param_groups]
-        self.land(outcomes, self._empty, moves, stored=not self.keeps)
-        self.exchange_momentum()
-
-    def _move(self, group: dict[str, Any]) -> tuple[float, float]:
         lr, correction = float(group["lr"]), 1 - group["betas"][0] ** (self.steps_done + 1)
-        return lr / (correction if group["bias_correction"] else 1.0), 1 - lr * group["weight_decay"]
+        self.kernels.land(
+            self._flat.placed(frozen), self.work, self.variance, self.momentum, self._empty, self.lanes.divisors(frozen),
+            step=lr / (correction if group["bias_correction"] else 1.0), keep=1 - lr * group["weight_decay"], share=1.0,
+            most=self.lanes.bound(frozen[0]),
+        )  # fmt: skip
 
-    def exact(self, gradients: Sequence[torch.Tensor]) -> None:
-        if self.frozen:
-            self.thaw()
-        super().exact(gradients)
+    def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
+        if among is None and self.frozen:
+            self._thaw_alone()
+        super().exact(gradients, among)
 
     def after(self, kind: Round) -> None:
-        if self.frozen or self.transport.size == 1:
+        if self.transport.size == 1:
             return
-        if self.freeze.probes(self.steps_done):
-            beta2 = self.param_groups[0]["betas"][1]
-            norm = float(self.variance.sum()) / (1 - beta2**self.steps_done)
-            window = getattr(self.freeze, "window", 0)
-            self.facts.norms = pruned([*self.facts.norms, (self.steps_done, norm)], window)
-        if self.freeze.freezes(self.steps_done, self.facts):
-            self.frozen_at = self.steps_done
-            self.thaw_or_freeze()
-            self.momentum.mul_(self.reciprocal)
-
-    def thaw(self) -> None:
-        """A state of several ranks goes on with one, which has nothing to compress: m = p/r, and Adam from here on."""
-        self.settle()
-        self.momentum.div_(self.reciprocal)
-        self.frozen_at = None
-        self.thaw_or_freeze()
-
-    def thaw_or_freeze(self) -> None:
-        """What follows from ``frozen_at`` and the variance: reciprocals, codecs, dead elements."""
-        self.kept = KeptMean(self.kernels.runs)
-        self.quantized.relay(self._flat)
-        self.quantized.policy = self.codec
-        self.quantized.silence(None)
+        step = self.steps_done
         if self.frozen_at is None:
-            self.reciprocal = self._empty
+            if self.freeze.probes(step):
+                beta2 = self.param_groups[0]["betas"][1]
+                norm = float(self.variance.sum()) / (1 - beta2**step)
+                self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
+            if self.freeze.freezes(step, self.facts):
+                self.frozen_at = step
+                self.full.move_to(self.quantized)
+                self._freeze(range(len(self._flat.parameters)))
             return
-        self.reciprocal = self._flat.new()
-        spiky = self.frozen_variance.freeze(self, self.reciprocal, self.frozen_at)
-        policy = self.frozen_variance.policy(self.codec, self.spiky_codec, spiky)
-        self.quantized.policy = policy
-        self.quantized.silence(self.frozen_variance.dead(self, policy))
+        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        self.lanes.keep_up(frozen, step)
+        if (step - self.frozen_at) % self.patience == 0:
+            self._freeze(i for i in live if step - int(self.lanes.thawed_at[i]) >= self.patience)
 
-    def allocate(self) -> None:
-        self.thaw_or_freeze()
+    @property
+    def patience(self) -> int:
+        """Steps that a variance takes to forget what it was."""
+        return max(round(2 / (1 - max(group["betas"][1] for group in self.param_groups))), 1)
+
+    # ------------------------------------------------------------ from lane to lane
+
+    def _freeze(self, indices: Iterable[int]) -> None:
+        """Those of the live tensors that may. What is owed is owed in units of p."""
+        ready = [i for i in indices if self.lanes.may_freeze(i)]
+        self.lanes.freeze(ready, self.steps_done)
+        for i in ready:
+            share = 1 - self.lanes.group(i)["betas"][0]
+            self.quantized.scale(self._flat.names[i], share / self.lanes.divisor(i))
+        self.quantized.relay(self._flat)
+
+    def wake(self, indices: Sequence[int]) -> Steps[None]:
+        """One exact message brings what is owed into momentum; then these are live, and nothing is owed."""
+        log.warning(
+            "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact steps from here, and freezes "
+            "again after %d of them",
+            self.steps_done, ", ".join(map(self.lanes.name, indices)), self.patience,
+        )  # fmt: skip
+        for i in indices:
+            self._pay(i)
+        exact = Channel(self._flat, Same(EXACT), self.transport, feedback=False)
+        sequence = self._sequence
+        self._sequence += exact.count(indices, self.workspace)
+        outcomes = yield from exact.reduce(self.work, indices, workspace=self.workspace, sequence=sequence, key=0)
+        if all(outcome.finite for outcome in outcomes):
+            self._take_owed(indices)
+        self.lanes.thaw(indices, self.steps_done)
+        self.quantized.relay(self._flat)
+
+    def _thaw_alone(self) -> None:
+        """A state of several ranks goes on with one, which has nothing to compress: Adam from here on."""
+        _, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        for i in frozen:
+            self._pay(i)
+        self._take_owed(frozen)
+        self.lanes.thaw(frozen, self.steps_done)
+        self.frozen_at = None
+
+    def _pay(self, i: int) -> None:
+        """work := this rank's part of what is owed of a parameter, which is owed no more."""
+        part = self._works[i].view(-1).zero_()
+        self.quantized.residuals.pay(self._flat.names[i], part, self.transport.rank, self.transport.size)
+
+    def _take_owed(self, indices: Sequence[int]) -> None:
+        """m := m + s·what is owed, which is in ``work``, within Adam's own bound."""
+        for i in indices:
+            s, v = self.lanes.divisor(i), self._variances[i]
+            most = (v / self.lanes.correction(i, int(self.lanes.variance_steps[i]))).sqrt_().mul_(self.lanes.bound(i))
+            m = self._momenta[i].addcmul_(self._works[i], s)
+            m.copy_(torch.minimum(torch.maximum(m, -most), most))
+
+    # ------------------------------------------------------------ checkpoints
 
     def schedule_state(self) -> dict[str, Any]:
-        return {"frozen_at": self.frozen_at}
+        return {"frozen_at": self.frozen_at, "trips": self.lanes.trips.tolist()}
 
     def resume(self, schedule: dict[str, Any] | None) -> None:
-        self.frozen_at = None if schedule is None else schedule["frozen_at"]
-        self.thaw_or_freeze()
+        """Without a schedule, what the state says of the lanes is all there is."""
+        if schedule is None:
+            _, frozen = self.lanes.part(range(len(self._flat.parameters)))
+            self.frozen_at = min((int(self.lanes.frozen_at[i]) for i in frozen), default=None)
+        else:
+            self.frozen_at = schedule["frozen_at"]
+            self.lanes.trips[:] = schedule["trips"]
+        self.quantized.relay(self._flat)
 
 
 def check_defaults(defaults: dict[str, Any]) -> None:

@@ -7,10 +7,9 @@ replaced. A skipped step has changed nothing, on all ranks alike.
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from datetime import timedelta
 from enum import Enum
-from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -19,18 +18,16 @@ import torch
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.consensus import AgreeOver
-from commpress.collectives.frame import HEADER
+from commpress.collectives.scalars import gathered
 from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import check_feedback
-from commpress.kernels import arithmetic
-from commpress.kernels.adam import Segments, adam_arithmetic
+from commpress.kernels.adam import adam_arithmetic
 from commpress.optim import checkpoint
 from commpress.optim.agreement import Clipping, compare_replicas
 from commpress.optim.channel import Channel
 from commpress.optim.flat import Flat
-from commpress.optim.kept_mean import KeptMean
-from commpress.optim.plain_state import PlainState
+from commpress.optim.lanes import Lanes
 from commpress.optim.stepping import SteppingOptimizer
 from commpress.schedules import Facts
 from commpress.torch_private import adam
@@ -50,9 +47,6 @@ class Round(Enum):
 class CompressedOptimizer(SteppingOptimizer):
     """See ``OneBitAdam`` for the options. Subclasses say what a round sends and what it does with the answer."""
 
-    lands = False  # whether ``apply`` decodes what a compressed round brings, moving parameters in the same pass
-    kept: KeptMean  # made by ``allocate``
-
     def __init__(
         self,
         params: Any,
@@ -60,6 +54,8 @@ class CompressedOptimizer(SteppingOptimizer):
         *,
         codec: str | Codec | Policy = "sign",
         exact_codec: str | Codec = "none",
+        spiky_codec: str | Codec | None = "fp8",
+        variance_floor: float = 1e-3,
         min_numel: int = 256,
         max_grad_norm: float | None = None,
         error_feedback: bool = True,
@@ -81,6 +77,8 @@ class CompressedOptimizer(SteppingOptimizer):
             raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
         self.codec = policy_of(codec, min_numel=min_numel)
         self.exact_codec = codec_named(exact_codec)
+        finer = None if spiky_codec is None else codec_named(spiky_codec)
+        self.lanes = Lanes(self.codec, finer, self.exact_codec, min_numel, variance_floor)
         self.clipping, self.on_nonfinite, self.check_every, self.seed = (
             Clipping(max_grad_norm), on_nonfinite, check_every, seed,
         )  # fmt: skip
@@ -90,11 +88,10 @@ class CompressedOptimizer(SteppingOptimizer):
         self.facts = Facts()
         self.steps_done = 0
         super().__init__(params, defaults)
-        self.state = PlainState(dict)
         self.connect(transport, process_group, timeout, agree_over, grad_scaler)
+        self._asked = False  # whether some rank did in this step's headers
         self.under_way: Any = None  # what an overlapping hook has started (``integrations.overlap``)
         self._lay_out()
-        self.state.before_looking(self.settle)
 
     # ------------------------------------------------------------ what subclasses say
 
@@ -103,12 +100,14 @@ class CompressedOptimizer(SteppingOptimizer):
         """What this step does: a function of the step and of recorded facts, the same on every rank."""
 
     @abstractmethod
-    def prepare(self, group: dict[str, Any], segments: Segments, gain: float) -> None:
+    def prepare(
+        self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
+    ) -> None:
         """Write into ``work`` what a compressed round sends of these parameters; change nothing else."""
 
     @abstractmethod
-    def apply(self, kind: Round, outcomes: Sequence[Outcome]) -> None:
-        """Take the mean over into momentum and parameters. It is in ``work``, or in the outcomes if the class ``lands``."""
+    def apply(self, kind: Round) -> None:
+        """Take the mean, which is in ``work``, over into momentum and parameters."""
 
     def local(self, gain: float) -> None:
         """A step without communication, for those whose ``round`` may say LOCAL."""
@@ -117,9 +116,9 @@ class CompressedOptimizer(SteppingOptimizer):
     def allocate(self) -> None:
         """Make the buffers that ``_lay_out`` does not know of."""
 
-    def settle(self) -> None:
-        """Make momentum plain that is kept in another form: called before anybody sees ``state``."""
-        self.kept.write()
+    def wake(self, indices: Sequence[int]) -> Steps[None]:
+        """Some rank saw that these tensors are no longer those whose variance was frozen (see ``lanes``)."""
+        yield from ()
 
     # ------------------------------------------------------------ one step
 
@@ -147,7 +146,10 @@ class CompressedOptimizer(SteppingOptimizer):
             self.flat.publish()
             self.steps_done += 1
             self._taken += 1
+        self.lanes.remember(taken)
+        if taken:
             self.after(kind)
+            yield from self._talk()
         self.counters.step(kind.value, taken, self.sent_bytes(), self.flat.numel, self.transport.size)
         if not taken:
             self._say_skipped()
@@ -192,9 +194,23 @@ class CompressedOptimizer(SteppingOptimizer):
         if self.consensus is not None:
             finite = yield from self.consensus.agreed(finite, self._flat.device)
         self.channel(kind).settle(started + outcomes, finite=finite)
+        self._asked = finite and any(outcome.asks for outcome in started + outcomes)
         if finite:
-            self.apply(kind, started + outcomes)
+            self.apply(kind)
         return finite
+
+    def _talk(self) -> Steps[None]:
+        """If some rank asked for it in a header: which tensors are to wake up, as all ranks see it."""
+        if not self._asked:
+            return
+        self._asked = False
+        every = yield from gathered(
+            self.lanes.waking().tolist(), transport=self.transport, sequence=self.next_sequence(), device=self._flat.device
+        )
+        indices = every.any(axis=0).nonzero()[0].tolist()
+        if indices:
+            yield from self.wake(indices)
+            self.counters.woken_tensors += len(indices)
 
     def begin(
         self,
@@ -205,12 +221,14 @@ class CompressedOptimizer(SteppingOptimizer):
         gradients: dict[int, torch.Tensor] | None = None,
     ) -> None:
         """Write what a round sends of ``indices``, all of one group, into ``work``; ``gradients`` if not those in ``grad``."""
-        segments = self._flat.segments(indices, gradients)
         if kind is Round.EXACT:
-            self.kernels.blend(segments, self.momentum, self.work, beta=0.0, gain=gain)
+            self.blend(indices, gradients, gain)
         else:
-            self.prepare(group, segments, gain)
-            self.silence_dead()
+            self.prepare(group, indices, gradients, gain)
+
+    def blend(self, indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float) -> None:
+        """work := gain·g."""
+        self.kernels.blend(self._flat.segments(indices, gradients), self.momentum, self.work, beta=0.0, gain=gain)
 
     def reduce(self, kind: Round, indices: Sequence[int], *, workspace: Workspace) -> Steps[list[Outcome]]:
         channel = self.channel(kind)
@@ -218,66 +236,31 @@ class CompressedOptimizer(SteppingOptimizer):
         self._sequence += channel.count(indices, workspace)
         return channel.reduce(
             self.work, indices, workspace=workspace, sequence=sequence, key=self.seed * 1_000_003 + self.steps_done,
-            undecoded=self.lands and kind is Round.COMPRESSED,
+            asks=self.asks(),
         )  # fmt: skip
 
-    def land(
-        self, outcomes: Sequence[Outcome], anchor: torch.Tensor, moves: Sequence[tuple[float, float]], *, stored: bool = True
-    ) -> None:
-        """``work`` := the mean, or if it need not be ``stored`` what is not signs; x := keep·anchor − step·mean with
-        (step, keep) of each group, where an empty anchor is x."""
-        by_group = np.array(moves, np.float32)
-        groups = np.repeat(np.arange(len(moves)), [len(at) for _, at in self.groups()])
-        fused = bool(outcomes) and self.quantized.dead is None
-        for outcome in outcomes:
-            assert outcome.rows is not None
-            start, rows, pieces = perf_counter(), outcome.rows[:, HEADER:], outcome.message.pieces
-            if fused:
-                segments, owners = self._flat.landing(outcome.message)
-                steps, keeps = by_group[groups[owners]].T
-                self.kernels.land(rows, pieces, segments, self.work, anchor, steps=steps, keeps=keeps, stored=stored)
-            else:
-                arithmetic(self.work.device).decode(rows, self.work, pieces)
-            outcome.workspace.decoded(start)
-            outcome.landed()
-        if not fused:
-            self.silence_dead()
-            for (_, at), (step, keep) in zip(self.groups(), moves, strict=True):
-                self.kernels.descend(self._flat.placed(at), self.work, anchor, step=step, keep=keep)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether signs stay in the messages that bring them: not on a GPU, nor where elements are made zero afterwards."""
-        return self.quantized.dead is None and self._flat.device.type == "cpu"
-
-    def keep(self, outcomes: Sequence[Outcome], momentum: torch.Tensor) -> None:
-        """What the outcomes say is ``momentum``, or is about to be."""
-        if self.keeps:
-            self.kept.keep(outcomes, momentum)
-        else:
-            self.kept.forget()
+    def asks(self) -> bool:
+        """Whether this rank wants tensors to wake up."""
+        return bool(self.lanes.waking().any())
 
     def channel(self, kind: Round) -> Channel:
         return self.full if kind is Round.EXACT else self.quantized
 
-    def exact(self, gradients: Sequence[torch.Tensor]) -> None:
-        """What Adam does with mean gradients: torch's own fused kernel, so equal in every bit."""
-        for group, at in self.groups():
-            lr, decay = self.exact_rates(group)
-            self._counts.fill_(self.variance_updates() if group["bias_correction"] else ENDLESS)
+    def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
+        """What Adam does with mean gradients: torch's own fused kernel, so equal in every bit. ``among``: only of these."""
+        for group, every in self.groups():
+            at = [i for i in every if among is None or i in among]
+            if not at:
+                continue
+            lr, decay = float(group["lr"]), group["weight_decay"]
+            self._counts.fill_(self.steps_done if group["bias_correction"] else ENDLESS)
             adam(
                 [self._flat.weights[i] for i in at], [gradients[i] for i in at], [self._momenta[i] for i in at],
                 [self._variances[i] for i in at], [], [self._count_tensors[i] for i in at], fused=True, amsgrad=False,
                 beta1=group["betas"][0], beta2=group["betas"][1], lr=lr, weight_decay=decay, eps=group["eps"],
                 maximize=False, decoupled_weight_decay=True,
             )  # fmt: skip
-
-    def variance_updates(self) -> int:
-        """How often the variance was updated before this step."""
-        return self.steps_done
-
-    def exact_rates(self, group: dict[str, Any]) -> tuple[float, float]:
-        return float(group["lr"]), group["weight_decay"]
+            self.lanes.count(at, self.steps_done + 1)
 
     # ------------------------------------------------------------ agreement
 
@@ -359,50 +342,34 @@ class CompressedOptimizer(SteppingOptimizer):
             if p in before:
                 self._momenta[i].copy_(before[p]["exp_avg"])
                 self._variances[i].copy_(before[p]["exp_avg_sq"])
+        self.lanes.lay_out(self.flat, list(self.groups()), self.variance, self.transport.size)
+        self.lanes.count(range(len(parameters)), self.steps_done)
         self._show()
         if first:
             exact, feedback = policy_of(self.exact_codec, min_numel=256), self.error_feedback
             self.full = Channel(self.flat, exact, self.transport, feedback=feedback)
-            self.quantized = Channel(self.flat, self.codec, self.transport, feedback=feedback)
+            self.quantized = Channel(self.flat, self.lanes, self.transport, feedback=feedback)
         else:
             self.full.relay(self.flat)
             self.quantized.relay(self.flat)
         self.allocate()
 
     def _show(self) -> None:
-        """``state`` as torch's Adam has it; views of the flat buffers."""
-        self._shown = [self.state[p] for p in self._flat.parameters]
-        for shown, step, m, v in zip(self._shown, self._taken_tensors, self._momenta, self._variances, strict=True):
-            shown.update(step=step, exp_avg=m, exp_avg_sq=v)
-        for i in self._flat.shadowed:
-            self._shown[i]["master"] = self._flat.weights[i]
-
-    def silence_dead(self) -> None:
-        """Elements without variance that travel in one bit are zero in what is sent and in what came."""
-        if self.quantized.dead is not None:
-            self.work.index_fill_(0, self.quantized.dead, 0.0)
-
-    def take_mean(self) -> None:
-        """momentum := the mean in ``work``, and ``work`` := the momentum before."""
-        self.silence_dead()
-        self.exchange_momentum()
-
-    def exchange_momentum(self) -> None:
-        """momentum := work, without a copy."""
-        self.momentum, self.work = self.work, self.momentum
-        self._momenta, self._works = self._works, self._momenta
-        for shown, m in zip(self._shown, self._momenta, strict=True):
-            shown["exp_avg"] = m
+        """``state`` as torch's Adam has it, and which lane a parameter is in; views of what is kept side by side."""
+        for i, p in enumerate(self._flat.parameters):
+            state = self.state[p]
+            state.update(step=self._taken_tensors[i], exp_avg=self._momenta[i], exp_avg_sq=self._variances[i])
+            state.update(self.lanes.views(i))
+            if i in self._flat.shadowed:
+                state["master"] = self._flat.weights[i]
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for a bitwise resume at the same world size: every rank saves and loads its own."""
-        self.settle()
         return super().state_dict() | {"commpress": checkpoint.exact(self)}
 
     def elastic_steps(self) -> Steps[dict[str, Any]]:
-        self.settle()
         return checkpoint.elastic(self, super().state_dict())
 
     @torch.no_grad()
@@ -418,7 +385,6 @@ class CompressedOptimizer(SteppingOptimizer):
     def owed(self) -> float:
         """‖what this rank's compression owes‖ / ‖momentum‖."""
         left = sum(float(sent.square().sum()) for _, sent, _ in self.quantized.residuals.places())
-        self.settle()
         norm = float(torch.linalg.vector_norm(self.momentum))
         return left**0.5 / norm if norm else 0.0
 

@@ -32,10 +32,11 @@ class Windows:
         self.held, self.span = 0, 1  # steps since the last synchronisation; how many this window is to have
         self.rates: list[float] = []  # Γ of each group
         self.kept: list[float] = []  # D of each group
+        self.wakes, self.exact_until, self.quiet_until = 0, 0, 0  # steps before which all are exact, and nobody may ask again
 
     def round(self, step: int, groups: Sequence[Group], facts: Facts) -> Round:
         """An exact step waits for the end of a window: inside it the variance must not move."""
-        if step < self.warmup:
+        if step < self.warmup or (self.held == 0 and step < self.exact_until):
             return Round.EXACT
         count = self.variance_schedule.count
         if self.held == 0 and count(step + 1) > count(self.updated_at + 1):
@@ -64,6 +65,11 @@ class Windows:
     def updated(self, step: int) -> None:
         self.updates, self.updated_at = self.updates + 1, step
 
+    def wake(self, step: int, steps: int) -> None:
+        """So many exact steps from here on, and then rest, twice as long each time."""
+        self.wakes, self.exact_until = self.wakes + 1, step + steps
+        self.quiet_until = self.exact_until + (steps << self.wakes)
+
     def exact_rates(self, group: Group, step: int) -> tuple[float, float]:
         """Learning rate and decay for torch's Adam, which corrects momentum and variance by one count; here they differ."""
         lr, decay, beta1 = float(group["lr"]), group["weight_decay"], group["betas"][0]
@@ -75,13 +81,17 @@ class Windows:
     def state(self) -> dict[str, Any]:
         return {
             "updates": self.updates, "updated_at": self.updated_at, "held": self.held, "span": self.span,
-            "rates": list(self.rates), "kept": list(self.kept),
+            "rates": list(self.rates), "kept": list(self.kept), "wakes": self.wakes, "exact_until": self.exact_until,
+            "quiet_until": self.quiet_until,
         }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
         self.updates, self.updated_at = int(state["updates"]), int(state["updated_at"])
         self.held, self.span = int(state["held"]), int(state["span"])
         self.rates, self.kept = list(state["rates"]), list(state["kept"])
+        self.wakes, self.exact_until, self.quiet_until = (
+            int(state[name]) for name in ("wakes", "exact_until", "quiet_until")
+        )
 
 
 def rate_of(group: Group, step: int) -> float:

@@ -1,45 +1,49 @@
 """0/1 Adam: the variance is updated ever more rarely, and most steps need no communication at all.
 
     exact       mean gradients, as Adam; at steps of the variance schedule, or at the first one after the window they fell in
-    local       m ← β1·m + (1 − β1)·g      u ← (1 − γλ)·u + γ'·m      x ← D·a − u·r       r = 1/(√v̂ + ε)       (nothing is sent)
-    sync        d ← mean of u·r, one bit both ways      a ← D·a − d      x ← a      m ← d/(r·Γ)      u ← 0
+    local       m ← β1·m + (1 − β1)·g      u ← (1 − γλ)·u + γ'·m      x ← D·a − u/s               (nothing is sent)
+    sync        d ← mean of u/s, one bit both ways      a ← D·a − d      x ← a      m ← s·d/Γ      u ← 0
 
 a is the anchor, the parameters at the last synchronisation, the same on all ranks; D and Γ are what weight decay leaves
-of it and of the learning rates since: D ← (1 − γλ)·D, Γ ← (1 − γλ)·Γ + γ', with γ' = γ/(1 − β1ᵗ).
+of it and of the learning rates since: D ← (1 − γλ)·D, Γ ← (1 − γλ)·Γ + γ', with γ' = γ/(1 − β1ᵗ). What s is, how gradients are
+cut and m is kept, and who wakes up is in ``lanes``. There is no lane of Adam's steps here, for most steps send nothing: tensors
+that ``lanes`` calls live travel as d like all others, in eight bits, and what wakes up brings exact steps for all.
 
 Note: one message is enough. Between synchronisations the variance does not move, so the displacement is linear in m: d
 gives both the new parameters and the mean momentum of the window.
 
-Note: what travels is the displacement u·r, not u. Its elements are of one size, so one scale fits a block; of u, an element
-with a small variance would get its neighbours' magnitude and move by that times r. And what compression leaves behind is a
+Note: what travels is the displacement u/s, not u. Its elements are of one size, so one scale fits a block; of u, an element
+with a small variance would get its neighbours' magnitude and move by that over s. And what compression leaves behind is a
 displacement too, still right when the variance has moved.
 
 Note: nothing drifts. x is computed from the anchor at every step, never by undoing earlier steps, so after a
 synchronisation all ranks hold the same bits, and a checkpoint of (a, u, m) continues in the same bits. Weight decay stays
 out of u, which becomes m.
 
-Note: momentum may be lazy. After a synchronisation ``momentum`` is d, and ``shares`` 1/Γ of each group; the
-next step forms m = d/(r·Γ) where it reads it, which saves a pass. Nor are signs of d stored: they are read again from the
-messages that brought them (``kept_mean``). ``settle`` makes it plain; looking at ``state``, saving and exact steps do.
+Note: exact steps once windows have begun divide by s as all others do, and an element that had no gradient so far begins with
+v̂ = ḡ²: with the weight that is due to one of many updates, √v̂ would stay far below |ḡ| until many more have come, and they
+come ever more rarely.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
-from commpress.codecs import Codec, codec_named
+from commpress.codecs import codec_named
 from commpress.collectives.allreduce import Outcome, reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.errors import StateMismatch
-from commpress.kernels.adam import Segments
-from commpress.optim.frozen import FrozenVariance
-from commpress.optim.kept_mean import KeptMean
 from commpress.optim.onebit_adam import check_defaults
 from commpress.optim.optimizer import CompressedOptimizer, Round
 from commpress.optim.windows import Spans, Windows, keep, rate_of
 from commpress.schedules import Updates
 from commpress.work import Steps, run
+
+log = logging.getLogger("commpress")
+
+WAKING = 16  # exact steps for tensors that woke up
 
 
 class ZeroOneAdam(CompressedOptimizer):
@@ -54,8 +58,6 @@ class ZeroOneAdam(CompressedOptimizer):
     Between synchronisations ranks hold different parameters: call ``synchronize()`` before evaluating or exporting.
     """
 
-    lands = True
-
     def __init__(
         self,
         params: Any,
@@ -68,8 +70,6 @@ class ZeroOneAdam(CompressedOptimizer):
         sync: Spans = "qsr",
         variance_updates: int | Updates = 16,
         warmup_steps: int = 0,
-        spiky_codec: str | Codec | None = "int8",
-        variance_floor: float = 1e-3,
         **options: Any,
     ) -> None:
         defaults = {
@@ -77,11 +77,7 @@ class ZeroOneAdam(CompressedOptimizer):
         }  # fmt: skip
         check_defaults(defaults)
         self.windows = Windows(sync, variance_updates, warmup_steps)
-        self.spiky_codec = None if spiky_codec is None else codec_named(spiky_codec)
-        self.frozen_variance = FrozenVariance(variance_floor)
-        self.spiky: list[str] | None = None  # decided at the first compressed round
-        self.shares: list[float] | None = None  # of each group, if momentum is lazy
-        self.reciprocal = self.accumulated = self.anchor = torch.empty(0)
+        self.accumulated = self.anchor = torch.empty(0)
         super().__init__(params, defaults, **options)
 
     # ------------------------------------------------------------ what a step does
@@ -100,48 +96,54 @@ class ZeroOneAdam(CompressedOptimizer):
         """Steps since the last synchronisation."""
         return self.windows.held
 
-    def prepare(self, group: dict[str, Any], segments: Segments, gain: float) -> None:
+    def prepare(
+        self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
+    ) -> None:
         self.refresh()
-        self.kernels.accumulate(
-            segments, self.momentum, self.accumulated if self.held else self._empty, self.reciprocal, self.work,
-            beta=group["betas"][0], gain=gain, lr=rate_of(group, self.steps_done), keep=keep(group),
-            share=self._share(group), said=self._said(segments),
+        beyond = self.kernels.accumulate(
+            self._flat.segments(indices, gradients), self.momentum, self.accumulated if self.held else self._empty,
+            self.variance, self.work, self.lanes.divisors(indices), beta=group["betas"][0], gain=gain,
+            lr=rate_of(group, self.steps_done), keep=keep(group),
         )  # fmt: skip
+        self.lanes.see(indices, beyond)
 
-    def apply(self, kind: Round, outcomes: Sequence[Outcome]) -> None:
+    def apply(self, kind: Round) -> None:
         if kind is Round.EXACT:
             self.exact(self._works)
         else:
-            self._gather(outcomes, self.windows.after(self.steps_done, self.param_groups))
+            self._gather(self.windows.after(self.steps_done, self.param_groups))
 
-    def _gather(self, outcomes: Sequence[Outcome], window: list[tuple[float, float]]) -> None:
-        self.keep(outcomes, self.work)
-        moves = [(1.0, kept) for _, kept in window]
-        self.land(outcomes, self.anchor if self.held else self._empty, moves, stored=not self.keeps)
-        self.exchange_momentum()
-        self.shares = [1 / rate if rate > 0 else 0.0 for rate, _ in window]
+    def _gather(self, window: list[tuple[float, float]]) -> None:
+        """Parameters and momentum from d in ``work``."""
+        anchor = self.anchor if self.held else self._empty
+        for (_, at), (rate, kept) in zip(self.groups(), window, strict=True):
+            if len(at):
+                self.kernels.land(
+                    self._flat.placed(at), self.work, self.variance, self.momentum, anchor, self.lanes.divisors(at),
+                    step=1.0, keep=kept, share=1 / rate if rate > 0 else 0.0, most=self.lanes.bound(at[0]),
+                )  # fmt: skip
         self.windows.held = 0
 
-    def _share(self, group: dict[str, Any]) -> float | None:
-        if self.shares is None:
-            return None
-        return next(share for mine, share in zip(self.param_groups, self.shares, strict=True) if mine is group)
-
-    def _said(self, segments: Segments) -> Any:
-        """Where messages say what momentum is made of."""
-        return None if self.shares is None else self.kept.runs(segments.before or segments, self.momentum)
-
-    def settle(self) -> None:
-        super().settle()
-        if self.shares is not None:
-            for (_, at), share in zip(self.groups(), self.shares, strict=True):
-                for i in at:
-                    self._momenta[i].mul_(share).div_(self._flat.view(self.reciprocal, i))
-            self.shares = None
-
-    def exact(self, gradients: Sequence[torch.Tensor]) -> None:
-        self.settle()
-        super().exact(gradients)
+    def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
+        """Adam's own while no step was anything else."""
+        if self.windows.updates == self.steps_done:
+            super().exact(gradients, among)
+            return
+        done = self.windows.updates
+        for group, at in self.groups():
+            beta1, beta2 = group["betas"]
+            for i in at:
+                weight = (1 - beta2) / self.lanes.correction(i, done + 1)
+                unit = self.lanes.correction(i, int(self.lanes.variance_steps[i]))
+                self.kernels.observe(
+                    self._flat.segments((i,), {i: gradients[i]}), self.momentum, self.variance, beta=beta1, weight=weight,
+                    unit=unit,
+                )  # fmt: skip
+                self.lanes.divide(i)
+            self.kernels.descend(
+                self._flat.placed(at), self.momentum, self.variance, self.lanes.divisors(at),
+                step=rate_of(group, self.steps_done), keep=keep(group),
+            )  # fmt: skip
 
     def local(self, gain: float) -> None:
         """A gradient that is not finite leaves its momentum as it is: nobody can be asked, and the window goes on."""
@@ -153,13 +155,13 @@ class ZeroOneAdam(CompressedOptimizer):
         finite = gain > 0
         for (group, at), (_, kept) in zip(self.groups(), window, strict=True):
             segments = self._flat.segments(at) if gain else self._flat.placed(at)
-            finite &= self.kernels.wander(
-                segments, self.momentum, self.accumulated, self.anchor, self.reciprocal,
+            good, beyond = self.kernels.wander(
+                segments, self.momentum, self.accumulated, self.anchor, self.variance, self.lanes.divisors(at),
                 beta=group["betas"][0] if gain else 1.0, gain=gain, lr=rate_of(group, self.steps_done), keep=keep(group),
-                kept=kept, begins=self.held == 0, share=self._share(group), said=self._said(segments),
+                kept=kept, begins=self.held == 0,
             )  # fmt: skip
-        self.shares = None
-        self.kept.over()
+            self.lanes.see(at, beyond)
+            finite &= good
         self.counters.ignored_gradients += not finite
         self.windows.hold(window, span)
 
@@ -174,32 +176,40 @@ class ZeroOneAdam(CompressedOptimizer):
         if kind is Round.EXACT:
             self.windows.updated(self.steps_done - 1)
             self._stale = True
+        if self.windows.updates != self.steps_done and self.held == 0:
+            self.lanes.keep_up(range(len(self._flat.parameters)), self.steps_done)
 
     # ------------------------------------------------------------ the variance
 
-    def variance_updates(self) -> int:
-        return self.windows.updates
-
-    def exact_rates(self, group: dict[str, Any]) -> tuple[float, float]:
-        return self.windows.exact_rates(group, self.steps_done)
-
     def refresh(self) -> None:
-        """Reciprocals, codecs and dead elements of the variance as it is now."""
+        """Divisors and codecs of the variance as it is now."""
         if not self._stale:
             return
-        if self.reciprocal.numel() == 0:
-            self.reciprocal = self._flat.new()
-        spiky = self.frozen_variance.freeze(self, self.reciprocal, self.windows.updates)
-        if self.spiky is None:
-            self.spiky = spiky
-            self.quantized.relay(self._flat)
-            self.quantized.policy = self.frozen_variance.policy(self.codec, self.spiky_codec, self.spiky)
-        self.quantized.silence(self.frozen_variance.dead(self, self.quantized.policy))
+        for i in range(len(self._flat.parameters)):
+            self.lanes.divide(i)
+            ready = self.lanes.may_freeze(i)
+            if ready != bool(self.lanes.frozen[i]):
+                (self.lanes.freeze if ready else self.lanes.thaw)([i], self.steps_done)
+        self.quantized.relay(self._flat)
         self._stale = False
 
+    def asks(self) -> bool:
+        """With ``agree_over`` nobody: exact steps of one group of ranks alone would part weights that others have too."""
+        return self.consensus is None and self.steps_done >= self.windows.quiet_until and super().asks()
+
+    def wake(self, indices: Sequence[int]) -> Steps[None]:
+        """The window is closed. The more often this happens, the longer nobody asks again: rare tokens would ask for ever."""
+        self.windows.wake(self.steps_done, WAKING)
+        self.lanes.trips[:] = 0
+        log.warning(
+            "step %d: gradients are far beyond the variance in %s. The next %d steps are exact",
+            self.steps_done, ", ".join(map(self.lanes.name, indices)), WAKING,
+        )  # fmt: skip
+        yield from ()
+
     def allocate(self) -> None:
-        self.reciprocal = self.accumulated = self.anchor = self._empty
-        self.shares, self._stale, self.kept = None, True, KeptMean(self.kernels.runs)
+        self.accumulated = self.anchor = self._empty
+        self._stale = True
 
     def replicated(self) -> list[torch.Tensor]:
         return self._flat.views(self.anchor) if self.held else self._flat.weights
@@ -214,7 +224,8 @@ class ZeroOneAdam(CompressedOptimizer):
     def synchronizing(self) -> Steps[None]:
         if self.held == 0:
             return
-        torch.mul(self.accumulated, self.reciprocal, out=self.work)
+        for i, work in enumerate(self._works):
+            torch.div(self._flat.view(self.accumulated, i), self.lanes.divisor(i), out=work)
         outcomes: list[Outcome] = []
         if any(rate > 0 for rate in self.windows.rates):
             outcomes = yield from self.reduce(
@@ -227,15 +238,17 @@ class ZeroOneAdam(CompressedOptimizer):
             if not finite:
                 outcomes = []
                 self.work.zero_()
-        self._gather(outcomes, list(zip(self.windows.rates, self.windows.kept, strict=True)))
+        self._asked = any(outcome.asks for outcome in outcomes)
+        self._gather(list(zip(self.windows.rates, self.windows.kept, strict=True)))
         self._flat.publish()
+        yield from self._talk()
         self.counters.compressed_rounds += 1
         self.counters.compressed_bytes += self.sent_bytes()
 
     # ------------------------------------------------------------ checkpoints
 
     def schedule_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.windows.state() | {"spiky": self.spiky}
+        state: dict[str, Any] = self.windows.state() | {"stale": self._stale, "trips": self.lanes.trips.tolist()}
         if self.held:
             state |= {"accumulated": self.accumulated.clone(), "anchor": self.anchor.clone()}
         return state
@@ -256,16 +269,11 @@ class ZeroOneAdam(CompressedOptimizer):
     def resume(self, schedule: dict[str, Any] | None) -> None:
         self.allocate()
         self.windows.begin_anew(self.steps_done)
-        self.spiky = None
         self.quantized.relay(self._flat)
-        self.quantized.policy = self.codec
         if schedule is None:
             return
         self.windows.load(schedule)
-        self.spiky = schedule["spiky"]
-        if self.spiky is not None:
-            self.quantized.policy = self.frozen_variance.policy(self.codec, self.spiky_codec, self.spiky)
-            self.refresh()
+        self._stale, self.lanes.trips[:] = schedule["stale"], schedule["trips"]
         if schedule["held"]:
             if schedule["anchor"].shape != self.work.shape:
                 raise StateMismatch(
@@ -276,8 +284,8 @@ class ZeroOneAdam(CompressedOptimizer):
             self.accumulated.copy_(schedule["accumulated"])
             self.anchor.copy_(schedule["anchor"])
             for (_, at), kept in zip(self.groups(), self.windows.kept, strict=True):
-                self.kernels.wander(  # x := D·a − u/(√v̂ + ε), nothing else changes
-                    self._flat.placed(at), self.momentum, self.accumulated, self.anchor, self.reciprocal,
-                    beta=1.0, gain=0.0, lr=0.0, keep=1.0, kept=kept, begins=False,
+                self.kernels.wander(  # x := D·a − u/s, nothing else changes
+                    self._flat.placed(at), self.momentum, self.accumulated, self.anchor, self.variance,
+                    self.lanes.divisors(at), beta=1.0, gain=0.0, lr=0.0, keep=1.0, kept=kept, begins=False,
                 )  # fmt: skip
             self._flat.publish()

@@ -34,12 +34,6 @@ def floats(typing, address, numel):
     return _at_address(types.float32, ir.FloatType())
 
 
-@intrinsic
-def octets(typing, address, numel):
-    """The bytes at an address."""
-    return _at_address(types.uint8, ir.IntType(8))
-
-
 @bare
 def begins_line(array, first):
     """Whether array[first] begins a cache line."""

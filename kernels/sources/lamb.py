@@ -1,21 +1,17 @@
 """The loops of ``cpu_lamb``: two passes per layer. One thread walks a layer, so sums have one order.
 
-Note: signs are decoded twice, in either pass, rather than read again: they are in registers, and 32 times shorter. If they are
-to be stored, the first pass does, past the caches. Nothing inside a loop may be a function of its own, but an intrinsic:
-Numba does not always put a ``bare`` one in its place, and a call saves and restores every vector there is.
+Note: nothing inside a loop may be a function of its own, but an intrinsic: Numba does not always put a ``bare`` one in its
+place, and a call saves and restores every vector there is.
 """
 
 import numpy as np
 
-from commpress.kernels.pieces import BLOCKS, SOURCE
 from commpress.kernels.sources.adam import gradient
 from commpress.kernels.sources.arrays import begins_line, floats
 from commpress.kernels.sources.decorators import bare
-from commpress.kernels.sources.land import block_in
 from commpress.kernels.sources.lanes import (
     WIDE,
     add_squares,
-    bits,
     least,
     less,
     load,
@@ -24,9 +20,10 @@ from commpress.kernels.sources.lanes import (
     put,
     root,
     same,
-    signed,
     the_first,
     total,
+    where_less,
+    within,
 )
 
 
@@ -70,80 +67,65 @@ def exact(table, m, v, w, coefficient, beta1, alpha1, beta2, alpha2, eps, lr, de
 
 
 @bare
-def _move(x, lines, start, stop, p, begin, rate, decay):
+def _move(x, p, begin, n, rate, decay):
     """x := x − rate·(p + λx)."""
-    for q in range(start, stop):
-        for b in range(lines[q, BLOCKS]):
-            first, n, landed, wire, codes, scale = block_in(lines[q], b)
-            at, low = lines[q, SOURCE] + first, lines[q, SOURCE] - begin + first
-            for i in range(0, n, WIDE):
-                left = n - i
-                x_ = load(x, low + i, left)
-                mean = signed(bits(wire, codes + i // 8, left), scale) if landed else load(p, at + i, left)
-                put(x_ - rate * (mean + decay * x_), x, low + i, left, False)
+    for i in range(0, n, WIDE):
+        x_ = load(x, i, n - i)
+        put(x_ - rate * (load(p, begin + i, n - i) + decay * x_), x, i, n - i, False)
 
 
 @bare
-def live(table, edges, lines, p, out, course, slow, quick, lr, decay, low, high, past, start, stop):
+def live(table, divisors, p, v, m, course, slow, quick, lr, decay, least_rate, most_rate, most, past, start, stop):
     for s in range(start, stop):
         n, begin = table[s, 3], table[s, 2]
         x, of_x, of_w = floats(table[s, 0], n), no_sums(), no_sums()
-        for q in range(edges[s], edges[s + 1]):
-            for b in range(lines[q, BLOCKS]):
-                first, n, landed, wire, codes, scale = block_in(lines[q], b)
-                first += lines[q, SOURCE]
-                beyond = past and begins_line(p, first)
-                for i in range(0, n, WIDE):
-                    at, left = first + i, n - i
-                    x_ = load(x, at - begin, left)
-                    mean = signed(bits(wire, codes + i // 8, left), scale) if landed else load(p, at, left)
-                    course_ = slow * load(course, at, left) + quick * mean
-                    put(course_, course, at, left, False)
-                    if out is not None and landed:
-                        put(mean, out, at, left, beyond)
-                    of_x, of_w = add_squares(of_x, x_), add_squares(of_w, the_first(course_ + decay * x_, left, x_))
-        rate = np.float32(lr * _rate(total(of_x), total(of_w), low, high))
-        _move(x, lines, edges[s], edges[s + 1], p, begin, rate, decay)
+        k, low, eps = divisors[s, 0], same(divisors[s, 1]), divisors[s, 2]
+        stream = past and begins_line(m, begin)
+        for i in range(0, n, WIDE):
+            at, left = begin + i, n - i
+            x_, mean, own = load(x, i, left), load(p, at, left), root(k * load(v, at, left))
+            momentum = mean * (more(own, low) + eps)
+            put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, stream)
+            course_ = slow * load(course, at, left) + quick * mean
+            put(course_, course, at, left, False)
+            of_x, of_w = add_squares(of_x, x_), add_squares(of_w, the_first(course_ + decay * x_, left, x_))
+        rate = np.float32(lr * _rate(total(of_x), total(of_w), least_rate, most_rate))
+        _move(x, p, begin, n, rate, decay)
 
 
 @bare
 def frozen(
-    table, edges, lines, known, p, out, w, r, fresh, floor, coefficient, factor, beta1, scale_, beta2, alpha2, eps, lr, decay,
-    low, high, change, past, start, stop,
+    table, divisors, p, v, m, fresh, coefficient, factor, beta1, scale, beta2, alpha2, lr, decay, least_factor, most_factor,
+    change, most, past, start, stop,
 ):  # fmt: skip
     infinite = same(np.float32(np.inf))
     for s in range(start, stop):
-        n, begin, smallest = table[s, 3], table[s, 2], same(floor[s])
+        n, begin = table[s, 3], table[s, 2]
         if n == 0:
             continue
         x, of_p, of_w, ratio = floats(table[s, 0], n), no_sums(), no_sums(), infinite
-        for q in range(edges[s], edges[s + 1]):
-            for b in range(lines[q, BLOCKS]):
-                first, n, landed, wire, codes, scale = block_in(lines[q], b)
-                _, _, kept, wire_, codes_, scale_before = block_in(known[q], b)
-                first += lines[q, SOURCE]
-                beyond = past and begins_line(p, first)
-                for i in range(0, n, WIDE):
-                    at, left = first + i, n - i
-                    p_ = signed(bits(wire, codes + i // 8, left), scale) if landed else load(p, at, left)
-                    before = signed(bits(wire_, codes_ + i // 8, left), scale_before) if kept else load(w, at, left)
-                    r_ = load(r, at, left)
-                    if out is not None and landed:
-                        put(p_, out, at, left, beyond)
-                    g = (p_ - beta1 * before) * scale_ / r_
-                    fresh_ = beta2 * load(fresh, at, left) + alpha2 * (g * g)
-                    put(fresh_, fresh, at, left, False)
-                    ratio = less(the_first((root(more(fresh_, smallest)) + eps) * r_, left, infinite), ratio)
-                    if decay != 0:
-                        x_ = load(x, at - begin, left)
-                        p_ = the_first(p_, left, x_)
-                        of_p, of_w = add_squares(of_p, p_), add_squares(of_w, p_ + decay * x_)
+        k, low, eps = divisors[s, 0], same(divisors[s, 1]), divisors[s, 2]
+        for i in range(0, n, WIDE):
+            at, left = begin + i, n - i
+            p_, own = load(p, at, left), root(k * load(v, at, left))
+            divisor = more(own, low) + eps
+            momentum = p_ * divisor
+            g = (momentum - beta1 * load(m, at, left)) * scale
+            put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, False)
+            fresh_ = beta2 * load(fresh, at, left) + alpha2 * (g * g)
+            put(fresh_, fresh, at, left, False)
+            ratio = less(the_first((more(root(k * fresh_), low) + eps) / divisor, left, infinite), ratio)
+            if decay != 0:
+                x_ = load(x, i, left)
+                p_ = the_first(p_, left, x_)
+                of_p, of_w = add_squares(of_p, p_), add_squares(of_w, p_ + decay * x_)
         f, p_squared, w_squared = 1.0 / np.float64(least(ratio)), total(of_p), total(of_w)
         if w_squared > 0:
             share = min(np.sqrt(p_squared / w_squared), 1.0)
             f = f * share + 1.0 - share
         last = np.float64(factor[s])
-        f = _within(_within(_within(f, low, high), last * (1 - change), last * (1 + change)), low, high)
+        f = _within(
+            _within(_within(f, least_factor, most_factor), last * (1 - change), last * (1 + change)), least_factor, most_factor
+        )
         factor[s] = f
-        rate = np.float32(lr * np.float64(coefficient[s]) * f)
-        _move(x, lines, edges[s], edges[s + 1], p, begin, rate, decay)
+        _move(x, p, begin, n, np.float32(lr * np.float64(coefficient[s]) * f), decay)

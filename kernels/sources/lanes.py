@@ -28,7 +28,6 @@ class _Sums(types.Type):
 
 
 lanes, sums = _Lanes(), _Sums()
-_OCTETS = ir.VectorType(ir.IntType(8), 8)
 _TOTALS = ir.VectorType(ir.DoubleType(), WIDE // 2)
 
 
@@ -164,55 +163,6 @@ def all_finite(typing, of):
 
 
 @intrinsic
-def number(typing, wire, at):
-    """The float32 in four bytes."""
-
-    def generate(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.load(builder.bitcast(builder.gep(data, [args[1]]), ir.FloatType().as_pointer()), align=1)
-
-    return types.float32(wire, types.intp), generate
-
-
-@intrinsic
-def bits(typing, wire, at, left):
-    """The 64 bits in eight bytes, the first byte lowest; or as many bytes as hold ``left`` of them, and zeros."""
-
-    def generate(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        place = builder.bitcast(builder.gep(data, [args[1]]), _I64.as_pointer())
-        with builder.if_else(builder.icmp_signed(">=", args[2], _I64(WIDE))) as (whole, part):
-            with whole:
-                every, from_whole = builder.load(place, align=1), builder.block
-            with part:
-                octets = builder.lshr(builder.add(args[2], _I64(7)), _I64(3))
-                ones = builder.trunc(builder.sub(builder.shl(_I64(1), octets), _I64(1)), ir.IntType(8))
-                some = _masked(
-                    builder, "llvm.masked.load.v8i8.p0", _OCTETS, place, ir.IntType(32)(1),
-                    builder.bitcast(ones, ir.VectorType(ir.IntType(1), 8)), ir.Constant(_OCTETS, None),
-                )  # fmt: skip
-                some, from_part = builder.bitcast(some, _I64), builder.block
-        value = builder.phi(_I64)
-        value.add_incoming(every, from_whole)
-        value.add_incoming(some, from_part)
-        return value
-
-    return types.uint64(wire, types.intp, types.intp), generate
-
-
-@intrinsic
-def signed(typing, word, scale):
-    """The scale where a bit is 1, minus the scale where it is 0; the first bit of a byte is its highest."""
-
-    def generate(context, builder, signature, args):
-        octets = _masked(builder, "llvm.bitreverse.v8i8", _OCTETS, builder.bitcast(args[0], _OCTETS))
-        mask, scale = builder.bitcast(octets, _MASK), _spread(builder, args[1])
-        return builder.select(mask, scale, builder.fneg(scale))
-
-    return lanes(types.uint64, types.float32), generate
-
-
-@intrinsic
 def root(typing, value):
     def generate(context, builder, signature, args):
         return _masked(builder, "llvm.sqrt.v64f32", _VECTOR, *args)
@@ -238,6 +188,53 @@ def more(typing, value, other):
         return builder.select(builder.fcmp_ordered(">", *args), *args)
 
     return lanes(lanes, lanes), generate
+
+
+@intrinsic
+def within(typing, value, bound):
+    """The value cut to at most the bound, which is no less than 0, and at least minus the bound; the bound where it is NaN."""
+
+    def generate(context, builder, signature, args):
+        value, bound = args
+        value = builder.select(builder.fcmp_ordered("<", value, bound), value, bound)
+        least = builder.fneg(bound)
+        return builder.select(builder.fcmp_ordered(">", value, least), value, least)
+
+    return lanes(lanes, lanes), generate
+
+
+@intrinsic
+def where_less(typing, one, other, value, otherwise):
+    """``value`` where ``one`` is less than ``other``, else ``otherwise``."""
+
+    def generate(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered("<", *args[:2]), *args[2:])
+
+    return lanes(lanes, lanes, lanes, lanes), generate
+
+
+@intrinsic
+def beyond(typing, value, bound):
+    """How many are further from zero than the bound."""
+
+    def generate(context, builder, signature, args):
+        bits = builder.and_(builder.bitcast(args[0], _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * WIDE))
+        far = builder.fcmp_ordered(">", builder.bitcast(bits, _VECTOR), args[1])
+        return _masked(builder, "llvm.ctpop.i64", _I64, builder.bitcast(far, _I64))
+
+    return types.int64(lanes, lanes), generate
+
+
+@intrinsic
+def add_count(typing, counts, at, more):
+    """counts[at] += more, whichever threads do it at the same time."""
+
+    def generate(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        builder.atomic_rmw("add", builder.gep(data, [args[1]]), args[2], "monotonic")
+        return context.get_dummy_value()
+
+    return types.none(counts, types.intp, types.int64), generate
 
 
 @intrinsic

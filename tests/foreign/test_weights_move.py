@@ -29,7 +29,7 @@ OPTIMIZERS = {
     "ShardedOneBitAdam": lambda p, **options: commpress.ShardedOneBitAdam(p, lr=PEAK, warmup_steps=WARMUP, **options),
     "ShardedZeroOneAdam": lambda p, **options: commpress.ShardedZeroOneAdam(p, lr=PEAK, variance_updates=4, **options),
 }
-UNMENDED = [*OPTIMIZERS]  # still to be mended: take a name out once its optimizer passes
+UNMENDED = ["ShardedOneBitAdam", "ShardedZeroOneAdam"]  # still to be mended: take a name out once its optimizer passes
 LAMBS = {name for name in OPTIMIZERS if "Lamb" in name}
 
 
@@ -116,6 +116,7 @@ def test_no_weight_jumps_and_none_stands_still(optimizer, name):
     largest, moved, _ = moved_by_exact_steps(name, optimizer in LAMBS)
     start = {key: p.detach().clone() for key, p in parameters[0].items()}
     anchor, allowed = start, 0.0
+    stirred = {key: torch.zeros_like(p, dtype=torch.bool) for key, p in start.items()}
     for step in range(STEPS):
         for rank, model in enumerate(models):
             gradients(model, step, rank, unfrozen)
@@ -125,11 +126,12 @@ def test_no_weight_jumps_and_none_stands_still(optimizer, name):
         allowed += LEARNING_RATES * rate(step) / (1 - 0.9 ** (step + 1))
         for rank in range(RANKS):
             for key, p in parameters[rank].items():
+                stirred[key] |= p.detach() != start[key]
                 bound = LEARNING_RATES * largest[key] if optimizer in LAMBS else allowed
                 move = float((p.detach() - anchor[key]).abs().max())
                 assert move <= bound, f"step {step} moves {key} by {move:g}, {move / max(bound, 1e-12):.2g} times the bound"
         if all(torch.equal(p, parameters[1][key]) for key, p in parameters[0].items()):
             anchor, allowed = {key: p.detach().clone() for key, p in parameters[0].items()}, 0.0
     assert allowed == 0.0 or "ZeroOne" in optimizer, "the ranks' weights differ"
-    still = {key: int((moved[key] & (p.detach() == start[key])).sum()) for key, p in parameters[0].items()}
+    still = {key: int((moved[key] & ~stirred[key]).sum()) for key in start}
     assert not any(still.values()), {key: count for key, count in still.items() if count}

@@ -1,0 +1,204 @@
+"""Which tensors are frozen and which live, and what everything is divided by.
+
+    live      g travels, eight bits or more an element; m, v and the step are Adam's own
+    frozen    v stands still, and in one bit travels         p = (β1·m + (1 − β1)·g')/s        g' = g within ±κ·√P·s
+              m ← s·mean p,  where √v̂ < low within ±c·√v̂    s = max(√v̂, low) + ε             low² = φ·mean v̂ (of the
+                                                                                        tensor, or of all if that is 0)
+
+Why: all that enters m in exact steps enters v too, so |m| ≤ c·√v with c² = (1 − β1)² / ((1 − β2)(1 − β1²/β2)), and no step of
+Adam is longer than some 7.3 learning rates at the usual betas. The noise of one bit enters m alone. So every division has the
+floor ``low``; m keeps within Adam's own bound where it is noise (below the floor), so that exact steps and whoever
+loads the state divide by the true √v without harm; and no rank's gradient counts for more than κ·√P times what the variance
+leads to expect (of P ranks each has √P times the noise of their mean).
+
+Freezing: a tensor has been live for long enough, every element of it has had a gradient, and its variance is not concentrated
+in few elements (``SPIKY``: embeddings, output layers), which one bit would serve badly. Tensors of fewer than ``min_numel``
+elements travel as they are in either lane, and are live for ever.
+
+Waking: gradients beyond κ·√P·(√v̂ + ε), in more than ``FEW`` of a frozen tensor's elements, in ``PATIENCE`` more steps than not.
+This is no longer the tensor whose variance was frozen. Ranks see different gradients, so one that saw it asks in the header of
+its next message, all ranks see that somebody asked, and say once, after that step, which tensors they mean. So all change the
+lane, and with it what messages look like, between the same two steps.
+
+Note: ``exp_avg_sq`` is what AdamW makes of it. AdamW divides v by 1 − β2^step, and step goes on while v stands still; so v is
+multiplied by (1 − β2^step)/(1 − β2^variance_steps) every now and then, and ``variance_steps`` says up to which step that was
+done. v̂ does not change.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from commpress.codecs import Codec, Policy
+from commpress.codecs.family import EXACT
+from commpress.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from commpress.optim.flat import Flat
+
+SPIKY = 0.2  # (mean √v)² / mean v below this: few elements hold most of the variance (1 if all are equal)
+REACH = 20.0  # κ
+FEW = 1 / 4096
+PATIENCE = 3
+STATE = ("frozen_at", "thawed_at", "variance_steps")  # of each parameter, as tensors of no dimension
+
+
+class Lanes:
+    """``floor``: φ. ``finer``: the codec of tensors that are spiky; None for no codec of their own."""
+
+    def __init__(self, codec: Policy, finer: Codec | None, exact: Codec, min_numel: int, floor: float) -> None:
+        if floor < 0:
+            raise InvalidArgument(f"variance_floor is {floor!r}, expected a number of at least 0")
+        self.codec, self.finer, self.exact, self.min_numel, self.floor = codec, finer, exact, min_numel, floor
+
+    def lay_out(self, flat: "Flat", groups: Sequence[tuple[dict[str, Any], range]], variance: torch.Tensor, ranks: int) -> None:
+        """For these parameters, all of them live: what earlier ones were is not known here."""
+        self.flat, self.variance, self.ranks = flat, variance, ranks
+        self._group = [group for group, at in groups for _ in at]
+        count = len(flat.parameters)
+        self.frozen_at, self.thawed_at, self.variance_steps = (torch.zeros(count, dtype=torch.int64) for _ in STATE)
+        self._lines = np.zeros((count, 4), np.float32)
+        self._numels = np.array([numel for _, numel in flat.places], np.int64)
+        self.trips = np.zeros(count, np.int64)
+        self._seen: dict[tuple[int, ...], torch.Tensor] = {}
+        self._index = {name: i for i, name in enumerate(flat.names)}
+
+    def begin(self) -> None:
+        """As after so many of Adam's steps as are counted elsewhere: all are live."""
+        for name in STATE:
+            getattr(self, name).zero_()
+        self.trips[:] = 0
+
+    def follow(self, steps: int, *, doubt: bool = False) -> None:
+        """The variance and ``STATE`` were loaded, after so many steps; ``doubt`` if it may have come through an optimizer that
+        does not know ``STATE``, moves v on and leaves these as they were. Then v is as Adam counts it, and the tensor live."""
+        for i in range(len(self._group)):
+            done = int(self.variance_steps[i])
+            if doubt and not (0 < done <= steps and self.correction(i, steps) < 1.5 * self.correction(i, done)):
+                self.frozen_at[i] = self.thawed_at[i] = 0
+                self.variance_steps[i] = steps
+            self.divide(i)
+
+    def views(self, i: int) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name)[i] for name in STATE}
+
+    # ------------------------------------------------------------ who is where
+
+    @property
+    def frozen(self) -> torch.Tensor:
+        """Of each parameter."""
+        return self.frozen_at > self.thawed_at
+
+    def part(self, indices: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those that are live and those that are frozen."""
+        frozen, every = self.frozen.tolist(), tuple(indices)
+        return tuple(i for i in every if not frozen[i]), tuple(i for i in every if frozen[i])
+
+    def choose(self, name: str, numel: int) -> Codec:
+        """As a ``Policy`` of what compressed rounds send. Vectors that live are few elements that move everything."""
+        codec, i = self.codec.choose(name, numel), self._index[name]
+        if codec.lossless or self.frozen[i]:
+            return codec
+        return EXACT if self.flat.parameters[i].dim() < 2 else self.finer or self.exact
+
+    def may_freeze(self, i: int) -> bool:
+        v = self.flat.view(self.variance, i)
+        return v.numel() >= max(self.min_numel, 1) and bool((v > 0).all()) and not (self.finer and self.spiky(i))
+
+    def spiky(self, i: int) -> bool:
+        v = self.flat.view(self.variance, i)
+        mean = float(v.mean(dtype=torch.float64)) if v.numel() else 0.0
+        return v.numel() > 1 and mean > 0 and float(v.sqrt().mean(dtype=torch.float64)) ** 2 / mean < SPIKY
+
+    def freeze(self, indices: Iterable[int], step: int) -> None:
+        for i in indices:
+            self.frozen_at[i] = step
+            self.trips[i] = 0
+            self.divide(i)
+
+    def thaw(self, indices: Iterable[int], step: int) -> None:
+        for i in indices:
+            self.bring_up(i, step)
+            self.thawed_at[i] = step
+            self.trips[i] = 0
+
+    def name(self, i: int) -> str:
+        """For people: parameters that were given without names have numbers."""
+        return f"{self.flat.names[i]} {tuple(self.flat.parameters[i].shape)}"
+
+    # ------------------------------------------------------------ what is divided by
+
+    def group(self, i: int) -> dict[str, Any]:
+        return self._group[i]
+
+    def correction(self, i: int, steps: int) -> float:
+        """v̂ = v / this, after so many updates."""
+        group = self._group[i]
+        return 1 - group["betas"][1] ** steps if group.get("bias_correction", True) and steps else 1.0
+
+    def divide(self, i: int) -> None:
+        """Look at the variance of a parameter as it is now."""
+        v = self.flat.view(self.variance, i)
+        steps, group = int(self.variance_steps[i]), self._group[i]
+        k = 1 / self.correction(i, steps)
+        short = (1 - group["betas"][1] ** steps) * k if steps else 1.0  # of v, where nobody corrects it
+        mean = float(v.sum(dtype=torch.float64)) / max(v.numel(), 1)  # in float64: the same whatever order it is summed in
+        self._lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], REACH * math.sqrt(self.ranks / short)
+
+    def divisors(self, indices: Sequence[int]) -> np.ndarray:
+        """As kernels want them. A tensor without any variance has the floor of the others."""
+        lines = self._lines[list(indices)]
+        if not lines[:, 1].all() and (seen := self._lines[:, 1] > 0).any():
+            squares = np.square(self._lines[seen, 1], dtype=np.float64)
+            lines[lines[:, 1] == 0, 1] = np.sqrt(np.average(squares, weights=self._numels[seen]))
+        return lines
+
+    def divisor(self, i: int) -> torch.Tensor:
+        """s of a whole parameter."""
+        k, low, eps, _ = self.divisors([i])[0].tolist()
+        return (self.flat.view(self.variance, i) * k).sqrt_().clamp_(min=low).add_(eps)
+
+    def bound(self, i: int) -> float:
+        """c: no |m|/√v of Adam is larger."""
+        beta1, beta2 = self._group[i]["betas"]
+        rest = (1 - beta2) * (1 - beta1**2 / beta2) if beta2 else 0.0
+        return (1 - beta1) / math.sqrt(rest) if rest > 0 else math.inf
+
+    def count(self, indices: Iterable[int], step: int) -> None:
+        """Variances of these were updated in the step before ``step``, as those of Adam are."""
+        self.variance_steps[list(indices)] = step
+
+    def bring_up(self, i: int, step: int) -> None:
+        """v as AdamW would correct it after ``step`` steps."""
+        ratio = self.correction(i, step) / self.correction(i, int(self.variance_steps[i]))
+        if abs(ratio - 1) > 1e-6:
+            self.flat.view(self.variance, i).mul_(ratio)
+            self.variance_steps[i] = step
+            self.divide(i)
+
+    def keep_up(self, indices: Iterable[int], step: int) -> None:
+        """``bring_up``, at steps of which there are 16 from each power of two to the next."""
+        if step % (1 << max(step.bit_length() - 5, 0)) == 0:
+            for i in indices:
+                self.bring_up(i, step)
+
+    # ------------------------------------------------------------ who wakes up
+
+    def see(self, indices: Sequence[int], beyond: torch.Tensor) -> None:
+        """How many elements of each of these parameters had a gradient out of reach."""
+        self._seen[tuple(indices)] = beyond
+
+    def remember(self, taken: bool) -> None:
+        """A step is over. What was seen in a step that was not taken does not count."""
+        seen, self._seen = self._seen, {}
+        for indices, beyond in seen.items() if taken else ():
+            for i, count in zip(indices, beyond.tolist(), strict=True):
+                trip = count > FEW * self.flat.places[i][1]
+                self.trips[i] = min(self.trips[i] + 1, PATIENCE) if trip else max(self.trips[i] - 1, 0)
+
+    def waking(self) -> np.ndarray:
+        """Which tensors this rank wants to be live."""
+        return self.trips >= PATIENCE
