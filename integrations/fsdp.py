@@ -121,7 +121,7 @@ class ShardedState:
         self.reducing, self.gathering = Workspace(checksum=checksum), Workspace(checksum=checksum)
         self.reducers: dict[Unit, CompressedReduceScatter] = {}
         self.gatherers: list[CompressedAllGather] = []
-        self._sequence, self._said = 0, False
+        self._sequence, self._said, self._told = 0, False, False
         self._error: NonFiniteGradient | None = None
         self._lent: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._links: dict[tuple[int, ...], Divisible] = {}
@@ -255,6 +255,11 @@ class ShardedState:
         yield from exchange(transport.all_to_all, inbox, outbox, frame, mark, transport, self.reducing)
         return bool(any_flag(inbox))
 
+    def outside_backward(self) -> None:
+        if not self._told:
+            self._told = True
+            log.info("gradients are reduced outside of backward, as by a pipeline: at once, not behind backward (overlap=True)")
+
     # ------------------------------------------------------------ counting
 
     def reduced(self, reducer: CompressedReduceScatter, buffer: torch.Tensor, legs: list[tuple[Transport, list[Deal]]]) -> None:
@@ -345,6 +350,8 @@ class ShardedState:
                     f"the gradients of {reducer.unit.name} hold NaN or infinity on some rank at step {reducer.calls}. None of "
                     "its residuals was changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
                 )
+                if torch._C._current_graph_task_id() < 0:
+                    self._raise()
                 Variable._execution_engine.queue_callback(self._raise)
         elif count <= 3 or count % 100 == 0:
             log.warning(

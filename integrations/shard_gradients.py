@@ -79,6 +79,9 @@ class CompressedReduceScatter(_ReduceScatter):
         factor, late = _factor(op, self.unit.ranks), self.owner.late
         if op == dist.ReduceOp.SUM or self.unit.gradients_in_use:  # torch divides the output, or somebody reads it, at once
             late = None
+        if late is not None and torch._C._current_graph_task_id() < 0:  # a pipeline reduces between its backwards
+            self.owner.outside_backward()
+            late = None
         in_place = late is None and output_tensor.dtype == torch.float32
         out = output_tensor if in_place else self.owner.borrow(output_tensor.numel(), torch.float32, output_tensor.device)
         vote = None if self.owner.consensus is None else self.owner.consensus.reserve()
