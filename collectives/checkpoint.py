@@ -35,14 +35,16 @@ def exact_state(store: ResidualStore, transport: Transport, step: int, nodes: st
 
 
 def flat_parts(store: ResidualStore, transport: Transport) -> dict[Key, torch.Tensor]:
-    """Of each piece, what averages to R over the ranks: the own sent residual with the own reduced one (× P) added."""
-    parts = {}
-    for key, sent, reduced in store.places():
-        part = sent.clone()
-        mine = part[transport.rank * reduced.numel() :][: reduced.numel()]
-        mine += transport.size * reduced[: mine.numel()]
-        parts[key] = part
-    return parts
+    """Of each piece, what averages to R over the ranks."""
+    return {key: _part(sent, reduced, transport.rank, transport.size) for key, sent, reduced in store.places()}
+
+
+def _part(sent: torch.Tensor, reduced: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The sent residual of ``rank`` with its reduced one (× P) added."""
+    part = sent.clone()
+    mine = part[rank * reduced.numel() :][: reduced.numel()]
+    mine += size * reduced[: mine.numel()]
+    return part
 
 
 def elastic_state(store: ResidualStore, transport: Transport, step: int, sequence: int) -> Steps[dict[str, Any]]:
@@ -77,7 +79,7 @@ def residuals_of(
     nodes: str = "",
     ef21: bool = False,
 ) -> tuple[int, Residuals]:
-    """The step and this rank's residuals, from one exact state or all elastic ones.
+    """The step and this rank's residuals, from its exact state, or all elastic or exact ones at whatever world size.
 
     ``share`` takes them from R where pieces are not flat; ``nodes``: as for ``exact_state``; ``ef21``: who loads keeps
     estimates, not residuals.
@@ -94,17 +96,18 @@ def residuals_of(
         raise StateMismatch(
             f"the state holds {kept[not ef21]}, this run keeps {kept[ef21]}: pass the error_feedback= of the run that saved it"
         )
-    if first["kind"] == "elastic":
-        totals = _from_shards(states)
+    if first["kind"] == "exact" and len(states) > 1:
+        states = [s for s in states if (s["size"], s["rank"]) == (transport.size, transport.rank)] or states
+        first = states[0]
+    if first["kind"] == "elastic" or len(states) > 1 or (first["size"] == 1 != transport.size):
+        totals = _from_shards(states) if first["kind"] == "elastic" else _from_exact(states)
         if share is not None:
             return first["step"], share(totals)
         return first["step"], {k: (r, torch.zeros(width_of(r.numel(), transport.size))) for k, r in totals.items()}
-    if len(states) > 1:
-        raise StateMismatch(f"got {len(states)} exact states, expected this rank's own: pass one")
     if (first["size"], first["rank"]) != (transport.size, transport.rank):
         raise StateMismatch(
             f"the state was saved by rank {first['rank']} of {first['size']}, this is rank {transport.rank} of "
-            f"{transport.size}: load each rank's own file, or save with elastic_state_dict() to change the world size"
+            f"{transport.size}: load each rank's own file, or to change the world size those of all ranks on every rank"
         )
     if first.get("nodes", "") != nodes:
         raise StateMismatch(
@@ -116,19 +119,38 @@ def residuals_of(
     }
 
 
+def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
+    """R of every piece, from what every rank kept to itself."""
+    if any(s.get("nodes") for s in states):
+        raise StateMismatch("the states were saved with a topology: to change the world size save with elastic_state_dict()")
+    states = _whole(states, "residuals")
+    totals: dict[Key, torch.Tensor] = {}
+    for text in states[0]["residuals"]:
+        kept = [s["residuals"][text] for s in states]
+        parts = [_part(each["sent"], each["reduced"], r, len(kept)) for r, each in enumerate(kept)]
+        totals[_key(text)] = torch.stack(parts).mean(0)
+    return totals
+
+
+def _whole(states: Sequence[dict[str, Any]], what: str) -> list[dict[str, Any]]:
+    """In the order of ranks, if they are those of all ranks after one step."""
+    size = states[0]["size"]
+    ranks = sorted(s["rank"] for s in states)
+    if ranks != list(range(size)) or len({(s["step"], *sorted(s[what])) for s in states}) > 1:
+        raise StateMismatch(
+            f"a state of {size} ranks needs all {size} parts of one step, got those of ranks {ranks} at steps "
+            f"{sorted({s['step'] for s in states})}, not all with the same parameters or not all there"
+        )
+    return sorted(states, key=lambda s: s["rank"])
+
+
 def _nodes(nodes: str) -> str:
     return f"nodes {nodes!r}" if nodes else "no topology"
 
 
 def _from_shards(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
     """R of every piece."""
-    size = states[0]["size"]
-    ranks = sorted(s["rank"] for s in states)
-    if ranks != list(range(size)) or len({(s["step"], *sorted(s["shards"])) for s in states}) > 1:
-        raise StateMismatch(
-            f"an elastic state saved by {size} ranks needs all {size} parts of one step, got those of ranks {ranks} at "
-            f"steps {sorted({s['step'] for s in states})}, not all with the same parameters or not all there"
-        )
+    states = _whole(states, "shards")
     totals: dict[Key, torch.Tensor] = {}
     for text in states[0]["shards"]:
         numel = states[0]["shards"][text]["numel"]

@@ -97,6 +97,11 @@ def compressed_allreduce_hook(state: "CompressedState", bucket: dist.GradBucket)
             f"state is a {type(state).__name__}, expected a CompressedState: "
             "ddp.register_comm_hook(commpress.CompressedState(codec='sign'), commpress.compressed_allreduce_hook)"
         )
+    if not isinstance(bucket, dist.GradBucket):
+        raise InvalidArgument(
+            f"bucket is a {type(bucket).__name__}: DDP's Python reducer (torch._dynamo.config.optimize_ddp) has no "
+            "buckets, which compression needs; leave it at its default"
+        )
     return state.reduce(bucket)
 
 
@@ -148,6 +153,13 @@ class CompressedState:
         replan_every: int = 0,
         topology: Topology | str | Links | None = None,
     ) -> None:
+        self._saved: dict[str, Any] | None = None
+        self._options: dict[str, Any] = {
+            "codec": codec, "min_numel": min_numel, "exclude": exclude, "error_feedback": error_feedback,
+            "on_nonfinite": on_nonfinite, "exact_steps": exact_steps, "measure_every": measure_every, "timeout": timeout,
+            "checksum": checksum, "seed": seed, "replan_every": replan_every, "topology": topology,
+        }  # fmt: skip
+        self._given = {"agree_over": agree_over is not None, "grad_scaler": grad_scaler is not None}
         if on_nonfinite not in ("skip", "raise"):
             raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
         check_feedback(error_feedback, ef21=True)
@@ -196,6 +208,7 @@ class CompressedState:
         transport = own_transport(process_group, timeout=timeout)
         self._timed = Timed(transport)
         self.transport = Recorded(self._timed)
+        self.process_group = process_group
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         self.levels = None
         if topology is not None:
@@ -220,7 +233,10 @@ class CompressedState:
 
     # ------------------------------------------------------------ one bucket
 
+    @torch.compiler.disable  # sockets and threads are nothing to trace
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._saved is not None:
+            self.reconnect()
         buffer = bucket.buffer()
         if self.transport.size == 1 and self.consensus is None:
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -383,11 +399,15 @@ class CompressedState:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a bitwise resume at the same world size: every rank saves and loads its own."""
+        if self._saved is not None:
+            return dict(self._saved["state"])
         state = exact_state(self.residuals, self.transport, self.step, str(self.levels or ""))
         return state | self._saved_choices()
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the total residual R, for a resume at any world size; collective, between steps."""
+        if self._saved is not None:
+            self.reconnect()
         sequence = self._next_sequence()
         if self.levels is None:
             state = run(elastic_state(self.residuals, self.transport, self.step, sequence))
@@ -396,8 +416,62 @@ class CompressedState:
             state = run(elastic_of(parts, self.transport, self.step, sequence))
         return state | self._saved_choices()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``torch.save``, as torch documents it for hooks with a state: all but groups, scaler, threads and connections."""
+        if self._saved is not None:
+            return self._saved
+        if any(self._given.values()) or self.process_group is not None:
+            log.warning("process_group, agree_over and grad_scaler are not saved with a state: give them to reconnect()")
+        numels = self._layouts.numels
+        return {
+            "options": self._options, "given": self._given, "state": self.state_dict(), "counters": self.counters,
+            "numels": numels, "brought": list(self._layouts.brought) if numels else None,
+        }  # fmt: skip
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """Without a word to other ranks: that is left to ``reconnect``."""
+        self._saved, self.counters, self.step = saved, saved["counters"], saved["state"]["step"]
+
+    def reconnect(
+        self,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        agree_over: AgreeOver | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    ) -> None:
+        """Make a state that ``torch.load`` or a copy gave work for the ranks of ``process_group``; collective over these.
+
+        The first backward calls it, where no argument is needed. Without ``named_parameters`` DDP is taken to bring parameters
+        in the order in which it brought them in the first backward of the run that was saved.
+        """
+        saved = self._saved
+        if saved is None:
+            raise InvalidArgument("this state is connected: reconnect is for one that comes from torch.load or a copy")
+        given = {"agree_over": agree_over, "grad_scaler": grad_scaler}
+        for name, value in given.items():
+            if saved["given"][name] and value is None:
+                raise InvalidArgument(
+                    f"the state was saved by a run with {name}=, which cannot be saved: call state.reconnect({name}=...) on "
+                    "every rank before the first backward"
+                )
+        parameters = dict(named_parameters or ())
+        stand_ins = {name: torch.nn.Parameter(torch.empty(numel, device="meta")) for name, numel in saved["numels"].items()}
+        if stand_ins and not parameters and not saved["brought"]:
+            raise InvalidArgument(
+                "the state was saved before its first backward, when nobody knew which parameter comes when: pass "
+                "named_parameters=ddp.module.named_parameters() to reconnect()"
+            )
+        self.__init__(  # type: ignore[misc]
+            **saved["options"], **given, process_group=process_group, named_parameters=(parameters or stand_ins).items()
+        )
+        if not parameters:
+            self._layouts.names, self._layouts.expected = {}, list(saved["brought"] or ())
+        self.counters = self._plain.counters = saved["counters"]
+        self.load_state_dict(saved["state"])
+
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """From this rank's ``state_dict``, or from all ranks' ``elastic_state_dict``s in any order, at any time."""
+        """From this rank's ``state_dict``, or at any world size from all ranks' states, of either kind, in any order."""
         levels = self.levels
         if levels is None:
             step, residuals = residuals_of(states, self.transport, ef21=self.residuals.ef21)

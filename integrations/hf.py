@@ -6,6 +6,7 @@
 """
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.ddp import CompressedState, compress
 from commpress.integrations.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
 from commpress.integrations.overlap import overlap
+from commpress.integrations.rank_files import load_gradients, load_rank, save_rank
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.stepping import SteppingOptimizer
 
@@ -47,6 +49,7 @@ class Compress(TrainerCallback):
         self._optimizer: CompressedOptimizer | None = None
         self._resume: Path | None = None
         self._handle: Any = None
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._clip: float | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self._metrics: Metrics | None = None
@@ -71,16 +74,20 @@ class Compress(TrainerCallback):
             self._load(self._optimizer)
         self._handle = things["model"].register_forward_pre_hook(self._attach)
 
+    @torch.compiler.disable  # sockets, threads and files are nothing to trace
     def _attach(self, model: torch.nn.Module, inputs: Any) -> None:
         """In the first forward: only there the wrapper around the model can be asked for."""
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is None:
             return
         self._handle.remove()
+        again = self._ddp is not None and self._ddp() is ddp  # another train(): a Trainer keeps its DDP model
+        self._ddp = weakref.ref(ddp)
         if self._optimizer is not None:
             self.state = overlap(ddp, self._optimizer)
         else:
-            self.state = compress(ddp, self.codec, **{"grad_scaler": self._scaler} | self.options)
+            if not again or not isinstance(self.state, CompressedState):
+                self.state = compress(ddp, self.codec, **{"grad_scaler": self._scaler} | self.options)
             if self._resume is not None:
                 self._load(self.state)
         self._metrics = Metrics(self.state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0)
@@ -108,21 +115,14 @@ class Compress(TrainerCallback):
         own = self.state.state_dict()
         if isinstance(self.state, CompressedOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
             own = {"commpress": own["commpress"]}
-        folder = _folder(args, state)
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(own, folder / _file())
+        save_rank(own, _folder(args, state))
 
     def _load(self, into: CompressedState | CompressedOptimizer) -> None:
         assert self._resume is not None
-        file = self._resume / _file()
-        if not file.exists():
-            log.warning("%s is missing: what compression left behind on this rank is lost", file)
-            return
-        state = torch.load(file, weights_only=True, map_location="cpu")
-        if isinstance(into, CompressedOptimizer):
-            into.load_rank_state(state["commpress"])
-        else:
-            into.load_state_dict(state)
+        if isinstance(into, CompressedState):
+            load_gradients(into, self._resume)
+        elif (own := load_rank(self._resume)) is not None:
+            into.load_rank_state(own["commpress"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any) -> None:
         if self.state is None or logs is None or "loss" not in logs:
@@ -162,10 +162,6 @@ def _folder(args: Any, state: Any) -> Path:
     return folder if given is None or folder.exists() else given
 
 
-def _file() -> str:
-    return f"commpress-{dist.get_rank()}.pt"
-
-
 class DistributedCompression(DistributedDataParallelKwargs):
     """``DistributedCompression(codec="sign").attach(accelerator)`` before ``prepare``; ``ddp`` are arguments of DDP itself."""
 
@@ -176,9 +172,23 @@ class DistributedCompression(DistributedDataParallelKwargs):
         self._accelerator: Any = None
 
     def attach(self, accelerator: Any) -> "DistributedCompression":
-        """Not as one of ``kwargs_handlers``: Accelerate takes only its own classes there."""
+        """Not as one of ``kwargs_handlers``: Accelerate takes only its own classes there.
+
+        ``accelerator.save_state`` writes a file per rank, ``commpress-<rank>.pt``, and ``load_state`` after ``prepare`` reads
+        it, on another number of ranks too.
+        """
         accelerator.ddp_handler, self._accelerator = self, accelerator
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._load)
         return self
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
+        if self.state is not None:
+            save_rank(self.state.state_dict(), Path(folder))
+
+    def _load(self, models: Any, folder: str) -> None:
+        if self.state is not None:
+            load_gradients(self.state, Path(folder))
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         own = ("codec", "options", "state", "_accelerator")

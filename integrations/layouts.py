@@ -11,7 +11,7 @@ from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.low_rank import Bases, Plan, RowsOnly, matrices_of, plan_matrices
 from commpress.collectives.sketch import Quanta, SketchPlan, plan_sketches
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.integrations.levels import LevelLayout, Levels
 
@@ -60,6 +60,8 @@ class Layouts:
     names: dict[int, str]  # by id of the parameter
     numels: dict[str, int]  # of the parameters known beforehand
     _exact: Policy = field(default_factory=lambda: policy_of("none"))
+    brought: dict[str, int] = field(default_factory=dict)  # name → elements, in the order in which DDP first brought them
+    expected: list[str] = field(default_factory=list)  # names of the parameters that come, of a state that was saved
     _known: dict[tuple[object, ...], Layout] = field(default_factory=dict)
 
     def of(self, bucket: dist.GradBucket, buffer: torch.Tensor, *, exact: bool) -> Layout:
@@ -95,12 +97,24 @@ class Layouts:
     def _spans(self, parameters: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor], numel: int) -> list[Span]:
         spans, at = [], 0
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            name = self.names.setdefault(id(parameter), f"#{len(self.names):05d}")
+            name = self._name(parameter)
             spans.append(Span(name, at, gradient.numel()))
             at += gradient.numel()
         if at != numel:
             raise InvalidArgument(f"a bucket of {numel} elements has gradients of {at}: unknown layout")
         return spans
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        if id(parameter) not in self.names:
+            name = self.expected.pop(0) if self.expected else f"#{len(self.names):05d}"
+            if self.numels.get(name, parameter.numel()) != parameter.numel():
+                raise StateMismatch(
+                    f"DDP brings {parameter.numel()} elements where the saved state expects {name!r} with {self.numels[name]}: "
+                    "call state.reconnect(named_parameters=ddp.module.named_parameters()) before the first backward"
+                )
+            self.names[id(parameter)] = name
+        self.brought.setdefault(self.names[id(parameter)], parameter.numel())
+        return self.names[id(parameter)]
 
     def _plan(self, spans: list[Span], shapes: list[torch.Size], policy: Policy, device: torch.device) -> Layout:
         """Codecs of whole tensors take theirs out; the rest goes in rows."""

@@ -7,6 +7,8 @@ Note: who computes what. The blend of gradient and momentum runs inside the hook
 reads a gradient after backward has returned; encoding, waiting and decoding run on the worker.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -49,8 +51,12 @@ def overlap(
         )
     if grad_scaler is not None:
         optimizer.grad_scaler = grad_scaler
-    optimizer.under_way = UnderWay(optimizer)
-    ddp.register_comm_hook(optimizer.under_way, momentum_hook)
+    # DDP takes one hook, and for good
+    registered = [state for _, state in ddp._comm_hooks if isinstance(state, UnderWay) and state.optimizer]
+    optimizer.under_way = registered[0] if registered else UnderWay(optimizer)
+    optimizer.under_way.optimizer = optimizer
+    if not registered:
+        ddp.register_comm_hook(optimizer.under_way, momentum_hook)
     return optimizer
 
 
@@ -72,6 +78,11 @@ class UnderWay:
         self._futures: dict[tuple[int, ...], torch.futures.Future[list[Outcome]]] = {}
         self._kind: Round | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a saved DDP model: call ``overlap`` again with the optimizer of the loaded one."""
+        return {"optimizer": None}
+
+    @torch.compiler.disable  # sockets and threads are nothing to trace
     def start(self, bucket: dist.GradBucket) -> None:
         o = self.optimizer
         if o.transport.size == 1 or o.max_grad_norm is not None or o.flat is None:

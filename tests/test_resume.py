@@ -277,6 +277,42 @@ def test_elastic_at_the_same_size(pool):
     assert [r[2] for r in results] == [6] * 3
 
 
+def both_kinds(plan):
+    """What each rank saved exactly, and elastically."""
+    session = Session(plan)
+    for step in steps_of(plan):
+        session.step(step)
+    return session.state.state_dict(), session.state.elastic_state_dict()
+
+
+def loaded_from(plan, states):
+    session = Session(plan)
+    session.state.load_state_dict(*states)
+    return session.trained().residuals, session.state.step
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 2), (2, 1)])
+@pytest.mark.parametrize("feedback", [True, "ef21"])
+def test_the_exact_states_of_all_ranks_go_on_at_any_size(pool, before, after, feedback):
+    """At another size as the elastic ones, of which they hold all; at the same size each rank takes its own."""
+    plan = Plan("sign", steps=4, state={"error_feedback": feedback} | EVERYTHING)
+    exact, elastic = zip(*pool.run(both_kinds, plan, size=before), strict=True)
+    wanted = pool.run(loaded_from, plan, list(elastic), size=after)
+    found = pool.run(loaded_from, plan, list(reversed(exact)), size=after)
+    for rank, ((residuals, step), (expected, _)) in enumerate(zip(found, wanted, strict=True)):
+        assert step == 4
+        assert residuals.keys() == expected.keys()
+        for key, tensors in residuals.items():
+            if before == after:
+                name, offset = key
+                kept = exact[rank]["residuals"][f"{name}@{offset}"]
+                assert torch.equal(tensors[0], kept["sent"])
+                assert torch.equal(tensors[1], kept["reduced"])
+            else:
+                for one, other in zip(tensors, expected[key], strict=True):
+                    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # float32 rounding of values below 1
+
+
 # ---------------------------------------------------------------- states that do not belong
 
 
@@ -341,8 +377,8 @@ SAYS = {
     other_length: "the state has 7 residuals of 'head.weight' from element 0 on, but that parameter has 384 elements",
     other_shard: "the reduced residual of parameter 'head.weight' at offset 0 has 7 elements, expected 192",
     other_rank: "of 2, this is rank ",
-    other_size: "load each rank's own file, or save with elastic_state_dict() to change the world size",
-    two_exact: "got 2 exact states, expected this rank's own: pass one",
+    other_size: "load each rank's own file, or to change the world size those of all ranks on every rank",
+    two_exact: "needs all 2 parts of one step, got those of ranks [",
     part_missing: "needs all 2 parts of one step, got those of ranks [0]",
     part_twice: "needs all 2 parts of one step, got those of ranks [0, 0]",
     steps_differ: "needs all 2 parts of one step",
