@@ -8,8 +8,11 @@ those of ``reference`` bit for bit. ``docs/kernels.md`` says why Numba.
 import numpy as np
 import torch
 
+from commpress.kernels.compiled import Kernels
 from commpress.kernels.cpu_threads import split
-from commpress.kernels.sources import codec as loops
+from commpress.kernels.pieces import Pieces
+
+loops = Kernels("codec")
 
 _LARGE = 1 << 20  # from here the caches will not keep a buffer until somebody reads it
 _NONE = np.empty(0, np.float32)
@@ -29,6 +32,11 @@ def _bytes(wire: torch.Tensor) -> np.ndarray:
     return wire.as_strided(((rows - 1) * wire.stride(0) + width,), (1,)).numpy()
 
 
+def _mixed(pieces: Pieces) -> bool | None:
+    """None for signs and casts, for which there is a smaller kernel."""
+    return None if pieces.plain else True
+
+
 def _encode_any(x, gain, wires, wire, flag, pieces, rank, key, residual, new_residual, residual_scale, new_scale):
     rows, stride, flat = wire.shape[0], wire.stride(0), _bytes(wire)
     blocks = rows * pieces.blocks
@@ -38,7 +46,7 @@ def _encode_any(x, gain, wires, wire, flag, pieces, rank, key, residual, new_res
         split(
             loops.encode, blocks, pieces.numel // (senders or 1), _floats(x), np.float32(gain), inbox, in_stride, senders,
             rank, _floats(residual), _floats(residual_scale), _floats(new_residual), flat, stride, partial,
-            pieces.table, rows, np.uint32(key),
+            pieces.table, rows, np.uint32(key), _mixed(pieces),
         )
     )  # fmt: skip
     if pieces.row_scales:
@@ -81,13 +89,13 @@ def decode(wire, out, pieces, *, gain=1.0, add=False):
     rows = wire.shape[0]
     past = not add and pieces.numel >= _LARGE
     split(loops.decode, rows * pieces.blocks, pieces.numel, _bytes(wire), wire.stride(0), _floats(out), np.float32(gain), add,
-          past, 0, 0, pieces.table, rows)  # fmt: skip
+          past, 0, 0, pieces.table, rows, _mixed(pieces))  # fmt: skip
 
 
 def decode_mean(wires, out, pieces, rank):
     """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
     split(loops.decode, pieces.blocks, pieces.numel, _bytes(wires), wires.stride(0), _floats(out), np.float32(1), False,
-          False, wires.shape[0], rank, pieces.table, 1)  # fmt: skip
+          False, wires.shape[0], rank, pieces.table, 1, _mixed(pieces))  # fmt: skip
 
 
 def settle(value, scale, pieces, *, shard=False):

@@ -10,7 +10,6 @@ The loops are in ``sources.adam``. Every function is that of ``adam`` with the s
 threads.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,15 @@ import torch
 from commpress.kernels.adam import Segments
 from commpress.kernels.adam import descend as descend
 from commpress.kernels.adam import observe as observe
+from commpress.kernels.compiled import Kernel, Kernels
 from commpress.kernels.cpu_threads import split
-from commpress.kernels.sources import adam as loops
+
+loops = Kernels("adam")
 
 PAST = 1 << 22  # a call that handles so many elements leaves none of them in a cache
 
 
-def _run(kernel: Callable[..., Any], segments: Segments, *args: Any) -> list[Any]:
+def _run(kernel: Kernel, segments: Segments, *args: Any) -> list[int]:
     return split(kernel, segments.numel, segments.numel, segments.table, *args, segments.numel >= PAST)
 
 

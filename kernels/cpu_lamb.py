@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from commpress.kernels.adam import Segments
+from commpress.kernels.compiled import Kernels
 from commpress.kernels.cpu_adam import PAST
 from commpress.kernels.cpu_threads import split
 from commpress.kernels.lamb import LayerRule
-from commpress.kernels.sources import lamb as loops
+
+loops = Kernels("lamb")
 
 
 def exact(

@@ -10,10 +10,12 @@ order of operations and no fused multiply-add: processors of different makes giv
 
 import numpy as np
 
+from commpress.kernels.compiled import Kernels
 from commpress.kernels.cpu import _floats
 from commpress.kernels.cpu_threads import split
 from commpress.kernels.matrices import LEFT, RIGHT, TALL, WIDE, Matrices
-from commpress.kernels.sources import low_rank as loops
+
+loops = Kernels("low_rank")
 
 
 def project(x, residual, m, p, q, matrices: Matrices, *, gain=1.0):

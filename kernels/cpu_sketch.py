@@ -7,7 +7,9 @@ lie in three thirds of the table, so they differ.
 
 import numpy as np
 
-from commpress.kernels.sources import sketch as loops
+from commpress.kernels.compiled import Kernels
+
+loops = Kernels("sketch")
 
 
 def to_quanta(values, left, starts, quanta, most):

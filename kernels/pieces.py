@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from commpress.kernels.reference import CASTS, CHUNK, SIGN_RMS, code_bits, row_bytes
+from commpress.kernels.reference import CASTS, CHUNK, SIGN_L1, SIGN_RMS, code_bits, row_bytes
 
 SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, KEPT, SHARD, HASH = range(10)  # KEPT < 0: no feedback
 
@@ -49,6 +49,11 @@ class Pieces:
             else:
                 runs.append((source, numel, kept))
         return runs
+
+    @cached_property
+    def plain(self) -> bool:
+        """Nothing but signs and casts."""
+        return bool(np.isin(self.table[:, KIND], (SIGN_L1, SIGN_RMS, *CASTS)).all())
 
     @cached_property
     def residual_layout(self) -> bytes:

@@ -49,8 +49,13 @@ HOMES = {
         "commpress.cli*",
     ),
     "cupy": ("commpress.kernels.cuda",),
-    "numba": ("commpress.kernels.sources*", "commpress.kernels.cpu_openmp"),
-    "llvmlite": ("commpress.kernels.sources*", "commpress.kernels.cpu_openmp"),  # comes with numba
+    "numba": ("commpress.kernels.sources*", "commpress.kernels.build"),
+    "llvmlite": (
+        "commpress.kernels.sources*",
+        "commpress.kernels.build",
+        "commpress.kernels.compiled",
+        "commpress.kernels.digest",
+    ),
     "mpi4py": ("commpress.collectives.mpi",),
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.tiered_mem.checksum",),

@@ -1,5 +1,6 @@
 """What a user installs: the wheel holds every file of the folders, below `commpress`, and nothing else."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 
 import sources
+from commpress.kernels.digest import FAMILIES
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel, built from the source distribution, from a copy: setuptools leaves a build/ folder behind."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(sources.ROOT / name, copy)
     for folder in sources.folders():
         shutil.copytree(sources.ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -28,7 +30,8 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_the_folders_and_nothing_else(wheel):
     packed = {Path(name) for name in wheel.namelist() if not name.split("/")[0].endswith(".dist-info")}
-    expected = {sources.installed(path) for path in sources.files()}
+    made = {Path("commpress/kernels/bitcode", f"{family}.bc") for family in FAMILIES}
+    expected = {sources.installed(path) for path in sources.files()} | made
     assert sorted(expected - packed) == [], "not in the wheel: list the package or its data in pyproject.toml"
     assert sorted(packed - expected) == [], "in the wheel, but in none of the folders"
 
@@ -43,3 +46,33 @@ def test_the_wheel_says_what_it_is(wheel):
     assert {line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")} == set(
         project["optional-dependencies"]
     )
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None  # importing it is an error
+import torch, commpress
+from commpress.cli.bench_codec import check_bytes
+from commpress.codecs import SignCodec
+from commpress.codecs.family import NAMES
+from commpress.kernels import adam, cpu_adam
+for codec in (SignCodec(), SignCodec(block=0), NAMES["int8"], NAMES["log3"]):
+    check_bytes(codec)
+x, g, m, ours, theirs = torch.randn(5, 1000)
+segments = adam.Segments([x], [g], [(0, 1000)])
+cpu_adam.blend(segments, m, ours, beta=0.9, gain=1.0)
+adam.blend(segments, m, theirs, beta=0.9, gain=1.0)
+torch.testing.assert_close(ours, theirs)
+print(commpress.__file__)
+"""
+
+
+def test_an_installed_wheel_computes_without_numba(wheel, tmp_path):
+    """Nor may it write: its kernels are made from the bitcode alone."""
+    wheel.extractall(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "COMMPRESS_CACHE_DIR": "/proc/nowhere"}
+    command = [sys.executable, "-c", WITHOUT_NUMBA]
+    ran = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == str(tmp_path / "commpress" / "__init__.py")
+    assert ran.stderr.count("COMMPRESS_CACHE_DIR") == 1

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from commpress.cli.finding import Finding
 
 OLDEST = (2, 11)
-NEEDED, USEFUL = ("numpy", "numba", "msgpack", "xxhash"), ("transformers", "accelerate", "lightning", "matplotlib")
+NEEDED, USEFUL = ("numpy", "llvmlite", "msgpack", "xxhash"), ("transformers", "accelerate", "lightning", "matplotlib")
 SECONDS = 30  # for a program or a thread to answer
 
 
@@ -48,9 +48,21 @@ def kernels() -> list[Finding]:
     try:
         check_bytes(SignCodec(), 4099)
     except Exception as error:
-        cure = "pip install --upgrade numba; a folder for its cache must be writable (NUMBA_CACHE_DIR)"
+        cure = "pip install --upgrade llvmlite; if that does not help, install commpress again"
         return [Finding("bad", f"the CPU kernels do not work: {type(error).__name__}: {str(error)[:200]}", cure)]
-    return [Finding("ok", "the CPU kernels compile, and their bytes equal the reference"), kernel_threads()]
+    return [Finding("ok", "the CPU kernels compile, and their bytes equal the reference"), kernel_cache(), kernel_threads()]
+
+
+def kernel_cache() -> Finding:
+    """Where compiled kernels are kept from one process to the next."""
+    from commpress.kernels import object_cache
+
+    if (folder := object_cache.writable()) is not None:
+        return Finding("ok", f"compiled kernels are kept in {folder}")
+    tried = ", ".join(map(str, object_cache.folders()))
+    what = f"compiled kernels are not kept: no folder of this user's alone can be written ({tried})"
+    cure = "every process compiles for some seconds; set COMMPRESS_CACHE_DIR to a folder that nobody else may write to"
+    return Finding("note", what, cure)
 
 
 def kernel_threads() -> Finding:

@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from commpress.kernels.kinds import DIVISORS, DOUBLES, F32, FLAG, FLOATS, I64, INTEGERS, MAYBE_FLOATS, TABLE
 from commpress.kernels.sources.arrays import begins_line, floats
 from commpress.kernels.sources.decorators import bare
+from commpress.kernels.sources.kernel import kernel
 from commpress.kernels.sources.lanes import (
     WIDE,
     add_count,
@@ -39,6 +41,7 @@ def gradient(line, m, alpha):
     return (m.ctypes.data + 4 * line[2], np.float32(0)) if line[1] == 0 else (line[1], alpha)
 
 
+@kernel(table=TABLE, m=FLOATS, out=FLOATS, beta=F32, alpha=F32, past=FLAG, start=I64, stop=I64)
 @bare
 def blend(table, m, out, beta, alpha, past, start, stop):
     done = 0
@@ -53,6 +56,10 @@ def blend(table, m, out, beta, alpha, past, start, stop):
         done += table[s, 3]
 
 
+@kernel(
+    table=TABLE, divisors=DIVISORS, m=FLOATS, v=FLOATS, out=FLOATS, counts=INTEGERS, beta=F32, alpha=F32, gain=F32,
+    past=FLAG, start=I64, stop=I64,
+)  # fmt: skip
 @bare
 def aim(table, divisors, m, v, out, counts, beta, alpha, gain, past, start, stop):
     done = 0
@@ -74,6 +81,10 @@ def aim(table, divisors, m, v, out, counts, beta, alpha, gain, past, start, stop
         done += table[s, 3]
 
 
+@kernel(
+    table=TABLE, divisors=DIVISORS, p=FLOATS, v=FLOATS, m=FLOATS, a=MAYBE_FLOATS, step=F32, keep=F32, share=F32,
+    most=F32, past=FLAG, start=I64, stop=I64,
+)  # fmt: skip
 @bare
 def land(table, divisors, p, v, m, a, step, keep, share, most, past, start, stop):
     """What is not there is None: Numba then compiles a loop without it, where a test would cost a fifteenth."""
@@ -96,6 +107,10 @@ def land(table, divisors, p, v, m, a, step, keep, share, most, past, start, stop
         done += table[s, 3]
 
 
+@kernel(
+    table=TABLE, divisors=DIVISORS, m=FLOATS, u=MAYBE_FLOATS, v=MAYBE_FLOATS, out=FLOATS, counts=INTEGERS, beta=F32,
+    alpha=F32, gain=F32, lr=F32, keep=F32, past=FLAG, start=I64, stop=I64,
+)  # fmt: skip
 @bare
 def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, keep, past, start, stop):
     done = 0
@@ -126,6 +141,10 @@ def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, kee
         done += table[s, 3]
 
 
+@kernel(
+    table=TABLE, divisors=DIVISORS, m=FLOATS, u=FLOATS, a=FLOATS, v=FLOATS, counts=INTEGERS, beta=F32, alpha=F32,
+    gain=F32, lr=F32, keep=F32, kept=F32, begins=FLAG, past=FLAG, start=I64, stop=I64,
+)  # fmt: skip
 @bare
 def wander(table, divisors, m, u, a, v, counts, beta, alpha, gain, lr, keep, kept, begins, past, start, stop):
     """Returns how many vectors of g were not finite."""
@@ -159,6 +178,7 @@ def wander(table, divisors, m, u, a, v, counts, beta, alpha, gain, lr, keep, kep
     return bad
 
 
+@kernel(table=TABLE, totals=DOUBLES, start=I64, stop=I64)
 @bare
 def square_sums(table, totals, start, stop):
     for s in range(start, stop):

@@ -7,9 +7,8 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from commpress.kernels.reference import BF16, FP8, FP32, INT4, INT8, SIGN_RMS, TERNARY, TINY, from_fp8
+from commpress.kernels.reference import BF16, FP8, FP32, INT4, INT8, TERNARY, TINY, from_fp8
 from commpress.kernels.sources.decorators import jit
-from commpress.kernels.sources.signs import unpack_signs
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = np.uint32(0x7F800000)
@@ -270,11 +269,8 @@ def uncast(codes, n, kind, gain, work, out, add):
 
 
 @jit
-def dequantize(codes, n, kind, scale, flags, out, add):
-    """out := or += the decoded block."""
-    if kind <= SIGN_RMS:
-        unpack_signs(codes, n, scale, flags, out, add)
-        return
+def dequantize(codes, n, kind, scale, out, add):
+    """out := or += the decoded block of int8, int4, ternary or fp8."""
     if not add:
         for i in range(n):
             out[i] = np.float32(0)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numba
 
-_PLAIN: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy", "cache": True}
+_PLAIN: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 _UNCOUNTED = {"_nrt": False}  # Numba's name, which its type hints lack
 
 jit = numba.njit(**_PLAIN)

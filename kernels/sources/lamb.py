@@ -6,9 +6,11 @@ place, and a call saves and restores every vector there is.
 
 import numpy as np
 
+from commpress.kernels.kinds import DIVISORS, F32, F64, FLAG, FLOATS, I64, TABLE
 from commpress.kernels.sources.adam import gradient
 from commpress.kernels.sources.arrays import begins_line, floats
 from commpress.kernels.sources.decorators import bare
+from commpress.kernels.sources.kernel import kernel
 from commpress.kernels.sources.lanes import (
     WIDE,
     add_squares,
@@ -38,6 +40,10 @@ def _rate(x, w, low, high):
     return _within(np.sqrt(x) / np.sqrt(w), low, high) if x > 0 and w > 0 else 1.0
 
 
+@kernel(
+    table=TABLE, m=FLOATS, v=FLOATS, w=FLOATS, coefficient=FLOATS, beta1=F32, alpha1=F32, beta2=F32, alpha2=F32,
+    eps=F32, lr=F64, decay=F32, low=F64, high=F64, slow=F64, start=I64, stop=I64,
+)  # fmt: skip
 @bare
 def exact(table, m, v, w, coefficient, beta1, alpha1, beta2, alpha2, eps, lr, decay, low, high, slow, start, stop):
     """The directions of all layers lie in the same place of w, which stays in a cache. It is the first layer's, so a gradient
@@ -74,6 +80,10 @@ def _move(x, p, begin, n, rate, decay):
         put(x_ - rate * (load(p, begin + i, n - i) + decay * x_), x, i, n - i, False)
 
 
+@kernel(
+    table=TABLE, divisors=DIVISORS, p=FLOATS, v=FLOATS, m=FLOATS, course=FLOATS, slow=F32, quick=F32, lr=F64,
+    decay=F32, least_rate=F64, most_rate=F64, most=F32, past=FLAG, start=I64, stop=I64,
+)  # fmt: skip
 @bare
 def live(table, divisors, p, v, m, course, slow, quick, lr, decay, least_rate, most_rate, most, past, start, stop):
     for s in range(start, stop):
@@ -93,6 +103,11 @@ def live(table, divisors, p, v, m, course, slow, quick, lr, decay, least_rate, m
         _move(x, p, begin, n, rate, decay)
 
 
+@kernel(
+    table=TABLE, divisors=DIVISORS, p=FLOATS, v=FLOATS, m=FLOATS, fresh=FLOATS, coefficient=FLOATS, factor=FLOATS,
+    beta1=F32, scale=F32, beta2=F32, alpha2=F32, lr=F64, decay=F32, least_factor=F64, most_factor=F64, change=F64,
+    most=F32, past=FLAG, start=I64, stop=I64,
+)  # fmt: skip
 @bare
 def frozen(
     table, divisors, p, v, m, fresh, coefficient, factor, beta1, scale, beta2, alpha2, lr, decay, least_factor, most_factor,

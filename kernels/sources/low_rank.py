@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from commpress.kernels.kinds import F32, FLAG, FLOATS, I64, TABLE, U32
 from commpress.kernels.matrices import LEFT, MARK, PLACE, RANK, RIGHT, SOURCE, TALL, WIDE
 from commpress.kernels.sources.blocks import uniform
 from commpress.kernels.sources.decorators import jit, loose
+from commpress.kernels.sources.kernel import kernel
 
 
 @loose
@@ -27,6 +29,9 @@ def _dots(a, b, c, d, e):
     return w, x, y, z
 
 
+@kernel(
+    x=FLOATS, gain=F32, residual=FLOATS, m=FLOATS, p=FLOATS, q=FLOATS, table=TABLE, units=TABLE, start=I64, stop=I64,
+)  # fmt: skip
 @jit
 def project(x, gain, residual, m, p, q, table, units, start, stop):
     for u in range(start, stop):
@@ -55,6 +60,7 @@ def project(x, gain, residual, m, p, q, table, units, start, stop):
                 k += 1
 
 
+@kernel(m=FLOATS, p=FLOATS, q=FLOATS, keep=FLAG, table=TABLE, units=TABLE, start=I64, stop=I64)
 @jit
 def fold(m, p, q, keep, table, units, start, stop):
     for u in range(start, stop):
@@ -118,6 +124,7 @@ def _product(out, p, tall, q, wide, rank, sign, add):
         k += 1
 
 
+@kernel(p=FLOATS, q=FLOATS, x=FLOATS, gain=F32, table=TABLE, units=TABLE, start=I64, stop=I64)
 @jit
 def expand(p, q, x, gain, table, units, start, stop):
     for u in range(start, stop):
@@ -143,6 +150,7 @@ def _dot64(a, b):
     return (s0 + s1) + (s2 + s3)
 
 
+@kernel(factor=FLOATS, table=TABLE, side=I64, length=I64, revive=FLAG, key=U32, start=I64, stop=I64)
 @jit
 def orthonormalize(factor, table, side, length, revive, key, start, stop):
     for u in range(start, stop):

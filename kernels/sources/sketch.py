@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from commpress.kernels.kinds import DOUBLES, F32, FLOATS, INTEGERS, OCTETS, U32
 from commpress.kernels.sources.decorators import jit
+from commpress.kernels.sources.kernel import kernel
 
 
 @jit
@@ -17,6 +19,7 @@ def _cell(element, which, third, seed):
     return which * third + np.int64((np.uint64(h) * np.uint64(third)) >> np.uint64(32))
 
 
+@kernel(values=FLOATS, table=FLOATS, bitmap=OCTETS, seed=U32)
 @jit
 def add(values, table, bitmap, seed):
     third = table.size // 3
@@ -27,6 +30,7 @@ def add(values, table, bitmap, seed):
                 table[_cell(i, which, third, seed)] += values[i]
 
 
+@kernel(table=(FLOATS, DOUBLES), bitmap=OCTETS, out=(FLOATS, DOUBLES), seed=U32)
 @jit
 def peel(table, bitmap, out, seed):
     third = table.size // 3
@@ -65,6 +69,7 @@ def peel(table, bitmap, out, seed):
     return left
 
 
+@kernel(values=FLOATS, left=FLOATS, starts=INTEGERS, quanta=DOUBLES, most=F32)
 @jit
 def round(values, left, starts, quanta, most):
     for part in range(quanta.size):
@@ -76,6 +81,7 @@ def round(values, left, starts, quanta, most):
             left[i] += v - n * q
 
 
+@kernel(values=(FLOATS, DOUBLES), starts=INTEGERS, factors=DOUBLES, out=FLOATS)
 @jit
 def scale(values, starts, factors, out):
     for part in range(factors.size):
@@ -83,6 +89,7 @@ def scale(values, starts, factors, out):
             out[i] = values[i] * factors[part]
 
 
+@kernel(values=FLOATS, starts=INTEGERS, out=FLOATS)
 @jit
 def peaks(values, starts, out):
     for part in range(out.size):

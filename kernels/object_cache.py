@@ -1,0 +1,131 @@
+"""A folder of this user's for machine code and bitcode, from one process to the next.
+
+What lies there is executed. So a folder counts only if it belongs to this user, or to root, and nobody else may write to it,
+and a file only if that holds for it too and its checksum does. A damaged file is as good as none.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+log = logging.getLogger("commpress")
+_CHECK = 32
+
+
+def folders() -> list[Path]:
+    """Where files may lie: the one that COMMPRESS_CACHE_DIR names, or else the user's cache, or else a temporary one."""
+    if given := os.environ.get("COMMPRESS_CACHE_DIR"):
+        return [Path(given)]
+    found = [Path(tempfile.gettempdir()) / f"commpress-{os.getuid()}"]
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):  # who has no home has no cache there
+        found.insert(0, (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "commpress")
+    return found
+
+
+def load(name: str) -> bytes | None:
+    """The content of a file, from the first folder that has it whole."""
+    for folder in folders():
+        with contextlib.suppress(OSError), _opened(folder) as place:
+            found = _read(name, place)
+            if blake2b(found[_CHECK:], digest_size=_CHECK).digest() == found[:_CHECK]:
+                return found[_CHECK:]
+            log.warning("commpress: %s is damaged: it is not used, and written anew", folder / name)
+    return None
+
+
+def store(name: str, content: bytes) -> bool:
+    """Keep a file in the first folder that takes it; whether one does. Others see it whole or not at all."""
+    for folder in folders():
+        with contextlib.suppress(OSError), _made(folder) as place:
+            _write(name, blake2b(content, digest_size=_CHECK).digest() + content, place)
+            return True
+    _say_that_nothing_is_kept()
+    return False
+
+
+def writable() -> Path | None:
+    """The folder that takes files, if there is one."""
+    for folder in folders():
+        with contextlib.suppress(OSError), _made(folder):
+            if os.access(folder, os.W_OK):
+                return folder
+    return None
+
+
+@contextlib.contextmanager
+def lock(name: str) -> Iterator[None]:
+    """One process at a time, where there is a folder that both can write to."""
+    with contextlib.ExitStack() as held:
+        for folder in folders():
+            with contextlib.suppress(OSError), _made(folder) as place:
+                file = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=place)
+                held.callback(os.close, file)
+                fcntl.flock(file, fcntl.LOCK_EX)
+                break
+        yield
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not _ours(place):
+            _say_that_others_may_write(folder)
+            raise PermissionError(f"others may write to {folder}")
+        yield place
+    finally:
+        os.close(place)
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[int]:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _opened(folder) as place:
+        yield place
+
+
+def _ours(descriptor: int) -> bool:
+    found = os.fstat(descriptor)
+    return found.st_uid in (os.getuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _read(name: str, place: int) -> bytes:
+    with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=place), "rb") as file:
+        if not _ours(file.fileno()):
+            raise PermissionError(f"others may write to {name}")
+        return file.read()
+
+
+def _write(name: str, content: bytes, place: int) -> None:
+    draft = f"{name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with open(os.open(draft, flags, 0o600, dir_fd=place), "wb") as file:
+            file.write(content)
+        os.rename(draft, name, src_dir_fd=place, dst_dir_fd=place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft, dir_fd=place)
+        raise
+
+
+@cache
+def _say_that_others_may_write(folder: Path) -> None:
+    log.warning("commpress: no cache of compiled kernels in %s: it is not this user's alone to write to", folder)
+
+
+@cache
+def _say_that_nothing_is_kept() -> None:
+    log.warning(
+        "commpress: no folder for a cache of compiled kernels can be written (%s): every process compiles what it uses, some "
+        "2 seconds; COMMPRESS_CACHE_DIR names another", ", ".join(map(str, folders()))
+    )  # fmt: skip

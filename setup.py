@@ -1,0 +1,31 @@
+"""The step of a build that pyproject.toml cannot say: the LLVM bitcode of the CPU kernels (``kernels/build.py``)."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+
+
+class BuildWithKernels(build_py):
+    """Bitcode goes into the wheel; of an editable install into ``kernels/bitcode`` of the checkout, which git ignores."""
+
+    def run(self) -> None:
+        super().run()
+        folder = ROOT / "kernels" if self.editable_mode else Path(self.build_lib, "commpress", "kernels")
+        with tempfile.TemporaryDirectory() as place:  # the folders lie where their imports say only once they are installed
+            package = Path(place, "commpress")
+            shutil.copytree(ROOT / "kernels", package / "kernels", ignore=shutil.ignore_patterns("__pycache__", "bitcode"))
+            package.joinpath("__init__.py").touch()
+            command = [sys.executable, "-m", "commpress.kernels.build", str((folder / "bitcode").resolve())]
+            path = os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])])
+            subprocess.run(command, cwd=place, env=os.environ | {"PYTHONPATH": path}, check=True)
+
+
+setup(cmdclass={"build_py": BuildWithKernels})
