@@ -24,10 +24,11 @@ def folders() -> list[Path]:
     """Where files may lie: the one that COMMPRESS_CACHE_DIR names, or else the user's cache, or else a temporary one."""
     if given := os.environ.get("COMMPRESS_CACHE_DIR"):
         return [Path(given)]
-    found = [Path(tempfile.gettempdir()) / f"commpress-{os.getuid()}"]
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    with contextlib.suppress(RuntimeError):  # who has no home has no cache there
-        found.insert(0, (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "commpress")
+    found, base = [], os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):  # there need not be a home
+        found.append((Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "commpress")
+    with contextlib.suppress(OSError):  # nor a temporary folder that can be written
+        found.append(Path(tempfile.gettempdir()) / f"commpress-{os.getuid()}")
     return found
 
 
