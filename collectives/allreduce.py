@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from commpress.collectives.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic
+from commpress.kernels.pieces import own_row
 from commpress.timeline import Timeline
 from commpress.work import Steps, Work, overlapped
 
@@ -187,7 +189,7 @@ def reduce_message(
     )  # fmt: skip
     start = perf_counter()
     if outcome.finite:
-        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.pieces, gain=1.0 / gain)
+        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.mean, gain=1.0 / gain)
     workspace.decoded(start)
     workspace.give_wires(rows)
     return outcome
@@ -213,7 +215,10 @@ def average_rows(
     pieces, device, ranks = message.pieces, buffer.device, transport.size
     kernels = arithmetic(device)
     outbox, inbox = workspace.wires(message, ranks, device), workspace.wires(message, ranks, device)
-    reply = workspace.wires(message, 1, device)
+    back = HEADER + message.mean.row_bytes
+    reply, every = workspace.rows(back, 1, device), outbox
+    if message.back is not None:
+        every = workspace.rows(back, ranks, device)
     old = feedback if feedback is not None and pieces.kept else None
     new = workspace.residual(message, device) if old is not None else None
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -231,17 +236,26 @@ def average_rows(
     start = perf_counter()
     flag.copy_(any_flag(inbox))
     asked = any_flag(inbox, ASKS)
-    kernels.serve(
-        inbox[:, HEADER:], reply[:, HEADER:], flag, pieces, transport.rank, divisor=divisor,
-        key=noise(key, transport.rank, 1), residual=old and old.reduced, residual_scale=old and old.reduced_scale,
-        new_residual=new and new.reduced, new_scale=new and new.reduced_scale,
-    )  # fmt: skip
+    seed, row = noise(key, transport.rank, 1), reply[:, HEADER:]
+    owed: dict[str, Any] = {
+        "residual": old and old.reduced, "residual_scale": old and old.reduced_scale,
+        "new_residual": new and new.reduced, "new_scale": new and new.reduced_scale,
+    }  # fmt: skip
+    if message.back is None:
+        kernels.serve(inbox[:, HEADER:], row, flag, pieces, transport.rank, divisor=divisor, key=seed, **owed)
+    else:
+        scratch = workspace.rows(4 * pieces.shard, 1, device)
+        mean = scratch.view(torch.float32).view(-1)
+        kernels.decode_mean(inbox[:, HEADER:], mean, pieces, transport.rank)
+        factor = ranks / divisor if divisor else 1.0
+        kernels.encode(mean, row, flag, own_row(message.mean, transport.rank), gain=factor, key=seed, **owed)
+        workspace.give_wires(scratch)
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, sequence, message.label)
-    yield from exchange(transport.all_gather, outbox, reply, frame, flag | asked, transport, workspace)
-    workspace.give_wires(inbox, reply)
-    finite, asks = not bool(any_flag(outbox)), bool(any_flag(outbox, ASKS))
-    return outbox, Outcome(message, finite, old, new, workspace, asks=asks)
+    yield from exchange(transport.all_gather, every, reply, frame, flag | asked, transport, workspace)
+    workspace.give_wires(inbox, reply, *(() if every is outbox else (outbox,)))
+    finite, asks = not bool(any_flag(every)), bool(any_flag(every, ASKS))
+    return every, Outcome(message, finite, old, new, workspace, asks=asks)
 
 
 def exchange(

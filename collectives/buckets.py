@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from commpress.codecs.codec import Codec
 from commpress.codecs.policy import Policy
-from commpress.kernels.pieces import Piece, Pieces, cut
+from commpress.kernels.pieces import Piece, Pieces, cut, width_of
 
 PIECE = 1 << 22  # elements of the longest piece
 MESSAGE = 1 << 23  # a message is closed when it would hold more
@@ -34,6 +34,12 @@ class Message:
     pieces: Pieces
     codec: str  # the codecs in use, for the header
     label: int  # CRC of keys and lengths: with ranks and codecs it decides the bytes of a row
+    back: Pieces | None = None  # of the rows of the mean, where these travel in other codecs
+
+    @property
+    def mean(self) -> Pieces:
+        """How the rows of the mean are laid out: the same elements, in the codecs that bring them back."""
+        return self.pieces if self.back is None else self.back
 
 
 def messages(
@@ -45,19 +51,23 @@ def messages(
     keys: list[tuple[str, int]] = []
     pieces: list[Piece] = []
     codecs: list[Codec] = []
-    held = 0
+    held, apart = 0, False
 
     def close() -> None:
         nonlocal keys, pieces, codecs, held
         if pieces:
             lengths = zip(keys, pieces, strict=True)
             label = zlib.crc32("\n".join(f"{name}@{offset}+{p.numel}" for (name, offset), p in lengths).encode())
-            result.append(Message(tuple(keys), cut(pieces, ranks), describe(codecs), label))
+            back = _back(pieces, codecs, ranks) if apart else None
+            result.append(Message(tuple(keys), cut(pieces, ranks), describe(codecs), label, back))
         keys, pieces, codecs, held = [], [], [], 0
 
     for span in spans:
         codec = policy.choose(span.name, span.numel)
         keep = feedback and codec.feedback and not codec.lossless
+        if apart != (codec.back != codec):  # a piece is averaged the same way whatever travels beside it
+            close()
+            apart = not apart
         for offset in range(0, span.numel, piece):
             numel = min(piece, span.numel - offset)
             if held and held + numel > message:
@@ -75,7 +85,27 @@ def one_message(numel: int, codec: Codec, ranks: int, *, name: str = "", feedbac
     """A whole buffer as one piece of one message, however long."""
     mark = zlib.crc32(name.encode())
     piece = Piece(0, numel, codec.kind, codec.block, mark, feedback and codec.feedback and not codec.lossless)
-    return Message(((name, 0),), cut([piece], ranks), codec.spec, mark)
+    back = _back([piece], [codec], ranks) if codec.back != codec else None
+    return Message(((name, 0),), cut([piece], ranks), codec.spec, mark, back)
+
+
+def _back(pieces: Sequence[Piece], codecs: Sequence[Codec], ranks: int) -> Pieces:
+    there = [piece._replace(kind=c.back.kind, block=c.back.block) for piece, c in zip(pieces, codecs, strict=True)]
+    return cut(there, ranks)
+
+
+class Share(NamedTuple):
+    """What one tensor sends in every round."""
+
+    numel: int
+    codec: str
+    bits: float  # of each element, the mean of the way there and the way back, headers not counted
+
+
+def share(numel: int, codec: Codec, ranks: int) -> Share:
+    widths = [width_of(min(PIECE, numel - offset), ranks) for offset in range(0, numel, PIECE)]
+    row = sum(-(-c.row_bytes(width) // 8) * 8 for width in widths for c in (codec, codec.back))
+    return Share(numel, codec.spec, 4.0 * ranks * row / max(numel, 1))
 
 
 def describe(codecs: Sequence[Codec]) -> str:

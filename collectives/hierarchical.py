@@ -139,8 +139,16 @@ def route(message: Message, hierarchy: Hierarchy) -> Route:
             keys.append((name, offset + start))
         label = zlib.crc32(index.to_bytes(4, "little"), message.label)
         cut_up = cut(pieces, nodes, widths=[int(line[WIDTH]) for line in table])
-        between[index] = Message(tuple(keys), cut_up, message.codec, label)
+        between[index] = Message(tuple(keys), cut_up, message.codec, label, _back(message, pieces, nodes))
     return Route(message, inside, between)
+
+
+def _back(message: Message, pieces: Sequence[Piece], nodes: int) -> Pieces | None:
+    if message.back is None:
+        return None
+    lines = zip(pieces, message.back.table, strict=True)
+    there = [piece._replace(kind=int(line[KIND]), block=int(line[BLOCK])) for piece, line in lines]
+    return cut(there, nodes, widths=[int(line[WIDTH]) for line in message.back.table])
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -239,8 +247,8 @@ def reduce_route(
     start = perf_counter()
     finite = not bool(any_flag(every))
     if finite:
-        rows = every.view(-1, HEADER + message.pieces.row_bytes)[: hierarchy.rows]
-        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.pieces, gain=1.0 / gain)
+        rows = every.view(-1, HEADER + message.mean.row_bytes)[: hierarchy.rows]
+        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.mean, gain=1.0 / gain)
     workspace.decoded(start)
     workspace.give_wires(every)
     for outcome in outcomes:
@@ -281,7 +289,7 @@ def _gather_inside(
 ) -> Steps[torch.Tensor]:
     """The encoded rows of all slices, from their owners in this node; the first header of each owner is the only true one."""
     inside, message = hierarchy.inside, route.message
-    size = hierarchy.share * len(hierarchy.topology.nodes) * (HEADER + message.pieces.row_bytes)
+    size = hierarchy.share * len(hierarchy.topology.nodes) * (HEADER + message.mean.row_bytes)
     if len(own) == hierarchy.share == 1:
         reply = own[0].view(1, -1)
     else:

@@ -44,6 +44,7 @@ HELP = {
     "stall_seconds": "Seconds spent so.",
     "step_seconds": "Seconds of the last step.",
     "compression_error": "Relative error of one encoding, by group of parameters.",
+    "bits": "Bits that an optimizer sends of each element in a compressed round, by group of parameters.",
     "owed_norm": "Norm of what compression has left behind on this rank, by group of parameters.",
 }
 
@@ -95,7 +96,7 @@ class MetricsEndpoint:
             yield self._family(CounterMetricFamily, name, [({}, value)])
         if last is not None:
             yield self._family(GaugeMetricFamily, "step_seconds", [({}, last.seconds / last.steps)])
-            for name, groups in (("compression_error", last.errors), ("owed_norm", last.owed)):
+            for name, groups in (("compression_error", last.errors), ("bits", last.bits), ("owed_norm", last.owed)):
                 if groups:
                     yield self._family(GaugeMetricFamily, name, [({"group": g}, v) for g, v in groups.items()])
 

@@ -30,7 +30,7 @@ class StepMetrics:
     Bytes are those this rank sent; ``logical_bytes`` what float32 ring all-reduces would have sent. ``wire_seconds`` is time
     spent waiting for peers in the background (DDP and FSDP1; zero where it is not measured). ``errors`` and ``owed`` are by
     group of parameters, as last measured: relative error of one encoding (mean over the group's tensors), and norm of what
-    compression has left behind on this rank.
+    compression has left behind on this rank. ``bits``, likewise: what an optimizer sends of each element in a compressed round.
     """
 
     step: int
@@ -49,6 +49,7 @@ class StepMetrics:
     stall_seconds: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
     owed: dict[str, float] = field(default_factory=dict)
+    bits: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -56,9 +57,13 @@ class StepMetrics:
 
     def scalars(self) -> dict[str, float]:
         """Flat: ``wire_bytes``, ``error/blocks.0`` and so on."""
-        numbers = {name: value for name, value in asdict(self).items() if name not in ("step", "errors", "owed")}
-        groups = {f"error/{name}": value for name, value in self.errors.items()}
-        return numbers | {"ratio": self.ratio} | groups | {f"owed/{name}": value for name, value in self.owed.items()}
+        numbers = {name: value for name, value in asdict(self).items() if name not in ("step", "errors", "owed", "bits")}
+        groups = {
+            f"{figure}/{name}": value
+            for figure, of in (("error", self.errors), ("owed", self.owed), ("bits", self.bits))
+            for name, value in of.items()
+        }
+        return numbers | {"ratio": self.ratio} | groups
 
 
 Sink = Callable[[StepMetrics], object]
@@ -110,8 +115,9 @@ class Metrics:
         totals, now = self._totals(), perf_counter()
         passed = {name: totals[name] - self._seen[name] for name in totals}
         sample = StepMetrics(
-            self.steps_done, self._since, now - self._at, **passed, errors=errors(self.state, self.group), owed=self._owed
-        )
+            self.steps_done, self._since, now - self._at, **passed, errors=errors(self.state, self.group), owed=self._owed,
+            bits=bits(self.state, self.group),
+        )  # fmt: skip
         self._seen, self._since, self._at = totals, 0, now
         self.last = sample
         for sink in self.to:
@@ -152,6 +158,17 @@ def errors(state: Any, group: Callable[[str], str]) -> dict[str, float]:
         for name, error in getattr(counters, "errors", {}).items():
             found.setdefault(group(name), []).append(error)
     return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def bits(state: Any, group: Callable[[str], str]) -> dict[str, float]:
+    """By group, of what an optimizer sends in a compressed round."""
+    sent: dict[str, float] = {}
+    numel: dict[str, int] = {}
+    for counters in _counters(state) if state is not None else ():
+        for name, share in getattr(counters, "shares", {}).items():
+            sent[group(name)] = sent.get(group(name), 0.0) + share.bits * share.numel
+            numel[group(name)] = numel.get(group(name), 0) + share.numel
+    return {name: value / max(numel[name], 1) for name, value in sent.items()}
 
 
 def owed(state: Any, group: Callable[[str], str]) -> dict[str, float]:

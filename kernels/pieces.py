@@ -6,7 +6,7 @@ by side. So neither a scale nor a shard ever depends on which other tensors happ
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -90,3 +90,12 @@ def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pi
             raise ValueError("one scale per row exists for the sign codec only")
     table = np.array(lines, np.int64).reshape(-1, 10)
     return Pieces(table, rows, column, numel, kept, shard, row_scales)
+
+
+def own_row(pieces: Pieces, rank: int) -> Pieces:
+    """Row ``rank`` alone, as it lies in a buffer of ``pieces.shard`` elements: encoded from there it is a row of ``pieces``."""
+    table = pieces.table.copy()
+    table[:, SOURCE] = table[:, SHARD]
+    table[:, NUMEL] = np.clip(pieces.table[:, NUMEL] - rank * table[:, WIDTH], 0, table[:, WIDTH])
+    table[:, KEPT] = np.where(table[:, KEPT] >= 0, table[:, SHARD], -1)
+    return replace(pieces, table=table, rows=1, numel=int(table[:, NUMEL].sum()), kept=pieces.shard)

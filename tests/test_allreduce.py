@@ -236,6 +236,35 @@ def test_noise_differs_between_steps_ranks_and_directions():
     assert abs(float(total[usual].mean()) - 0.3) < 0.01, "5 standard deviations; noise used twice would give 0.36"
 
 
+@pytest.mark.parametrize("mean", ["shift5", "int8", "none"])
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_noise_of_ternary_gradients_falls_with_the_number_of_ranks(size, mean):
+    """Its variance is that of a mean of independent draws, (s·|c| − c²)/P; made ternary again it would be about that of one."""
+    numel = 1 << 14
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(size))
+    buffers = [x.clone() for _ in range(size)]
+    simulate([
+        compressed_allreduce(b, codec=TernaryCodec(mean=mean), transport=t, sequence=3)
+        for b, t in zip(buffers, Loopback(size).transports(), strict=True)
+    ])  # fmt: skip
+    assert all(torch.equal(buffers[0], b) for b in buffers)
+    blocks = x.view(-1, 2048)
+    one = float((blocks.abs().amax(1, keepdim=True) * blocks.abs() - blocks.square()).sum())
+    coarse = 0.08 if mean == "shift5" else 0.04  # of rounding the mean, and of so many draws
+    assert float((buffers[0] - x).square().sum()) == pytest.approx(one / size, rel=coarse)
+
+
+def test_a_spoilt_rank_spoils_a_mean_that_comes_back_in_another_codec():
+    buffers = [torch.ones(5000) for _ in range(3)]
+    buffers[1][77] = float("nan")
+    before = [b.clone() for b in buffers]
+    finite = simulate([
+        compressed_allreduce(b, codec="ternary", transport=t) for b, t in zip(buffers, Loopback(3).transports(), strict=True)
+    ])  # fmt: skip
+    assert finite == [False] * 3
+    assert torch.equal(buffers[0], before[0])
+
+
 class Tapped:
     """Keeps a copy of all that is sent."""
 

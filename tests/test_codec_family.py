@@ -275,8 +275,8 @@ GOLDEN = {
     "randk/32/2048": 0x7CA7CBC8,
     "sign/l1/2048": 0xB9A44494,
     "sign/rms/2048": 0xF4ACD776,
-    "ternary/2048": 0xB4C6D439,
-    "ternary/2048/25": 0x2489561F,
+    "ternary/2048/0/shift5": 0xB4C6D439,
+    "ternary/2048/25/shift5": 0x2489561F,
     "topk/2048/2048": 0x15FB5C2A,
     "topk/32/2048": 0x36C1F0D6,
     "topk/32/256": 0xE57F53E3,
@@ -405,6 +405,7 @@ def test_names_with_numbers():
         (lambda: codec_named("randk-3"), "run is 3, expected a divisor of the block 2048"),
         (lambda: RandomKCodec(0), "run is 0"),
         (lambda: TernaryCodec(clip=-1), "clip is -1"),
+        (lambda: TernaryCodec(mean="ternary"), "mean is 'ternary', expected one of 'shift4'"),
         (lambda: BitsCodec(3, 100), "block is 100"),
     ],
 )

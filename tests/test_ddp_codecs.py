@@ -241,7 +241,7 @@ def test_terngrad_end_to_end(pool):
     resumed = pool.run(_train_terngrad, 3, half)
     assert same(whole[0]["model"], whole[1]["model"])
     assert same(whole[0]["model"], resumed[0]["model"])
-    assert whole[0]["counters"]["ratio"] > 8
+    assert whole[0]["counters"]["ratio"] > 6  # two bits there and five back
     assert not whole[0]["state"]["residuals"]
     assert np.mean(whole[0]["losses"][3:]) < np.mean(whole[0]["losses"][:3])
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+import commpress
+from commpress import torch_private
 from fsdp_twin import Plan, Session, Trained, equal
 
 
@@ -60,6 +62,26 @@ def test_evaluation_sends_weights_only_if_a_rank_has_changed_them(pool):
         assert not torch.equal(outputs[1], outputs[2])
         assert torch.equal(outputs[2], outputs[3])
         assert all(torch.equal(*both) for both in zip(outputs, results[0][1], strict=True))
+
+
+def _logical(reduce_dtype) -> tuple[int, int]:
+    """Bytes of one step's gradients as torch would have sent them, and as they went."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+    state = commpress.compress_fsdp(model, gradients="int8", weights=None, overlap=False)
+    model(torch.ones(2, 64)).float().sum().backward()
+    return state.gradients.logical_bytes, state.gradients.wire_bytes
+
+
+def test_the_baseline_is_what_this_torch_would_send(pool):
+    """Since 2.14 FSDP2 reduces in float32 unless told otherwise: the baseline doubles, what we send does not."""
+    (unsaid, sent), *_ = pool.run(_logical, None, size=2)
+    (told, as_told), *_ = pool.run(_logical, torch.bfloat16, size=2)
+    (float32, _), *_ = pool.run(_logical, torch.float32, size=2)
+    assert float32 == 2 * told
+    assert unsaid == (float32 if torch_private.RELEASE >= (2, 14) else told)
+    assert sent == as_told
 
 
 class Broken(torch.autograd.Function):

@@ -96,7 +96,7 @@ def test_with_an_exact_codec_it_is_momentum_under_a_frozen_variance(correct):
 @settings(max_examples=10, deadline=None)
 @given(
     size=st.integers(2, 5),
-    codec=st.sampled_from(["sign", "sign-l1", "int4"]),
+    codec=st.sampled_from(["sign", "sign-l1", "int4", "ternary"]),
     shapes=st.lists(st.tuples(st.integers(32, 400)), min_size=1, max_size=3),
 )
 def test_the_trajectory_telescopes(size, codec, shapes):

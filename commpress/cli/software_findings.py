@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from commpress.cli.finding import Finding
 
-OLDEST = (2, 11)
+OLDEST = (2, 8)
 NEEDED, USEFUL = ("numpy", "llvmlite", "msgpack", "xxhash"), ("transformers", "accelerate", "lightning", "matplotlib")
 SECONDS = 30  # for a program or a thread to answer
 
@@ -26,7 +26,7 @@ def packages() -> list[Finding]:
     number = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     threads = f"{torch.get_num_threads()} threads"
     if number < OLDEST:
-        old = Finding("bad", f"torch {torch.__version__} is older than 2.11", "pip install --upgrade torch")
+        old = Finding("bad", f"torch {torch.__version__} is older than 2.8", "pip install --upgrade torch")
     else:
         old = Finding("ok", f"Python {platform.python_version()}, torch {torch.__version__}, {threads}")
     missing = [name for name in NEEDED if not installed(name)]

@@ -28,6 +28,10 @@ class Codec(Protocol):
     def feedback(self) -> bool:
         """Whether what it leaves behind should be kept and sent later: not where it is noise of zero mean."""
 
+    @property
+    def back(self) -> "Codec":
+        """What the mean travels in on its way back to the ranks: itself, unless what it does to a mean would be waste."""
+
     def row_bytes(self, width: int) -> int:
         """Bytes of one row of ``width`` elements (a multiple of 8)."""
 
@@ -39,6 +43,10 @@ class NotOfRows(ABC):
     @abstractmethod
     def spec(self) -> str:
         """As a codec's."""
+
+    @property
+    def back(self) -> Codec:
+        self._refuse()
 
     @property
     def kind(self) -> int:

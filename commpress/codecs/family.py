@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from commpress.codecs.codec import Codec
+from commpress.codecs.codec import Codec, codec_named
 from commpress.errors import InvalidArgument
 from commpress.kernels import reference
 
@@ -21,6 +21,10 @@ class _Kernel:
 
     lossless: ClassVar[bool] = False
     feedback: ClassVar[bool] = True
+
+    @property
+    def back(self) -> Codec:
+        return self  # type: ignore[return-value]
 
     def row_bytes(self, width: int) -> int:
         return reference.row_bytes(self.kind, width, self.block)  # type: ignore[attr-defined]
@@ -58,15 +62,25 @@ class TernaryCodec(_Kernel):
 
     ``clip`` > 0 is TernGrad: the block is first clipped to ± so many root mean squares, which cuts the noise by much for a
     little bias, and no residual is kept. The usual value is 2.5.
+
+    ``mean``: what the mean over the ranks comes back in, a codec by name. It is finer than any rank's gradient: drawn once more
+    from three values it would have the noise of a single rank, however many there are. The usual one is right on average too.
     """
 
     block: int = 2048
     clip: float = 0.0
+    mean: str = "shift5"
 
     def __post_init__(self) -> None:
         _check_block(self.block, row=False)
-        if self.clip and not 0.1 <= self.clip <= 1000:
-            raise InvalidArgument(f"clip is {self.clip!r}, expected 0 for none or a number from 0.1 to 1000, such as 2.5")
+        if self.clip and not 0.1 <= self.clip <= 100:
+            raise InvalidArgument(f"clip is {self.clip!r}, expected 0 for none or a number from 0.1 to 100, such as 2.5")
+        if self.mean not in MEANS:
+            raise InvalidArgument(f"mean is {self.mean!r}, expected one of {', '.join(map(repr, MEANS))}")
+
+    @property
+    def back(self) -> Codec:
+        return codec_named(self.mean)
 
     @property
     def feedback(self) -> bool:  # type: ignore[override]
@@ -78,9 +92,10 @@ class TernaryCodec(_Kernel):
 
     @property
     def spec(self) -> str:
-        return f"ternary/{self.block}" + (f"/{round(10 * self.clip)}" if self.clip else "")
+        return f"ternary/{self.block}/{round(10 * self.clip)}/{self.mean}"
 
 
+MEANS = ("shift4", "shift5", "shift6", "shift8", "int8", "bf16", "none")
 KINDS = {"int8": reference.INT8, "int4": reference.INT4, "fp8": reference.FP8, "log3": reference.LOG}
 
 

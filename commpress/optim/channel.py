@@ -7,7 +7,7 @@ import torch
 
 from commpress.codecs.policy import Policy
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, reduce_message, settle
-from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.buckets import Message, Share, Span, messages, share
 from commpress.collectives.transport import Transport
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.optim.flat import Flat
@@ -26,10 +26,12 @@ class Channel:
         self.flat, self.policy, self.transport, self.feedback = flat, policy, transport, feedback
         self.residuals = ResidualStore()
         self._layouts: dict[tuple[int, ...], _Layout] = {}
+        self.shares: dict[str, Share] = {}  # of the parameters, by name, as they travel now
 
     def relay(self, flat: Flat) -> None:
         """Parameters were added, or travel otherwise: residuals stay with those that were there."""
         self.flat, self._layouts = flat, {}
+        self.shares.clear()
 
     def layout(self, indices: tuple[int, ...], workspace: Workspace) -> _Layout:
         if indices not in self._layouts:
@@ -41,6 +43,9 @@ class Channel:
             plan = messages(spans, self.policy, self.transport.size, feedback=self.feedback)
             feedbacks = [self.residuals.attach(m.keys, m.pieces, self.flat.device) for m in plan]
             self._layouts[indices] = _Layout(plan, feedbacks)
+            for span in spans:
+                codec = self.policy.choose(span.name, span.numel)
+                self.shares[span.name] = share(span.numel, codec, self.transport.size)
         return self._layouts[indices]
 
     def reduce(

@@ -1,7 +1,10 @@
 """What an optimizer sent, in numbers a user can read."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from commpress.collectives.buckets import Share
 
 
 @dataclass
@@ -19,6 +22,8 @@ class OptimizerCounters:
     compressed_bytes: int = 0
     local_bytes: int = 0  # zero, or something is wrong
     logical_bytes: int = 0  # what float32 ring all-reduces of every step's gradients would have sent
+    round_bytes: int = 0  # what one of them would have
+    shares: Mapping[str, Share] = field(default_factory=dict)  # what each parameter sends in a compressed round, by name
 
     def step(self, kind: str, taken: bool, sent_bytes: int, numel: int, ranks: int) -> None:
         self.steps += taken
@@ -28,7 +33,8 @@ class OptimizerCounters:
         self.local_steps += kind == "local"
         name = f"{kind}_bytes"
         setattr(self, name, getattr(self, name) + sent_bytes)
-        self.logical_bytes += 8 * (ranks - 1) * numel // ranks
+        self.round_bytes = 8 * (ranks - 1) * numel // ranks
+        self.logical_bytes += self.round_bytes
 
     @property
     def wire_bytes(self) -> int:
@@ -39,12 +45,38 @@ class OptimizerCounters:
         """How many times fewer bytes than float32 all-reduces."""
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
+    @property
+    def bits(self) -> float:
+        """Per parameter in a compressed round, each way, headers included: float32 has 32. 0.0 before the first one."""
+        logical = self.round_bytes * self.compressed_rounds
+        return 32 * self.compressed_bytes / logical if logical else 0.0
+
+    def by_codec(self) -> dict[str, tuple[list[str], int, float]]:
+        """Codec → the parameters that travel by it, how many elements they have, and bits of each; most bits first."""
+        found: dict[str, tuple[list[str], int, float]] = {}
+        for name, (numel, codec, bits) in self.shares.items():
+            names, elements, sent = found.get(codec, ([], 0, 0.0))
+            found[codec] = ([*names, name], elements + numel, sent + bits * numel)
+        mean = {codec: (names, n, sent / max(n, 1)) for codec, (names, n, sent) in found.items()}
+        return dict(sorted(mean.items(), key=lambda item: -item[1][1] * item[1][2]))
+
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "wire_bytes": self.wire_bytes, "ratio": self.ratio}
+        return {**asdict(self), "wire_bytes": self.wire_bytes, "ratio": self.ratio, "bits": self.bits}
 
     def summary(self) -> str:
         return (
             f"{self.steps} steps: {self.exact_rounds} exact rounds, {self.compressed_rounds} compressed, "
             f"{self.local_steps} without communication; {self.wire_bytes / 1e6:.3f} MB sent instead of "
-            f"{self.logical_bytes / 1e6:.3f} ({self.ratio:.1f} times fewer)"
+            f"{self.logical_bytes / 1e6:.3f} ({self.ratio:.1f} times fewer){self._of_a_round()}"
         )
+
+    def _of_a_round(self) -> str:
+        if not self.bits:
+            return ""
+        every = max(sum(share.numel for share in self.shares.values()), 1)
+        groups = [
+            f"{bits:.2f} for {100 * numel / every:.0f} % of them ({codec}: {', '.join(names[:3])}"
+            + (f" and {len(names) - 3} more)" if len(names) > 3 else ")")
+            for codec, (names, numel, bits) in self.by_codec().items()
+        ]
+        return f"; a compressed round sends {self.bits:.2f} bits per parameter" + ": " * bool(groups) + ", ".join(groups)

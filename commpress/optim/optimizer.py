@@ -349,6 +349,7 @@ class CompressedOptimizer(SteppingOptimizer):
             exact, feedback = policy_of(self.exact_codec, min_numel=256), self.error_feedback
             self.full = Channel(self.flat, exact, self.transport, feedback=feedback)
             self.quantized = Channel(self.flat, self.lanes, self.transport, feedback=feedback)
+            self.counters.shares = self.quantized.shares
         else:
             self.full.relay(self.flat)
             self.quantized.relay(self.flat)

@@ -25,7 +25,7 @@ import torch
 
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Outcome, any_flag, exchange, settle
-from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.buckets import Message, Span, messages, share
 from commpress.collectives.checkpoint import elastic_state, exact_state, residuals_of
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.transport import Transport
@@ -92,7 +92,9 @@ class ShardedOneBitAdam(SteppingOptimizer):
         spans = [Span(name, *place) for name, place in zip(self.flat.names, self.flat.places, strict=True)]
         size = self.transport.size
         self.exact_rows = self._rows(messages(spans, policy_of("none"), size, feedback=False))
-        self.rows = self._rows(messages(spans, policy_of(codec, min_numel=min_numel), size))
+        policy = policy_of(codec, min_numel=min_numel)
+        self.rows = self._rows(messages(spans, policy, size))
+        self.counters.shares = {s.name: share(s.numel, policy.choose(s.name, s.numel), size) for s in spans}
         numel = sum(row.numel for row in self.rows)
         self.master, self.momentum, self.variance, self.mean = (
             torch.zeros(numel, device=self.flat.device) for _ in range(4)
