@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from commpress.collectives.frame import HEADER, alike, same, unpack
+from commpress.collectives.outliving import outlive
 from commpress.collectives.rows import Rows, rows_of
 from commpress.collectives.sockets import Mesh, SocketTransport
 from commpress.collectives.threads import yielding
@@ -206,6 +207,7 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
 
         return MpiTransport(communicator, timeout=patience)
     linger_at_exit()
+    outlive(process_group or dist.group.WORLD)
     if plainly_gloo(process_group) and own_connections():
         return socket_transport(process_group, timeout=patience)
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)

@@ -1,5 +1,6 @@
 """What lies inside a commpress group: torch's own Gloo and NCCL, or MPI."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.collectives.mpi import MpiTransport
+from commpress.collectives.outliving import outlive
 from commpress.collectives.sockets import Mesh, SocketTransport
 from commpress.collectives.threads import yielding
 from commpress.collectives.transport import TorchTransport, Transport, own_connections
@@ -31,6 +33,8 @@ def torch_group(
     inner._set_default_backend(kinds.GLOO)
     make: Callable[..., Any] = partial(dist.ProcessGroupGloo, dist.PrefixStore("cpu", store), rank, size, timeout=limit)
     gloo, connections = connections_of(partial(yielding, make), size - 1)
+    owner = weakref.ref(group)
+    outlive(gloo, lambda: owner() is not None)
     backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()

@@ -41,6 +41,7 @@ ANYWHERE = ("torch", "numpy", "msgpack")
 HOMES = {
     "torch.distributed": (
         "commpress.collectives.consensus",
+        "commpress.collectives.outliving",
         "commpress.collectives.transport",
         "commpress.collectives.topology",
         "commpress.torch_private",

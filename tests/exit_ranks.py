@@ -1,0 +1,88 @@
+"""Ranks in forked interpreters that train a DDP model and end right after a collective. Prints how each run ended.
+
+    exit_ranks.py WHAT RUNS     WHAT: plain, hook, optimizer, backend
+
+The C++ reducer of a DDP model that is freed after its process group was destroyed may be the group's last owner: it then waits
+for Gloo's threads while it holds the interpreter's lock, for which one of them waits to let go of a collective's tensors.
+Whether one does is a matter of luck.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.collectives.allreduce import compressed_allreduce
+from commpress.collectives.loopback import Loopback
+from commpress.work import run
+
+kept = []  # models, until the interpreter ends
+SECONDS = 120  # after which a rank that should have ended hangs
+
+
+def train(what):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ddp = DistributedDataParallel(model)
+    if what == "hook":
+        commpress.compress(ddp)
+    if what == "optimizer":
+        commpress.overlap(ddp, commpress.OneBitAdam(model.parameters(), warmup_steps=2))
+    for _ in range(3):
+        ddp(torch.randn(8, 64)).sum().backward()
+    every = [torch.empty(64, 64) for _ in range(2)]
+    dist.all_gather(every, model[0].weight.detach().clone())
+    return ddp
+
+
+def rank_of(what, rank, file):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if what == "backend":
+        import commpress.backend  # noqa: F401
+    name = "commpress" if what == "backend" else "gloo"
+    dist.init_process_group(name, init_method=f"file://{file}", rank=rank, world_size=2)
+    global ddp  # until the interpreter ends
+    kept.append(train(what))
+    dist.destroy_process_group()
+
+
+def ended(children):
+    """What became of each: its exit status, or that it hangs."""
+    deadline, statuses = time.monotonic() + SECONDS, {}
+    while len(statuses) < len(children):
+        for child in set(children) - set(statuses):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                statuses[child] = "well" if status == 0 else f"status {status}"
+            elif time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                statuses[child] = "hangs"
+        time.sleep(0.01)
+    return max(statuses.values(), key=lambda how: ("well", "hangs").index(how) if how in ("well", "hangs") else 2)
+
+
+def main(what, runs):
+    torch.set_num_threads(1)
+    run(compressed_allreduce(torch.ones(8320), codec="sign", transport=Loopback(1).transport(0)))  # compile before the fork
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as folder:
+            children = []
+            for rank in range(2):
+                sys.stdout.flush()
+                child = os.fork()
+                if child == 0:
+                    rank_of(what, rank, folder + "/meeting")
+                    sys.exit(0)
+                children.append(child)
+            print(what, ended(children), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
