@@ -11,9 +11,12 @@ floor ``low``; m keeps within Adam's own bound where it is noise (below the floo
 loads the state divide by the true √v without harm; and no rank's gradient counts for more than κ·√P times what the variance
 leads to expect (of P ranks each has √P times the noise of their mean).
 
-Freezing: a tensor has been live for long enough, every element of it has had a gradient, and its variance is not concentrated
-in few elements (``SPIKY``: embeddings, output layers), which one bit would serve badly. Tensors of fewer than ``min_numel``
-elements travel as they are in either lane, and are live for ever.
+Freezing: a tensor has been live for long enough, all but few of its elements (``UNSEEN``: units that are always off) have had a
+gradient, and its variance is not concentrated in few (``SPIKY``: embeddings, output layers), which one bit would serve badly.
+Tensors of fewer than ``min_numel`` elements travel as they are in either lane, and are live for ever.
+
+Note: the few. One bit cannot say zero. An element without variance has no momentum, so what it says too much in one step it
+takes back in the next, a fraction of a learning rate to and fro. Its first gradients move it at the floor's rate.
 
 Waking: gradients beyond κ·√P·(√v̂ + ε), in more than ``FEW`` of a frozen tensor's elements, in ``PATIENCE`` more steps than not.
 This is no longer the tensor whose variance was frozen. Ranks see different gradients, so one that saw it asks in the header of
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from commpress.optim.flat import Flat
 
 SPIKY = 0.2  # (mean √v)² / mean v below this: few elements hold most of the variance (1 if all are equal)
+UNSEEN = 1 / 16  # of a tensor's elements: so many may be without a gradient so far when it freezes
 REACH = 20.0  # κ
 FEW = 1 / 4096
 PATIENCE = 3
@@ -106,7 +110,9 @@ class Lanes:
 
     def may_freeze(self, i: int) -> bool:
         v = self.flat.view(self.variance, i)
-        return v.numel() >= max(self.min_numel, 1) and bool((v > 0).all()) and not (self.finer and self.spiky(i))
+        if v.numel() < max(self.min_numel, 1) or (self.finer and self.spiky(i)):
+            return False
+        return int((v > 0).sum()) >= (1 - UNSEEN) * v.numel()
 
     def spiky(self, i: int) -> bool:
         v = self.flat.view(self.variance, i)
@@ -192,11 +198,13 @@ class Lanes:
         self._seen[tuple(indices)] = beyond
 
     def remember(self, taken: bool) -> None:
-        """A step is over. What was seen in a step that was not taken does not count."""
+        """A step is over. What was seen in a step that was not taken does not count, nor new elements of a tensor that is
+        live and knows others: new rows of an embedding come all the time."""
+        watched = self.frozen.numpy() | (self._lines[:, 1] == 0)
         seen, self._seen = self._seen, {}
         for indices, beyond in seen.items() if taken else ():
             for i, count in zip(indices, beyond.tolist(), strict=True):
-                trip = count > FEW * self.flat.places[i][1]
+                trip = count > FEW * self.flat.places[i][1] and watched[i]
                 self.trips[i] = min(self.trips[i] + 1, PATIENCE) if trip else max(self.trips[i] - 1, 0)
 
     def waking(self) -> np.ndarray:
