@@ -126,6 +126,48 @@ MUTANTS = [
         "return _LAYOUT.pack(_MAGIC, *self) + bytes(RECORD - SAID)",
         "return _LAYOUT.pack(_MAGIC, *self._replace(dtype=0)) + bytes(RECORD - SAID)", "tests/test_group_faults.py",
     ),
+    Mutant(
+        "a gradient counts however far it is from what is usual", "kernels/sources/adam.py",
+        "            new = where_finite(new, within(new, reach * divisor), new)\n"
+        "            put((beta * load(m, at, left) + alpha * new) / divisor, out, at, left, stream)",
+        "            put((beta * load(m, at, left) + alpha * new) / divisor, out, at, left, stream)",
+        "tests/test_optim_arithmetic.py",
+    ),
+    Mutant(
+        "momentum below the floor is what one bit says", "kernels/sources/adam.py",
+        "put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, beyond_caches)",
+        "put(momentum, m, at, left, beyond_caches)", "tests/test_optim_arithmetic.py tests/test_lanes.py",
+    ),
+    Mutant(
+        "only who saw it thaws a tensor", "commpress/optim/optimizer.py",
+        "indices = every.any(axis=0).nonzero()[0].tolist()", "indices = self.lanes.waking().nonzero()[0].tolist()",
+        "tests/test_lanes.py",
+    ),
+    Mutant(
+        "who asks is not passed on", "collectives/allreduce.py", "flag | asked, transport", "flag, transport",
+        "tests/test_lanes.py",
+    ),
+    Mutant(
+        "tensors freeze that have never had a gradient", "commpress/optim/lanes.py",
+        "return int((v > 0).sum()) >= (1 - UNSEEN) * v.numel()", "return True", "tests/test_lanes.py",
+    ),
+    Mutant(
+        "what a thawed tensor was owed is lost", "commpress/optim/onebit_adam.py",
+        "m = self._momenta[i].addcmul_(self._works[i], s)", "m = self._momenta[i]", "tests/test_lanes.py",
+    ),
+    Mutant(
+        "a frozen variance falls behind AdamW's correction", "commpress/optim/lanes.py",
+        "if abs(ratio - 1) > 1e-6:", "if False:", "tests/test_lanes.py",
+    ),
+    Mutant(
+        "a skipped step counts as a trip", "commpress/optim/lanes.py",
+        "in seen.items() if taken else ():", "in seen.items():", "tests/test_lanes.py",
+    ),
+    Mutant(
+        "an exact step of 0/1 Adam divides by the bare root", "commpress/optim/zero_one_adam.py",
+        "if self.windows.updates == self.steps_done:\n            super().exact",
+        "if True:\n            super().exact", "tests/test_zero_one_adam.py tests/test_lanes.py",
+    ),
 ]  # fmt: skip
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 SPIKY = 0.2  # (mean √v)² / mean v below this: few elements hold most of the variance (1 if all are equal)
 UNSEEN = 1 / 16  # of a tensor's elements: so many may be without a gradient so far when it freezes
 REACH = 20.0  # κ
-FEW = 1 / 4096
+FEW = 1 / 64
 PATIENCE = 3
 STATE = ("frozen_at", "thawed_at", "variance_steps")  # of each parameter, as tensors of no dimension
 

@@ -143,8 +143,9 @@ class OneBitAdam(CompressedOptimizer):
             return
         live, frozen = self.lanes.part(range(len(self._flat.parameters)))
         self.lanes.keep_up(frozen, step)
-        if (step - self.frozen_at) % self.patience == 0:
-            self._freeze(i for i in live if step - int(self.lanes.thawed_at[i]) >= self.patience)
+        if (step - self.frozen_at) % max(self.patience // 8, 1) == 0:
+            woken = self.lanes.thawed_at.tolist()
+            self._freeze(i for i in live if not woken[i] or step - woken[i] >= self.patience)
 
     @property
     def patience(self) -> int:

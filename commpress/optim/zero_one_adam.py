@@ -43,7 +43,7 @@ from commpress.work import Steps, run
 
 log = logging.getLogger("commpress")
 
-WAKING = 16  # exact steps for tensors that woke up
+WAKING = 8  # exact steps for tensors that woke up
 
 
 class ZeroOneAdam(CompressedOptimizer):
