@@ -15,6 +15,7 @@ import torch
 
 from commpress.codecs.codec import Codec, codec_named
 from commpress.collectives.frame import FLAT, Frame
+from commpress.collectives.memory import LONGEST
 from commpress.collectives.passage import Passage, Scratch
 from commpress.collectives.routes import Lengths, Nodes, Told, between_first, flat, forwarded, inside_first, telling
 from commpress.collectives.transport import Transport
@@ -41,7 +42,7 @@ class Way:
 
     nodes: Sequence[Sequence[int]] | None = None
     order: Order = "inside-first"
-    checksum: bool = False  # verify payloads, not only headers
+    checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
     scratch: Scratch = field(default_factory=Scratch, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,8 +88,8 @@ def _told(passage: Passage, nodes: Nodes, mine: Told, device: torch.device, *, e
     yield from passage.walk(telling(mates, me, tuple(map(len, mine)), count), inbox, tell)
     found = inbox.cpu().view(torch.int64).view(len(mates), count).tolist()
     for m, lengths in zip(mates, found, strict=True):
-        if min(lengths, default=0) < 0:
-            raise Mismatch(f"rank {m} told rank {me} of a negative length: {lengths}", ranks=(m,))
+        if min(lengths, default=0) < 0 or sum(lengths) > LONGEST:
+            raise Mismatch(f"rank {m} told rank {me} of lengths that cannot be: {lengths}", ranks=(m,))
     return tuple(map(tuple, found))
 
 

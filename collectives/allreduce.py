@@ -34,7 +34,7 @@ ALONGSIDE = 2  # messages of one bucket under way at once: one on the wire while
 class Workspace:
     """Buffers that outlive a call: a fresh allocation costs ten times a copy. Not shared between threads."""
 
-    checksum: bool = False  # verify payloads too, not only headers
+    checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
     encode_seconds: float = 0.0  # in kernels before a row leaves
     decode_seconds: float = 0.0  # in kernels after the last row came
     dense_sketches: int = 0  # messages whose sketch could not be told apart, or not yet, and that went densely
@@ -267,15 +267,16 @@ def exchange(
     transport: Transport,
     workspace: Workspace,
 ) -> Steps[None]:
-    """One collective under a header: ``inp`` is stamped, what came is verified."""
+    """One collective under a header: ``inp`` is stamped, what came is verified. All rows of one length go this way."""
+    frame = frame._replace(checked=transport.checks or workspace.checksum)
     packed = frame.pack()
-    stamp(inp, packed, flag, checksum=workspace.checksum)
+    stamp(inp, packed, flag)
     start = perf_counter() if workspace.timeline is not None else 0.0
     yield call(out, inp, 2 * frame.sequence + (frame.operation == ALL_GATHER))
     if workspace.timeline is not None and start:
         what = {"bytes": inp.numel(), "message": frame.label, "sequence": frame.sequence}
         workspace.timeline.flight(WIRE[frame.operation], start, what=what)
-    verify(out, frame, packed, transport.rank)
+    verify(out, frame, packed, transport)
 
 
 def any_flag(wire: torch.Tensor, which: int = NOT_FINITE) -> torch.Tensor:

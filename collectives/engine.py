@@ -17,8 +17,21 @@ from collections.abc import Mapping
 import numpy as np
 
 from commpress.collectives.forks import close_in_children
-from commpress.collectives.under_way import ENVELOPE, HEAD, Exchange, Message, Parts, Receipt, Sending
-from commpress.errors import CommunicationError
+from commpress.collectives.frame import HEADER
+from commpress.collectives.under_way import (
+    DAMAGED,
+    HEAD,
+    HUNG_UP,
+    LAST_WORDS,
+    LOUDEST,
+    Exchange,
+    Message,
+    Parts,
+    Receipt,
+    Sending,
+    opened,
+)  # fmt: skip
+from commpress.errors import CommunicationError, Corrupted
 
 _PARSED = 16 << 10  # bytes read at once while it is not known whose they are
 ROOM = 4 << 20  # bytes a connection takes while nobody reads it, as far as the kernel allows
@@ -37,6 +50,7 @@ class _Peer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rank, self.socket = rank, connection
         self.open = True
+        self.end_of_it = ""  # how it was closed
         self.due = 0  # receipts posted that no message has met
         self.outgoing: deque[Sending] = deque()
         self.message: Message | None = None  # whose payload comes now
@@ -69,6 +83,7 @@ class Engine:
         self._early_bytes = 0
         self._under_way: set[Exchange] = set()
         self._leading = self._closed = False
+        self._given_up, self._damaged = "", list[int]()
         self._driven = 0.0
         self._busy = threading.Event()
         close_in_children(self)
@@ -83,6 +98,10 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise CommunicationError("these connections are closed, or belong to the process that this one was forked from")
+            if self._given_up:
+                at_fault = tuple(members.index(r) for r in self._damaged if r in members)
+                kind = Corrupted if at_fault else CommunicationError
+                raise kind(f"these connections failed before: {self._given_up} Build a new process group.", ranks=at_fault)
             self._under_way.add(exchange)
             for peer in [(rank - i) % size for i in range(1, size)]:
                 if peer in out:
@@ -115,6 +134,12 @@ class Engine:
             for peer in self._peers.values():
                 peer.socket.close()
             self._busy.set()
+
+    def abandon(self, reason: str) -> None:
+        """Use these connections no more, and tell the peers why."""
+        with self._changed:
+            self._give_up(reason)
+        self._busy.set()
 
     def forked(self) -> None:
         """Locks are new, whoever held the old ones is not here."""
@@ -163,12 +188,12 @@ class Engine:
                     self._listen(each)
             message.meet(receipt)
             if message.at < message.length and not peer.open:
-                receipt.exchange.closed.add(receipt.rank)
+                receipt.exchange.closed[receipt.rank] = peer.end_of_it
             return
         if key in self._receipts:
             raise CommunicationError(f"two exchanges under way at once have tag {tag}: each needs its own")
         if not peer.open:
-            receipt.exchange.closed.add(receipt.rank)
+            receipt.exchange.closed[receipt.rank] = peer.end_of_it
             return
         self._receipts[key] = receipt
         peer.due += 1
@@ -176,7 +201,8 @@ class Engine:
 
     def _send(self, peer: _Peer, sending: Sending) -> None:
         if not peer.open:
-            sending.exchange.closed.add(sending.rank)
+            if sending.exchange is not None:
+                sending.exchange.closed[sending.rank] = peer.end_of_it
             return
         peer.outgoing.append(sending)
         if len(peer.outgoing) == 1:
@@ -196,7 +222,8 @@ class Engine:
             if not peer.outgoing[0].advance(count):
                 break
             done = peer.outgoing.popleft()
-            self._tidy(done.exchange)
+            if done.exchange is not None:
+                self._tidy(done.exchange)
         self._listen(peer)
 
     def _listen(self, peer: _Peer) -> None:
@@ -235,6 +262,8 @@ class Engine:
                 self._parse(peer)
             else:
                 self._advance(peer, message, count)
+            if not peer.open:
+                return
             if count < len(room):
                 break
         peer.low(1 if peer.message is None else max(min(peer.message.length - peer.message.at, WAKE), 1))
@@ -243,23 +272,38 @@ class Engine:
     def _parse(self, peer: _Peer) -> None:
         at, end = 0, peer.end
         while end - at >= HEAD and peer.message is None:
-            tag, length = ENVELOPE.unpack_from(peer.heads, at)
-            message = Message(bytes(peer.heads[at + ENVELOPE.size : at + HEAD]), length)
+            head = opened(peer.heads[at : at + HEAD])
+            if head is None:
+                self._refuse(peer, DAMAGED)
+                return
+            tag, length, header = head
+            message = Message(header, length)
             at += HEAD
             self._place(peer, message, tag)
+            if not peer.open:
+                return
             part = min(length, end - at)
             if part and message.memory is not None:
                 message.memory[:part] = peer.heads[at : at + part]
             at += part
             self._advance(peer, message, part)
+            if not peer.open:
+                return
         if at < end:
             peer.heads[: end - at] = bytes(peer.heads[at:end])
         peer.end = end - at
 
     def _place(self, peer: _Peer, message: Message, tag: int) -> None:
+        if tag == LAST_WORDS:
+            message.memory, message.last_words = memoryview(bytearray(message.length)), True
+            return
         receipt = self._receipts.pop((peer.rank, tag), None)
         if receipt is None:
-            message.memory = np.empty(message.length, np.uint8).data
+            try:
+                message.memory = np.empty(message.length, np.uint8).data
+            except MemoryError:
+                self._refuse(peer, f"sent {message.length} bytes, for which there is no room")
+                return
             self._early[peer.rank, tag].append(message)
             self._early_bytes += message.length
             return
@@ -271,6 +315,10 @@ class Engine:
         exchange = message.receipt.exchange if message.receipt is not None else None
         message.advance(count)
         peer.message = message if message.at < message.length else None
+        if message.last_words and peer.message is None and message.memory is not None:
+            how = f"gave up: {bytes(message.memory).decode('utf-8', 'replace')}"
+            self._hang_up(peer, how)
+            self._give_up(f"rank {peer.rank} {how}", tell=False)
         if exchange is not None:
             self._tidy(exchange)
 
@@ -291,20 +339,42 @@ class Engine:
             if message is not None and message.receipt is not None and message.receipt.exchange is exchange:
                 message.memory = message.receipt = None
 
-    def _hang_up(self, peer: _Peer) -> None:
-        """The peer has closed its end, whatever it was doing."""
-        peer.open = False
+    def _refuse(self, peer: _Peer, how: str) -> None:
+        """What comes from this peer is of no use: all ranks hear of it."""
+        self._damaged.append(peer.rank)
+        self._give_up(f"rank {peer.rank} {how}.")
+        if peer.open:
+            self._hang_up(peer, how)
+
+    def _give_up(self, reason: str, *, tell: bool = True) -> None:
+        """What is under way ends, with whichever peer: who waited for one that has given up comes no more to others either."""
+        if self._closed or self._given_up:
+            return
+        self._given_up = reason
+        for exchange in self._under_way:
+            exchange.given_up = reason
+        self._changed.notify_all()
+        if not tell:
+            return
+        words = reason.encode()[:LOUDEST]
+        for peer in self._peers.values():
+            self._send(peer, Sending(None, peer.rank, (memoryview(bytes(HEADER) + words),), LAST_WORDS))
+
+    def _hang_up(self, peer: _Peer, how: str = HUNG_UP) -> None:
+        """The peer has closed its end, whatever it was doing, or is of no more use."""
+        peer.open, peer.end_of_it = False, how
         self._poll.unregister(peer.socket.fileno())
         del self._by_file[peer.socket.fileno()]
         peer.socket.close()
         for sending in peer.outgoing:
-            sending.exchange.closed.add(sending.rank)
+            if sending.exchange is not None:
+                sending.exchange.closed[sending.rank] = how
         peer.outgoing.clear()
         for key in [key for key in self._receipts if key[0] == peer.rank]:
             receipt = self._receipts.pop(key)
-            receipt.exchange.closed.add(receipt.rank)
+            receipt.exchange.closed[receipt.rank] = how
         if peer.message is not None and peer.message.receipt is not None:
-            peer.message.receipt.exchange.closed.add(peer.message.receipt.rank)
+            peer.message.receipt.exchange.closed[peer.message.receipt.rank] = how
         self._changed.notify_all()
 
     # ------------------------------------------------------------ when nobody waits

@@ -1,34 +1,40 @@
 """The header before every row: what this message is, so that ranks that disagree say so instead of mixing bytes.
 
-Bytes  0  magic "cp"          Bytes 32  elements of the buffer, u64
-       2  version, u8               40  sequence number of the collective, u32
-       3  operation, u8             44  label: CRC of what is being reduced, u32
-       4  flags, u8                 48  checksum of bytes 0–47 with flags as 0, u32
-       5  zero                      52  checksum of the payload, u32 (0: not checked)
-       6  world size, u16           56  length of the message that goes the other way, u64
+Bytes  0  magic "cp"                          Bytes 32  elements of the buffer, u64
+       2  version, u8                               40  sequence number of the collective, u32
+       3  operation, u8                             44  label: CRC of what is being reduced, u32
+       4  flags, u8                                 48  length of the message that goes the other way, u64
+       5  1 if the payload bears a checksum, u8     56  checksum of bytes 0–55 with flags as 0, u32
+       6  world size, u16                           60  checksum of flags and payload (xxh3), u32
        8  codec, 24 ASCII bytes
 
 All but the flags and the payload's checksum must be what the receiver expects: the same on every rank, or, in an exchange
 of rows of any length, the same two lengths on both sides. Lengths are elements there, bytes here. Little endian throughout.
+
+Whatever bit of a row changes on the way, ``verify`` notices: the receiver knows what the header must be, and the checksum
+covers the rest. ``Transport.checks`` says whether payloads bear one without being asked.
 """
 
 import struct
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from commpress.errors import CommunicationError, Mismatch
+from commpress.checksum import checksum_of
+from commpress.collectives.memory import memory_of, rows_in
+from commpress.errors import CommunicationError, Corrupted, Mismatch
 
 HEADER = 64
-AGREED = (slice(0, 4), slice(5, 52), slice(56, 64))  # the bytes in which two ranks must not differ
+AGREED = (slice(0, 4), slice(5, 60))  # the bytes in which two ranks must not differ
 FLAGS = 4
 NOT_FINITE, ASKS = 1, 2  # the sender's numbers are not; it asks all others for a word after this step
-_PAYLOAD = slice(52, 56)
-_LAYOUT = struct.Struct("<2sBBBBH24sQII")
-_VERSION = 1
+_CHECKED, _SUM = 5, 60
+_LAYOUT = struct.Struct("<2sBBBBH24sQIIQ")
+_U32 = struct.Struct("<I")
+_VERSION = 2
 ALL_TO_ALL, ALL_GATHER, FLAT, LENGTHS, INSIDE, BETWEEN = range(1, 7)
 _OPERATIONS = {
     ALL_TO_ALL: "all_to_all",
@@ -38,6 +44,15 @@ _OPERATIONS = {
     INSIDE: "all_to_all inside a node",
     BETWEEN: "all_to_all between nodes",
 }
+
+
+class Receiver(Protocol):
+    """The part of a transport that checking needs."""
+
+    rank: int
+
+    def abandon(self, reason: str) -> None:
+        """Use it no more, and let the peers know, as far as that is possible."""
 
 
 class Frame(NamedTuple):
@@ -50,6 +65,7 @@ class Frame(NamedTuple):
     sequence: int
     label: int = 0
     back: int = 0  # bytes that go the other way, in an exchange of rows of any length
+    checked: bool = False  # payloads bear a checksum
 
     def pack(self) -> torch.Tensor:
         return torch.frombuffer(bytearray(self.bytes()), dtype=torch.uint8)
@@ -59,29 +75,42 @@ class Frame(NamedTuple):
         if len(codec) > 24:
             raise ValueError(f"codec description {self.codec!r} is longer than 24 bytes")
         body = _LAYOUT.pack(
-            b"cp", _VERSION, self.operation, 0, 0, self.size, codec, self.numel, self.sequence & 0xFFFFFFFF, self.label
-        )
-        return body + struct.pack("<IIQ", zlib.crc32(body), 0, self.back)
+            b"cp", _VERSION, self.operation, 0, self.checked, self.size, codec, self.numel, self.sequence & 0xFFFFFFFF,
+            self.label, self.back,
+        )  # fmt: skip
+        return body + struct.pack("<II", zlib.crc32(body), 0)
 
     def describe(self) -> str:
         what = _OPERATIONS.get(self.operation, f"operation {self.operation}")
         each_way = self.operation not in (ALL_TO_ALL, ALL_GATHER)
         length = f"{self.numel} bytes for {self.back} bytes" if each_way else f"{self.numel} elements"
         return (
-            f"{what} number {self.sequence} of {length} with codec {self.codec!r} "
-            f"among {self.size} ranks (label {self.label:08x})"
+            f"{what} number {self.sequence} of {length} with codec {self.codec!r} among {self.size} ranks "
+            f"(label {self.label:08x}{'' if self.checked else ', without checksum'})"
         )
 
 
 def unpack(header: np.ndarray) -> Frame | None:
-    """The frame that a peer sent, or None if these are not the bytes of a header."""
-    body = bytearray(header[:48].tobytes())
-    body[FLAGS] = 0
-    magic, version, operation, _, _, size, codec, numel, sequence, label = _LAYOUT.unpack(body)
-    if magic != b"cp" or version != _VERSION or header[48:52].tobytes() != struct.pack("<I", zlib.crc32(body)):
+    """The frame that a peer sent, or None if these are not the bytes of a header of this version."""
+    body = _body(header)
+    _, version, operation, _, checked, size, codec, numel, sequence, label, back = _LAYOUT.unpack(body or bytes(56))
+    if version != _VERSION:
         return None
-    (back,) = struct.unpack("<Q", header[56:64].tobytes())
-    return Frame(operation, size, codec.rstrip(b"\0").decode("ascii", "replace"), numel, sequence, label, back)
+    return Frame(operation, size, codec.rstrip(b"\0").decode("ascii", "replace"), numel, sequence, label, back, bool(checked))
+
+
+def _body(header: np.ndarray) -> bytearray | None:
+    """The bytes that the header's own checksum covers, if it does."""
+    body = bytearray(header[:56].tobytes())
+    body[FLAGS] = 0
+    return body if body[:2] == b"cp" and header[56:60].tobytes() == _U32.pack(zlib.crc32(body)) else None
+
+
+def _said(header: np.ndarray) -> str:
+    """In words; empty if nobody has said this."""
+    if frame := unpack(header):
+        return frame.describe()
+    return f"a header of version {header[2]}, which is not {_VERSION}" if _body(header) is not None else ""
 
 
 def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
@@ -92,78 +121,114 @@ def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(size, HEADER)
 
 
-def stamp(wire: torch.Tensor, frame: torch.Tensor, flag: torch.Tensor, *, checksum: bool = False) -> None:
+# ---------------------------------------------------------------- before it leaves
+
+
+def stamp(wire: torch.Tensor, packed: torch.Tensor, flag: torch.Tensor) -> None:
     """Write the header before every row; ``flag`` (uint8[1]) holds the flags: what this rank says of itself."""
-    wire[:, :HEADER] = frame.to(wire.device, non_blocking=True)
+    wire[:, :HEADER] = packed.to(wire.device, non_blocking=True)
     wire[:, FLAGS : FLAGS + 1] = flag
-    if checksum:
-        sums = np.array([[zlib.crc32(row[HEADER:]) or 1] for row in wire.cpu().numpy()], "<u4")
-        wire[:, _PAYLOAD] = torch.from_numpy(sums.view(np.uint8)).to(wire.device)
+    if not packed[_CHECKED]:
+        return
+    host = wire.cpu()
+    for row in rows_in(host):
+        _U32.pack_into(row, _SUM, _sum(row[FLAGS], row[HEADER:]))
+    if wire.device.type != "cpu":
+        wire[:, _SUM:HEADER] = host[:, _SUM:HEADER].to(wire.device)
 
 
-def same(mine: np.ndarray, theirs: np.ndarray) -> bool:
-    one, two = mine.tobytes(), theirs.tobytes()
-    return all(one[part] == two[part] for part in AGREED)
+def stamp_rows(headers: torch.Tensor, payloads: Mapping[int, torch.Tensor]) -> None:
+    """Write the checksum of each rank's payload into its header, if that says so."""
+    host = headers.cpu()
+    rows = rows_in(host)
+    for r, payload in payloads.items():
+        if rows[r][_CHECKED]:
+            _U32.pack_into(rows[r], _SUM, _sum(rows[r][FLAGS], memory_of(payload.cpu())))
+    headers.copy_(host)
+
+
+# ---------------------------------------------------------------- when it has come
+
+
+def same(mine: bytes, theirs: bytes) -> bool:
+    return all(mine[part] == theirs[part] for part in AGREED)
 
 
 def alike(mine: np.ndarray, theirs: np.ndarray) -> bool:
-    """``same``, row by row. Most headers have neither flags nor checksum, and are the same in every byte."""
-    return mine.tobytes() == theirs.tobytes() or all(same(one, two) for one, two in zip(mine, theirs, strict=True))
+    """``same``, row by row."""
+    differ = mine != theirs
+    differ[:, FLAGS] = differ[:, _SUM:] = False
+    return not differ.any()
 
 
-def verify(wire: torch.Tensor, frame: Frame, packed: torch.Tensor, rank: int) -> None:
-    """Raise ``Mismatch`` naming every rank whose message is not the expected one, or whose payload is damaged."""
-    headers, mine = wire[:, :HEADER].cpu().numpy(), packed.numpy()
-    wrong = [(r, row) for r, row in enumerate(headers) if not same(mine, row)]
+def verify(wire: torch.Tensor, frame: Frame, packed: torch.Tensor, transport: Receiver) -> None:
+    """Raise ``Mismatch`` naming every rank whose message is not the expected one, ``Corrupted`` if one changed on the way."""
+    host = (wire if frame.checked else wire[:, :HEADER]).cpu()
+    rows, mine = rows_in(host), packed.numpy().tobytes()
+    wrong = {r: frame for r, row in enumerate(rows) if not same(mine, bytes(row[:HEADER]))}
     if wrong:
-        got = [(r, unpack(row)) for r, row in wrong]
-        peers = "; ".join(f"rank {r} sent {f.describe() if f else 'bytes that are no header'}" for r, f in got)
-        raise Mismatch(
-            f"rank {rank} expected {frame.describe()}, but {peers}. Every rank must use the same codec, options and "
-            "model, and call collectives in the same order.",
-            ranks=tuple(r for r, _ in wrong),
-        )
-    for r, row in enumerate(headers):
-        _check_payload(row, wire[r, HEADER:], frame, r)
+        raise _complaint(
+            transport, wrong, host[:, :HEADER].numpy(),
+            f"{frame.describe()}, but ",
+            "Every rank must use the same codec, options and model, and call collectives in the same order.",
+        )  # fmt: skip
+    if frame.checked:
+        _raise_damaged(transport, {r: frame for r, row in enumerate(rows) if not _whole(row, row[HEADER:])})
 
 
 def verify_rows(
-    headers: torch.Tensor, payloads: Mapping[int, torch.Tensor], wanted: Mapping[int, Frame], packed: torch.Tensor, rank: int
+    headers: torch.Tensor,
+    payloads: Mapping[int, torch.Tensor],
+    wanted: Mapping[int, Frame],
+    packed: torch.Tensor,
+    transport: Receiver,
 ) -> None:
     """As ``verify`` where every peer has a frame of its own."""
-    got, expected = headers.cpu().numpy(), packed.numpy()
-    if got.tobytes() == expected.tobytes():  # no flags, no checksums: what nearly all are
-        return
-    ranks = list(wanted)
+    host = headers.cpu()
+    got, expected, ranks = host.numpy(), packed.numpy(), list(wanted)
     if not alike(expected[ranks], got[ranks]):
-        wrong = [r for r in wanted if not same(expected[r], got[r])]
-        found = {r: unpack(got[r]) for r in wrong}
-        peers = "; ".join(
-            f"rank {r} to send {wanted[r].describe()}, but it sent {f.describe() if f else 'bytes that are no header'}"
-            for r, f in found.items()
-        )
-        raise Mismatch(
-            f"rank {rank} expected {peers}. Two ranks must agree on the bytes they send each other (splits, row shape, "
-            "dtype), on codec and nodes, and call collectives in the same order.",
-            ranks=tuple(wrong),
-        )
-    if got[:, _PAYLOAD].any():
-        for r, frame in wanted.items():
-            _check_payload(got[r], payloads[r], frame, r)
+        raise _complaint(
+            transport, {r: wanted[r] for r in wanted if not same(expected[r].tobytes(), got[r].tobytes())}, got,
+            "", "Two ranks must agree on the bytes they send each other (splits, row shape, dtype), on codec and nodes, and "
+            "call collectives in the same order.",
+        )  # fmt: skip
+    rows = rows_in(host)
+    damaged = {r: f for r, f in wanted.items() if f.checked and not _whole(rows[r], memory_of(payloads[r].cpu()))}
+    _raise_damaged(transport, damaged)
 
 
-def checksums(headers: torch.Tensor, payloads: Mapping[int, torch.Tensor]) -> None:
-    """Write the checksum of each rank's payload into its header."""
-    for r, payload in payloads.items():
-        sums = np.array([zlib.crc32(payload.cpu().numpy().data) or 1], "<u4")
-        headers[r, _PAYLOAD] = torch.from_numpy(sums.view(np.uint8)).to(headers.device)
+def _sum(flags: int, payload: memoryview) -> int:
+    return checksum_of(payload, flags) & 0xFFFFFFFF
 
 
-def _check_payload(header: np.ndarray, payload: torch.Tensor, frame: Frame, rank: int) -> None:
-    (want,) = struct.unpack("<I", header[_PAYLOAD].tobytes())
-    if want and want != (zlib.crc32(payload.cpu().numpy().data) or 1):
-        raise CommunicationError(
-            f"the payload of rank {rank} in {frame.describe()} is damaged: its checksum does not match. "
-            "Memory or network corrupt data; check both before going on.",
-            ranks=(rank,),
-        )
+def _whole(header: memoryview, payload: memoryview) -> bool:
+    return _U32.unpack_from(header, _SUM)[0] == _sum(header[FLAGS], payload)
+
+
+def _complaint(
+    transport: Receiver, wrong: Mapping[int, Frame], headers: np.ndarray, due_of_all: str, advice: str
+) -> CommunicationError:
+    """Headers that can be read are of ranks that do something else; others came damaged, and only we know of it."""
+    got = {r: _said(headers[r]) for r in wrong}
+    due = {r: "" if due_of_all else f" to send {frame.describe()}, but it" for r, frame in wrong.items()}
+    peers = "; ".join(f"rank {r}{due[r]} sent {said or _NOISE}" for r, said in got.items())
+    text = f"rank {transport.rank} expected {due_of_all}{peers}."
+    damaged = tuple(r for r, said in got.items() if not said)
+    if not damaged:
+        return Mismatch(f"{text} {advice}", ranks=tuple(wrong))
+    error = Corrupted(f"{text} {_CHECK}", ranks=damaged)
+    transport.abandon(str(error))
+    return error
+
+
+def _raise_damaged(transport: Receiver, damaged: Mapping[int, Frame]) -> None:
+    if not damaged:
+        return
+    what = "; ".join(f"the payload of rank {r} in {frame.describe()} is damaged" for r, frame in damaged.items())
+    error = Corrupted(f"rank {transport.rank}: {what}: its checksum does not match. {_CHECK}", ranks=tuple(damaged))
+    transport.abandon(str(error))
+    raise error
+
+
+_NOISE = "bytes that are no header"
+_CHECK = "Memory or network corrupt data; check both before going on."

@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,7 +37,7 @@ class Loopback:
 
 
 class LoopbackTransport:
-    ordered = False
+    ordered, checks = False, True
 
     def __init__(self, switch: Loopback, rank: int) -> None:
         self.switch, self.rank, self.size = switch, rank, switch.size
@@ -58,6 +58,9 @@ class LoopbackTransport:
             if sent[key] and received[key]:  # now and not in wait: who goes on may use its rows for something else
                 received[key].popleft().deliver(sent[key].popleft())
         return work
+
+    def abandon(self, reason: str) -> None:
+        """All ranks are of one process: nobody needs to be told."""
 
     def subset(self, ranks: Sequence[int]) -> "LoopbackTransport | None":
         members = tuple(sorted(ranks))
@@ -84,7 +87,7 @@ class _Delivery:
         sender.kept.discard(me)
         header = sender.inp.headers[me]
         self.out.headers[r] = header
-        if same(self.wanted[r].numpy(), header.numpy()):
+        if same(self.wanted[r].numpy().tobytes(), header.numpy().tobytes()):
             self.out.payloads[r].copy_(sender.inp.payloads[me])
 
 
@@ -118,6 +121,10 @@ def simulate(ranks: Sequence[Steps[T]]) -> list[T]:
 # ---------------------------------------------------------------- wrappers
 
 
+def _stand_for(wrapper: Any, inner: Transport) -> None:
+    wrapper.rank, wrapper.size, wrapper.ordered, wrapper.checks = inner.rank, inner.size, inner.ordered, inner.checks
+
+
 @dataclass
 class Recorded:
     """Counts what leaves this rank: messages and bytes, headers included, own row not."""
@@ -130,7 +137,10 @@ class Recorded:
     bytes_to: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.rank, self.size, self.ordered = self.inner.rank, self.inner.size, self.inner.ordered
+        _stand_for(self, self.inner)
+
+    def abandon(self, reason: str) -> None:
+        self.inner.abandon(reason)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._count("all_to_all", dict.fromkeys(range(self.size), inp.shape[1]))
@@ -159,7 +169,10 @@ class Faulty:
 
     def __init__(self, inner: Transport, *, after: int, fault: Callable[[torch.Tensor], object] | Exception) -> None:
         self.inner, self.left, self.fault = inner, after, fault
-        self.rank, self.size, self.ordered = inner.rank, inner.size, inner.ordered
+        _stand_for(self, inner)
+
+    def abandon(self, reason: str) -> None:
+        self.inner.abandon(reason)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._maybe(inp)
@@ -189,7 +202,10 @@ class Timed:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.rank, self.size, self.ordered = self.inner.rank, self.inner.size, self.inner.ordered
+        _stand_for(self, self.inner)
+
+    def abandon(self, reason: str) -> None:
+        self.inner.abandon(reason)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         return _TimedWork(self, self.inner.all_to_all(out, inp, tag))

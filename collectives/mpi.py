@@ -68,7 +68,7 @@ class MpiTransport:
     ever. So once a peer has failed, the end of the process aborts the MPI job.
     """
 
-    ordered = True
+    ordered, checks = True, True
 
     def __init__(self, comm: Any = None, *, timeout: timedelta, cuda_aware: bool | None = None) -> None:
         self.mpi = mpi()
@@ -77,6 +77,7 @@ class MpiTransport:
         self.timeout = timeout
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.failure: str | None = None
+        self._aborts = False  # at the end of the process
         self._cuda_aware, self._staged = cuda_aware, Staged(self)
         self._tags = self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB) - _PLAIN  # far more than _PLAIN in every MPI
         self._kept: list[Any] = []  # requests and buffers of operations that did not end
@@ -161,10 +162,15 @@ class MpiTransport:
 
     def fail(self, message: str, ranks: tuple[int, ...], kept: Any) -> PeerFailure:
         self._kept.append(kept)
-        if self.failure is None:
-            atexit.register(self.mpi.COMM_WORLD.Abort, 1)
-        self.failure = message
+        self.abandon(message)
         return PeerFailure(message, ranks=ranks)
+
+    def abandon(self, reason: str) -> None:
+        """Note: MPI has no word for the peers. They know when this process ends, and the job with it, or their time is over."""
+        if not self._aborts:
+            self._aborts = True
+            atexit.register(self.mpi.COMM_WORLD.Abort, 1)
+        self.failure = reason
 
     def broken(self, error: Any) -> PeerFailure:
         """What MPI reports; whom it knows to have failed it says only with fault tolerance switched on."""
@@ -233,7 +239,7 @@ class _Exchange:
         if not transport.finish(list(self.headers.values()), deadline):
             self._fail()
         for r in self.headers:
-            if not same(self.wanted[r], self.out.headers[r].cpu().numpy()):  # type: ignore[index]
+            if not same(self.wanted[r].tobytes(), self.out.headers[r].cpu().numpy().tobytes()):  # type: ignore[index]
                 self.differ = True
                 if r in self.payloads:
                     self.payloads[r].Cancel()  # it would be left behind
@@ -287,6 +293,13 @@ class Staged:
     @property
     def ordered(self) -> bool:
         return self.inner.ordered
+
+    @property
+    def checks(self) -> bool:
+        return self.inner.checks
+
+    def abandon(self, reason: str) -> None:
+        self.inner.abandon(reason)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         host = self._take(out)

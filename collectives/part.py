@@ -23,6 +23,10 @@ class Part:
     def __init__(self, inner: Transport, members: Sequence[int]) -> None:
         self.inner, self.members = inner, members
         self.rank, self.size, self.ordered = members.index(inner.rank), len(members), inner.ordered
+        self.checks = inner.checks
+
+    def abandon(self, reason: str) -> None:
+        self.inner.abandon(reason)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         return self.exchange(rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)

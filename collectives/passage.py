@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from commpress.collectives.frame import Frame, checksums, pack_rows, verify_rows
+from commpress.collectives.frame import Frame, pack_rows, stamp_rows, verify_rows
 from commpress.collectives.routes import Copy, Hop, Plan, Share, Span
 from commpress.collectives.rows import Rows
 from commpress.collectives.transport import Transport
@@ -56,7 +56,7 @@ class Passage:
     what: Frame
     transport: Transport
     scratch: Scratch
-    checksum: bool = False
+    checksum: bool = False  # although the transport does not check by itself
 
     def walk(self, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> Steps[None]:
         held = self.scratch.take(plan.held, inp.device)
@@ -74,19 +74,25 @@ class Passage:
         expected = pack_rows(wanted, size)
         same = hop.said == hop.due
         headers = (expected.clone() if same else pack_rows(self._frames(hop.said, hop.operation, frames), size)).to(device)
-        if self.checksum:
-            checksums(headers, outgoing)
+        if self.checked:
+            stamp_rows(headers, outgoing)
         answers = torch.zeros_like(headers)
         tag = 2 * self.what.sequence + hop.lane
         yield self.transport.exchange(Rows(answers, incoming), Rows(headers, outgoing), expected.to(device), tag)
-        verify_rows(answers, incoming, wanted, expected, self.transport.rank)
+        verify_rows(answers, incoming, wanted, expected, self.transport)
         _copy(hop.after, buffers)
+
+    @property
+    def checked(self) -> bool:
+        return self.transport.checks or self.checksum
 
     def _frames(self, shares: Mapping[int, Share], operation: int, made: dict[Share, Frame]) -> dict[int, Frame]:
         """The label tells how the blocks of a message divide its bytes."""
         for share in set(shares.values()) - made.keys():
             divided = zlib.crc32(share.divided, self.what.label)
-            made[share] = self.what._replace(operation=operation, numel=share.numel, label=divided, back=share.back)
+            made[share] = self.what._replace(
+                operation=operation, numel=share.numel, label=divided, back=share.back, checked=self.checked
+            )
         return {r: made[share] for r, share in shares.items()}
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from commpress.collectives.frame import ALL_GATHER, HEADER, Frame, stamp, verify
+from commpress.collectives.allreduce import Workspace, exchange
+from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
 from commpress.collectives.transport import Transport
 from commpress.work import Steps
 
@@ -19,8 +20,6 @@ def gathered(
     payload = torch.tensor(list(values), dtype=torch.float64).view(torch.uint8)
     mine[0, HEADER:] = payload.to(device)
     frame = Frame(ALL_GATHER, transport.size, "scalars", len(values), sequence)
-    packed = frame.pack()
-    stamp(mine, packed, torch.zeros(1, dtype=torch.uint8, device=device))
-    yield transport.all_gather(every, mine, 2 * sequence + 1)
-    verify(every, frame, packed, transport.rank)
+    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+    yield from exchange(transport.all_gather, every, mine, frame, flag, transport, Workspace())
     return every[:, HEADER:].cpu().contiguous().view(torch.float64).numpy().copy()

@@ -7,7 +7,6 @@ Note: why not through Gloo. Its messages wait for a word from the receiver, its 
 processes end where a message is longer than its receive. Measured in docs/transports.md.
 """
 
-import ctypes
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,10 @@ import torch
 from commpress.collectives.engine import Engine
 from commpress.collectives.frame import HEADER
 from commpress.collectives.meeting import Meeting
+from commpress.collectives.memory import memory_of, rows_in
 from commpress.collectives.rows import Rows
 from commpress.collectives.under_way import Exchange, Parts
-from commpress.errors import CommunicationError, InvalidArgument
+from commpress.errors import CommunicationError
 from commpress.work import Work
 
 _PLACE = 160  # bytes in which a rank says where it is
@@ -29,7 +29,7 @@ _PLACE = 160  # bytes in which a rank says where it is
 class SocketTransport:
     """Among all ranks of a mesh, or some of them, ascending."""
 
-    ordered = False
+    ordered, checks = False, True
 
     def __init__(self, mesh: "Mesh", *, timeout: timedelta, members: Sequence[int] = ()) -> None:
         self.mesh, self.timeout = mesh, timeout
@@ -38,7 +38,7 @@ class SocketTransport:
         self.failure: str | None = None
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        wanted = dict.fromkeys(range(self.size), bytes(_rows(inp)[self.rank][:HEADER]))
+        wanted = dict.fromkeys(range(self.size), bytes(rows_in(inp)[self.rank][:HEADER]))
         theirs, ours = _parts(out), _parts(inp)
         out[self.rank] = inp[self.rank]
         return self._post(theirs, ours, wanted, tag, (out, inp))
@@ -49,7 +49,7 @@ class SocketTransport:
         return self._post(_parts(out), dict.fromkeys(range(self.size), ours), None, tag, (out, inp))
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        rows = _rows(wanted)
+        rows = rows_in(wanted)
         expected = {r: bytes(rows[r]) for r in out.payloads}
         if self.rank in inp.payloads:
             out.payloads[self.rank].copy_(inp.payloads[self.rank])
@@ -61,6 +61,10 @@ class SocketTransport:
             return None
         members = sorted(self.members[r] for r in ranks)
         return SocketTransport(self.mesh, timeout=self.timeout, members=members)
+
+    def abandon(self, reason: str) -> None:
+        self.failure = reason
+        self.mesh.engine.abandon(reason)
 
     def peer(self, rank: int) -> str:
         """How messages name a rank: its number here, and globally where that differs."""
@@ -99,29 +103,11 @@ class Mesh:
         weakref.finalize(self, self.engine.close)
 
 
-# ---------------------------------------------------------------- memory
-
-def _memory(address: int, count: int) -> memoryview:
-    """Note: not by way of NumPy, after which torch refuses to resize the tensor's memory, as FSDP does."""
-    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
-
-
-def _rows(wire: torch.Tensor) -> list[memoryview]:
-    """The rows of uint8[n, row], whose elements are contiguous."""
-    if wire.device.type != "cpu":
-        raise InvalidArgument(f"a Gloo group sends host memory, but rows are on {wire.device}: use a group of NCCL for them")
-    (count, width), step = wire.shape, wire.stride(0)
-    if not count:
-        return []
-    memory = _memory(wire.data_ptr(), (count - 1) * step + width)
-    return [memory[r * step : r * step + width] for r in range(count)]
-
-
 def _parts(wire: torch.Tensor) -> dict[int, Parts]:
-    return {r: (row,) for r, row in enumerate(_rows(wire))}
+    return {r: (row,) for r, row in enumerate(rows_in(wire))}
 
 
 def _apart(rows: Rows, rank: int) -> dict[int, Parts]:
     """What peers send or get."""
-    headers = _rows(rows.headers)
-    return {r: (headers[r], _memory(p.data_ptr(), p.numel())) for r, p in rows.payloads.items() if r != rank}
+    headers = rows_in(rows.headers)
+    return {r: (headers[r], memory_of(p)) for r, p in rows.payloads.items() if r != rank}

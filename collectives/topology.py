@@ -16,7 +16,8 @@ from typing import NamedTuple
 import msgpack
 import torch
 
-from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame, stamp, verify
+from commpress.collectives.allreduce import Workspace, exchange
+from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.transport import Transport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch
 from commpress.work import Steps
@@ -181,10 +182,8 @@ def agree(
     wire = torch.zeros(size, HEADER + PLACE, dtype=torch.uint8, device=device)
     wire[:, HEADER:] = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8).to(device)
     frame, out = Frame(ALL_TO_ALL, size, "topology", 0, sequence), torch.zeros_like(wire)
-    packed = frame.pack()
-    stamp(wire, packed, torch.zeros(1, dtype=torch.uint8, device=device), checksum=True)
-    yield transport.all_to_all(out, wire, 2 * sequence)
-    verify(out, frame, packed, transport.rank)
+    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+    yield from exchange(transport.all_to_all, out, wire, frame, flag, transport, Workspace(checksum=True))
     places = [Place.unpack(row.tobytes()) for row in out[:, HEADER:].cpu().numpy()]
     return topology_of(places, topology)
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
+from commpress.collectives.connections import Connections, connections_of
 from commpress.collectives.frame import HEADER, alike, same, unpack
 from commpress.collectives.outliving import outlive
 from commpress.collectives.rows import Rows, rows_of
@@ -43,6 +44,10 @@ class Transport(Protocol):
     rank: int
     size: int
     ordered: bool  # collectives must be issued in the same order on every rank
+    checks: bool  # payloads bear a checksum without being asked: they lie in host memory, where that costs little
+
+    def abandon(self, reason: str) -> None:
+        """Use it no more, and let the peers know, as far as that is possible: what came is damaged, or this rank gives up."""
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         """out[r] := the row that rank r holds for this rank."""
@@ -83,12 +88,15 @@ class TorchTransport:
         timeout: timedelta,
         point_to_point: bool | None = None,
         members: Sequence[int] = (),  # of the group, ascending, if not all: possible where messages go point to point
+        connections: Connections | None = None,  # of the group, to be cut when it is of no more use
     ) -> None:
         self.group, self.timeout = group, timeout
         self.members = tuple(members or range(group.size()))
         self.rank, self.size = self.members.index(group.rank()), len(self.members)
         self.point_to_point = plainly_gloo(group) if point_to_point is None else point_to_point
         self.ordered = not self.point_to_point
+        self.checks = self.point_to_point or checks_asked()
+        self._connections = connections
         self.failure: str | None = None
         self._kept: list[Any] = []  # buffers of operations that a disagreement left unfinished
         self.small = max(min(SMALL, PARCEL // self.size), SMALLEST)
@@ -122,7 +130,9 @@ class TorchTransport:
         among = self.rank in ranks
         members = sorted(self.members[r] for r in ranks)
         if self.point_to_point:
-            return TorchTransport(self.group, timeout=self.timeout, members=members) if among else None
+            if not among:
+                return None
+            return TorchTransport(self.group, timeout=self.timeout, members=members, connections=self._connections)
         world = [dist.get_global_rank(self.group, m) for m in (members if among else [self.members[self.rank]])]
         backend = dist.get_backend(self.group)
         group = dist.new_group(world, timeout=self.timeout, backend=backend, use_local_synchronization=True)
@@ -153,6 +163,12 @@ class TorchTransport:
         self.failure = message
         return PeerFailure(message, ranks=ranks)
 
+    def abandon(self, reason: str) -> None:
+        """Note: Gloo's connections are cut, so that peers know at once; NCCL's ranks know when their time is over."""
+        self.failure = reason
+        if self._connections is not None:
+            self._connections.cut()
+
     def _usable(self) -> None:
         if self.failure:
             raise CommunicationError(
@@ -174,7 +190,7 @@ class TorchTransport:
         different = tuple(
             r
             for r, row in enumerate(rows)
-            if not (same(rows[self.rank], row) and (row[HEADER:] == rows[self.rank, HEADER:]).all())
+            if not (same(rows[self.rank].tobytes(), row.tobytes()) and (row[HEADER:] == rows[self.rank, HEADER:]).all())
         )
         if different:
             peers = "; ".join(f"{self.peer(r)} sends {_row(rows[r])}" for r in different)
@@ -213,7 +229,8 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     backend = plain_backend(dist.get_backend(process_group))
     make = partial(dist.new_group, ranks, timeout=patience, backend=backend, use_local_synchronization=True)
-    return TorchTransport(yielding(make), timeout=patience)
+    group, connections = connections_of(partial(yielding, make), len(ranks) - 1)
+    return TorchTransport(group, timeout=patience, connections=connections)
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
@@ -369,7 +386,7 @@ class _Batches:
     def wait(self) -> None:
         self._wait_all(self.headers)
         got, wanted = self.out.headers.cpu().numpy(), self.wanted.cpu().numpy()
-        if not all(same(wanted[r], got[r]) for r in self.froms):
+        if not alike(wanted[self.froms], got[self.froms]):
             self.transport.failure = "the ranks disagreed and left messages behind."
             return
         payloads = {r: self.out.payloads[r] for r in self.froms}, {r: self.inp.payloads[r] for r in self.tos}
@@ -404,6 +421,14 @@ def own_connections() -> bool:
     if chosen not in ("sockets", "gloo"):
         raise InvalidArgument(f"COMMPRESS_TRANSPORT is {chosen!r}, expected sockets or gloo; the same on every rank")
     return chosen == "sockets"
+
+
+def checks_asked() -> bool:
+    """Whether NCCL's payloads bear checksums too, of which the host takes a copy; the same on every rank."""
+    asked = os.environ.get("COMMPRESS_CHECKSUM", "0")
+    if asked not in ("0", "1"):
+        raise InvalidArgument(f"COMMPRESS_CHECKSUM is {asked!r}, expected 0 or 1; the same on every rank")
+    return asked == "1"
 
 
 def plain_backend(name: str) -> str:

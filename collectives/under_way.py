@@ -6,13 +6,19 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
-import numpy as np
-
+from commpress.checksum import checksum_of
 from commpress.collectives.frame import HEADER, same
-from commpress.errors import CommunicationError, PeerFailure
+from commpress.collectives.memory import LONGEST
+from commpress.errors import CommunicationError, Corrupted, PeerFailure
 
-ENVELOPE = struct.Struct("<QQ")  # tag, bytes of the payload
-HEAD = ENVELOPE.size + HEADER
+_LENGTHS = struct.Struct("<QQ")  # tag, bytes of the payload
+_SUM = struct.Struct("<Q")  # checksum of both and of the header
+ENVELOPE = _LENGTHS.size + _SUM.size
+HEAD = ENVELOPE + HEADER
+LAST_WORDS = 2**64 - 1  # the tag of a message in which a rank says why it gives up
+LOUDEST = 4096  # bytes of them
+HUNG_UP = "closed its connection: it died, left or gave up waiting"
+DAMAGED = "sent an envelope that came damaged: memory or network corrupt data; check both before going on"
 
 Parts = tuple[memoryview, ...]  # a header and a payload, or both in one
 
@@ -32,6 +38,23 @@ class Party(Protocol):
     def drive(self, exchange: "Exchange") -> None:
         """Until it is over or the time is."""
 
+    def abandon(self, reason: str) -> None:
+        """Use it no more, and tell the peers why."""
+
+
+def envelope(tag: int, length: int, header: bytes) -> bytes:
+    """What goes before a header."""
+    lengths = _LENGTHS.pack(tag, length)
+    return lengths + _SUM.pack(checksum_of(lengths + header))
+
+
+def opened(head: memoryview) -> tuple[int, int, bytes] | None:
+    """Tag, bytes of the payload and header; None if they are not what was sent, or more than can be."""
+    lengths, (told,), header = bytes(head[: _LENGTHS.size]), _SUM.unpack(head[_LENGTHS.size : ENVELOPE]), bytes(head[ENVELOPE:])
+    tag, length = _LENGTHS.unpack(lengths)
+    limit = LOUDEST if tag == LAST_WORDS else LONGEST
+    return (tag, length, header) if checksum_of(lengths + header) == told and length <= limit else None
+
 
 @dataclass(eq=False)
 class Exchange:
@@ -45,13 +68,14 @@ class Exchange:
     untold: set[int] = field(default_factory=set)  # ranks to which our header has not gone
     receiving: set[int] = field(default_factory=set)
     sending: set[int] = field(default_factory=set)
-    closed: set[int] = field(default_factory=set)  # ranks that hung up before the end
+    closed: dict[int, str] = field(default_factory=dict)  # ranks that hung up before the end, and how
     differ: bool = False  # a header is not the one that is due
+    given_up: str = ""  # some rank of the mesh uses these connections no more: why
     broken: str = ""  # a payload is not as long as its header says
 
     @property
     def over(self) -> bool:
-        if self.closed or self.broken:
+        if self.closed or self.broken or self.given_up:
             return True
         if self.differ:
             return not self.unheard and not self.untold
@@ -62,30 +86,35 @@ class Exchange:
         transport = self.transport
         transport.drive(self)
         if self.broken:
-            transport.failure = self.broken
+            transport.abandon(f"rank {transport.rank}: {self.broken}.")
             raise CommunicationError(f"rank {transport.rank}: {self.broken}")
         if self.differ and self.wanted:
             for r, header in self.unheard.items():
                 header[:HEADER] = self.wanted[r]  # not to blame
             transport.failure = "the ranks disagreed and left messages behind."
-        elif not self.over or self.closed:
+        elif not self.over or self.closed or (self.given_up and (self.receiving or self.sending)):
             raise self._failure()
 
-    def _failure(self) -> PeerFailure:
+    def _failure(self) -> CommunicationError:
         """Name the ranks at fault.
 
         Note: closed or silent. Whoever has waited in vain may end before we do, and looks dead then. So a connection that
         closes late does not excuse ranks that sent nothing all the time; one that closes early was a death.
         """
-        seconds, transport = time.monotonic() - self.posted, self.transport
-        late = seconds >= transport.timeout.total_seconds() / 2
-        silent = sorted(self.receiving - self.closed) if late or not self.closed else []
-        deaf = sorted(self.sending - self.closed) if not self.closed and not silent else []
+        seconds, transport, closed = time.monotonic() - self.posted, self.transport, self.closed.keys()
+        damaged = sorted(r for r, how in self.closed.items() if how == DAMAGED)
+        told = damaged or sorted(r for r, how in self.closed.items() if how != HUNG_UP)
+        late = seconds >= transport.timeout.total_seconds() / 2 and not told
+        silent = sorted(self.receiving - closed) if late or not closed else []
+        deaf = sorted(self.sending - closed) if not closed and not silent else []
         says = [f"{transport.peer(r)} was silent for {seconds:.1f} s" for r in silent]
         says += [f"{transport.peer(r)} took nothing for {seconds:.1f} s" for r in deaf]
-        says += [f"{transport.peer(r)} closed its connection: it died, left or gave up waiting" for r in sorted(self.closed)]
+        says += [f"{transport.peer(r)} {self.closed[r]}" for r in sorted(closed)]
+        if self.given_up and not closed:
+            silent, deaf, says = [], [], [self.given_up.rstrip(".")]
         transport.failure = f"rank {transport.rank}: " + "; ".join(says) + "."
-        return PeerFailure(transport.failure, ranks=tuple(silent or deaf or sorted(self.closed)))
+        kind = Corrupted if damaged or (DAMAGED in self.given_up and "gave up" not in self.given_up) else PeerFailure
+        return kind(transport.failure, ranks=tuple(told or silent or deaf or sorted(closed)))
 
 
 @dataclass(eq=False)
@@ -102,7 +131,7 @@ class Receipt:
         self.parts[0][:HEADER] = header
         exchange.unheard.pop(self.rank, None)
         wanted = exchange.wanted and exchange.wanted[self.rank]
-        if wanted and wanted != header and not same(np.frombuffer(wanted, np.uint8), np.frombuffer(header, np.uint8)):
+        if wanted and not same(wanted, header):
             exchange.differ = True
             return False
         if message.length != len(self.payload):
@@ -122,6 +151,7 @@ class Message:
         self.header, self.length, self.at = header, length, 0
         self.memory: memoryview | None = None
         self.receipt: Receipt | None = None
+        self.last_words = False
 
     def meet(self, receipt: Receipt) -> None:
         if not receipt.fit(self):
@@ -141,23 +171,24 @@ class Message:
 
 
 class Sending:
-    """One that goes."""
+    """One that goes. Last words belong to no exchange."""
 
-    def __init__(self, exchange: Exchange, rank: int, parts: Parts, tag: int) -> None:
+    def __init__(self, exchange: Exchange | None, rank: int, parts: Parts, tag: int) -> None:
         self.exchange, self.rank = exchange, rank
         length = sum(map(len, parts)) - HEADER
-        self.left: list[memoryview | bytes] = [ENVELOPE.pack(tag, length), *parts]
+        self.left: list[memoryview | bytes] = [envelope(tag, length, bytes(parts[0][:HEADER])), *parts]
         self.head = HEAD
 
     def advance(self, count: int) -> bool:
         """Whether all of it is gone."""
         self.head -= count
-        if self.head <= 0:
+        if self.head <= 0 and self.exchange is not None:
             self.exchange.untold.discard(self.rank)
         while self.left and count >= len(self.left[0]):
             count -= len(self.left.pop(0))
         if self.left:
             self.left[0] = memoryview(self.left[0])[count:]
             return False
-        self.exchange.sending.discard(self.rank)
+        if self.exchange is not None:
+            self.exchange.sending.discard(self.rank)
         return True

@@ -7,6 +7,7 @@ CommpressError
 ├── NonFiniteGradient   a rank produced NaN or infinity and the policy is "raise" (also an ArithmeticError)
 ├── CommunicationError  the ranks could not finish a collective                   (also a RuntimeError)
 │   ├── Mismatch        a peer is doing something else: codec, size or order differ
+│   ├── Corrupted       bytes changed between a peer and this rank
 │   └── PeerFailure     a peer died or stayed silent beyond the timeout
 └── StorageError        a tiered store could not do what was asked                (also a RuntimeError)
     ├── Damaged         committed bytes are missing or do not match their checksum
@@ -49,6 +50,10 @@ class CommunicationError(CommpressError, RuntimeError):
 
 class Mismatch(CommunicationError):
     """A peer is doing something else: codec, options, size or order differ."""
+
+
+class Corrupted(CommunicationError):
+    """Bytes changed between a peer and this rank. No residual and no parameter was changed by them."""
 
 
 class PeerFailure(CommunicationError):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commpress.collectives.connections import Connections, connections_of
 from commpress.collectives.mpi import MpiTransport
 from commpress.collectives.outliving import outlive
 from commpress.collectives.sockets import Mesh, SocketTransport
 from commpress.collectives.threads import yielding
 from commpress.collectives.transport import TorchTransport, Transport, own_connections
-from commpress.integrations.connections import Connections, connections_of
 from commpress.integrations.mpi_group import MpiGroup
 from commpress.integrations.verdicts import grace_of
 from commpress.torch_private import abort, begin_sequence, refusing_backend
@@ -93,8 +93,9 @@ def private_transport(inner: Any, store: dist.Store, rank: int, size: int, timeo
         return MpiTransport(inner.communicator, timeout=timeout)
 
     if not own_connections():
-        gloo: Any = yielding(partial(dist.ProcessGroupGloo, store, rank, size, timeout=timeout))
-        return _PrivateTransport(gloo, timeout=timeout, point_to_point=True)
+        make: Callable[..., Any] = partial(dist.ProcessGroupGloo, store, rank, size, timeout=timeout)
+        gloo, connections = connections_of(partial(yielding, make), size - 1)
+        return _PrivateTransport(gloo, timeout=timeout, point_to_point=True, connections=connections)
 
     def tell(here: bytes) -> list[bytes]:
         store.set(f"place/{rank}", here.decode())

@@ -167,6 +167,36 @@ MUTANTS = [
         "an exact step of 0/1 Adam divides by the bare root", "commpress/optim/zero_one_adam.py",
         "if self.windows.updates == self.steps_done:\n            super().exact",
         "if True:\n            super().exact", "tests/test_zero_one_adam.py tests/test_lanes.py",
+        "any token is let in at the meeting", "collectives/meeting.py",
+        "if secrets.compare_digest(token, self.token):", "if True:", "tests/test_meeting.py",
+    ),
+    Mutant(
+        "strangers wait without limit", "collectives/meeting.py",
+        "if len(self._visitors) >= self._room:", "if False:", "tests/test_meeting.py",
+    ),
+    Mutant(
+        "a payload shorter than due is taken", "collectives/under_way.py",
+        "if message.length != len(self.payload):", "if message.length > len(self.payload):", "tests/test_sockets.py",
+    ),
+    Mutant(
+        "the version of a header is not looked at", "collectives/frame.py",
+        "    if version != _VERSION:\n        return None\n", "", "tests/test_frame.py",
+    ),
+    Mutant(
+        "payloads are not checked", "collectives/frame.py",
+        "    if frame.checked:\n        _raise_damaged", "    if False:\n        _raise_damaged", "tests/test_frame.py",
+    ),
+    Mutant(
+        "flags are left out of the checksum", "collectives/frame.py",
+        "checksum_of(payload, flags)", "checksum_of(payload, 0)", "tests/test_frame.py",
+    ),
+    Mutant(
+        "lengths from the wire are taken as they come", "collectives/under_way.py",
+        "== told and length <= limit else None", "== told else None", "tests/test_sockets.py",
+    ),
+    Mutant(
+        "a child keeps its parent's connections", "collectives/forks.py",
+        "        owner.forked()", "        pass", "tests/test_meeting.py",
     ),
 ]  # fmt: skip
 

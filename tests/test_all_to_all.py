@@ -295,7 +295,7 @@ def test_blocks_divided_otherwise_are_noticed_although_the_sum_is_right():
 @pytest.mark.parametrize("way", [Way(checksum=True), Way([[0, 1], [2]], checksum=True)], ids=["flat", "nodes"])
 def test_damage_is_noticed(way):
     transports = Loopback(3).transports()
-    faulty = [Faulty(t, after=0, fault=lambda h: h[:, 52].bitwise_xor_(1)) if t.rank == 1 else t for t in transports]
+    faulty = [Faulty(t, after=0, fault=lambda h: h[:, 60].bitwise_xor_(1)) if t.rank == 1 else t for t in transports]
     with pytest.raises(CommunicationError, match=r"the payload of rank 1 .* is damaged"):
         simulated(splits_of(3, 7) + 1, 4, way, transports=faulty)
     simulated(splits_of(3, 7) + 1, 4, way)

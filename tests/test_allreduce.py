@@ -270,7 +270,7 @@ class Tapped:
 
     def __init__(self, inner, sent) -> None:
         self.inner, self.sent = inner, sent
-        self.rank, self.size, self.ordered = inner.rank, inner.size, inner.ordered
+        self.rank, self.size, self.ordered, self.checks = inner.rank, inner.size, inner.ordered, inner.checks
 
     def all_to_all(self, out, inp, tag):
         self.sent.append(inp.clone())

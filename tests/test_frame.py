@@ -5,6 +5,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,17 +14,22 @@ from commpress.collectives.frame import (
     ALL_GATHER,
     ALL_TO_ALL,
     FLAGS,
+    FLAT,
     HEADER,
     NOT_FINITE,
     Frame,
+    pack_rows,
     same,
     stamp,
+    stamp_rows,
     unpack,
     verify,
+    verify_rows,
 )
-from commpress.errors import CommunicationError, Mismatch
+from commpress.errors import Corrupted, Mismatch
 
-FRAME = Frame(ALL_TO_ALL, 4, "sign/l1/2048", 1000, 7, 0x89ABCDEF)
+FRAME = Frame(ALL_TO_ALL, 4, "sign/l1/2048", 1000, 7, 0x89ABCDEF, checked=True)
+UNCHECKED = FRAME._replace(checked=False)
 PAYLOAD = 40
 
 frames = st.builds(
@@ -35,27 +41,54 @@ frames = st.builds(
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**64 - 1),
+    st.booleans(),
 )
 
 
-def wire(frame: Frame = FRAME, rows: int = 4, *, flag: int = 0, checksum: bool = False) -> torch.Tensor:
+class Me:
+    """The receiving transport."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.reason = rank, ""
+
+    def abandon(self, reason: str) -> None:
+        self.reason = reason
+
+
+def wire(frame: Frame = FRAME, rows: int = 4, *, flag: int = 0) -> torch.Tensor:
     """What arrives when every rank sends ``frame`` before a payload of its own."""
     made = torch.arange(rows * (HEADER + PAYLOAD), dtype=torch.uint8).view(rows, -1)
-    stamp(made, frame.pack(), torch.tensor([flag], dtype=torch.uint8), checksum=checksum)
+    stamp(made, frame.pack(), torch.tensor([flag], dtype=torch.uint8))
     return made
+
+
+def check(arrived: torch.Tensor, frame: Frame = FRAME, rank: int = 0) -> None:
+    """``verify``; peers are told of damage, and only of damage."""
+    me, expected = Me(rank), ""
+    try:
+        verify(arrived, frame, frame.pack(), me)
+    except Corrupted as error:
+        expected = str(error)
+        raise
+    finally:
+        assert me.reason == expected
 
 
 def test_golden_bytes():
     """A layout change breaks jobs whose ranks run different versions: it must change the version number, too."""
     body = bytes.fromhex(
-        "6370 01 01 00 00 0400"  # magic, version, operation, flags, zero, world size
+        "6370 02 01 00 01 0400"  # magic, version, operation, flags, with a checksum, world size
         "7369676e2f6c312f32303438 000000000000000000000000"  # sign/l1/2048
         "e803000000000000 07000000 efcdab89"  # elements, sequence number, label
+        "0000000000000000"  # bytes that go the other way
     )
-    assert len(body) == 48
+    assert len(body) == 56
     packed = FRAME.pack().numpy().tobytes()
-    assert packed == body + zlib.crc32(body).to_bytes(4, "little") + bytes(12)
-    assert packed[48:52].hex() == "a328a72d"
+    assert packed == body + zlib.crc32(body).to_bytes(4, "little") + bytes(4)
+    (row,) = wire(rows=1, flag=1).numpy()
+    assert row[60:64].tobytes() == (xxhash.xxh3_64_intdigest(bytes(range(64, 104)), 1) & 0xFFFFFFFF).to_bytes(
+        4, "little"
+    )
 
 
 @given(frames)
@@ -67,7 +100,7 @@ def test_a_header_says_what_was_packed(frame):
 
 @given(frames, frames)
 def test_headers_are_the_same_exactly_when_frames_are_equal(one, two):
-    assert same(one.pack().numpy(), two.pack().numpy()) == (one == two)
+    assert same(one.bytes(), two.bytes()) == (one == two)
 
 
 @pytest.mark.parametrize(
@@ -79,37 +112,78 @@ def test_headers_are_the_same_exactly_when_frames_are_equal(one, two):
         Frame(ALL_TO_ALL, 4, "sign/l1/2048", 1001, 7, 0x89ABCDEF),
         Frame(ALL_TO_ALL, 4, "sign/l1/2048", 1000, 8, 0x89ABCDEF),
         Frame(ALL_TO_ALL, 4, "sign/l1/2048", 1000, 7, 0x89ABCDEE),
+        Frame(ALL_TO_ALL, 4, "sign/l1/2048", 1000, 7, 0x89ABCDEF, 1),
+        UNCHECKED,
     ],
-    ids=["operation", "size", "codec", "numel", "sequence", "label"],
+    ids=["operation", "size", "codec", "numel", "sequence", "label", "back", "checked"],
 )
 def test_a_difference_names_rank_operation_expected_and_got(other):
     arrived = wire()
     arrived[2, :HEADER] = other.pack()
     with pytest.raises(Mismatch) as caught:
-        verify(arrived, FRAME, FRAME.pack(), 1)
+        check(arrived, rank=1)
     message = str(caught.value)
     assert message.startswith(f"rank 1 expected {FRAME.describe()}, but rank 2 sent {other.describe()}")
     assert "same codec, options and model" in message
     assert caught.value.ranks == (2,)
 
 
-@settings(max_examples=300)
-@given(at=st.integers(0, 51).filter(lambda i: i != FLAGS), bit=st.integers(0, 7), rank=st.integers(0, 3))
-def test_any_flipped_agreed_bit_is_detected(at, bit, rank):
-    arrived = wire()
+@settings(max_examples=500)
+@given(at=st.integers(0, HEADER + PAYLOAD - 1), bit=st.integers(0, 7), rank=st.integers(0, 3), flag=st.integers(0, 1))
+def test_any_flipped_bit_is_detected_and_its_sender_named(at, bit, rank, flag):
+    arrived = wire(flag=flag)
+    check(arrived)
     arrived[rank, at] ^= 1 << bit
-    with pytest.raises(Mismatch) as caught:
-        verify(arrived, FRAME, FRAME.pack(), 0)
+    with pytest.raises(Corrupted) as caught:
+        check(arrived)
     assert caught.value.ranks == (rank,)
-    assert "bytes that are no header" in str(caught.value)
+    in_payload = at >= HEADER or at == FLAGS or at >= 60
+    told = (
+        f"payload of rank {rank} in all_to_all number 7 "
+        if in_payload
+        else f"rank {rank} sent bytes that are no header"
+    )
+    assert told in str(caught.value)
+
+
+def test_all_damaged_ranks_are_named():
+    arrived = wire()
+    arrived[1, -1] ^= 1
+    arrived[3, HEADER] ^= 1
+    with pytest.raises(Corrupted, match=r"payload of rank 1 .* payload of rank 3") as caught:
+        check(arrived)
+    assert caught.value.ranks == (1, 3)
+
+
+@given(at=st.integers(0, 59).filter(lambda i: i != FLAGS), bit=st.integers(0, 7), rank=st.integers(0, 3))
+def test_without_checksums_headers_are_checked_all_the_same(at, bit, rank):
+    arrived = wire(UNCHECKED)
+    arrived[:, HEADER:] = 0
+    arrived[:, 60:HEADER] = 7
+    check(arrived, UNCHECKED)
+    arrived[rank, at] ^= 1 << bit
+    with pytest.raises(Corrupted):
+        check(arrived, UNCHECKED)
+
+
+def test_a_header_of_another_version_is_refused_by_its_name():
+    """Though it is whole, and the same in everything else."""
+    arrived = wire()
+    body = bytearray(FRAME.bytes()[:56])
+    body[2] += 1
+    other = body + zlib.crc32(body).to_bytes(4, "little") + bytes(4)
+    assert unpack(np.frombuffer(other, np.uint8)) is None
+    arrived[2, :60] = torch.frombuffer(other, dtype=torch.uint8)[:60]
+    with pytest.raises(Mismatch, match="rank 2 sent a header of version 3, which is not 2"):
+        check(arrived)
 
 
 @given(flags=st.lists(st.integers(0, 255), min_size=4, max_size=4))
 def test_flags_are_not_agreed(flags):
     """Each rank has its own: one that is not finite must not look like one that does something else."""
-    arrived = wire()
-    arrived[:, FLAGS] = torch.tensor(flags, dtype=torch.uint8)
-    verify(arrived, FRAME, FRAME.pack(), 0)
+    arrived = torch.cat([wire(flag=flag)[r : r + 1] for r, flag in enumerate(flags)])
+    check(arrived)
+    assert arrived[:, FLAGS].tolist() == flags
     assert [unpack(row) for row in arrived[:, :HEADER].numpy()] == [FRAME] * 4
 
 
@@ -121,28 +195,48 @@ def test_the_flag_is_stamped_and_the_payload_left_alone():
     assert torch.equal(plain[:, HEADER:], untouched[:, HEADER:])
 
 
-@given(at=st.integers(HEADER, HEADER + PAYLOAD - 1), bit=st.integers(0, 7), rank=st.integers(0, 3))
-def test_with_a_checksum_any_flipped_payload_bit_is_detected(at, bit, rank):
-    arrived = wire(checksum=True)
-    verify(arrived, FRAME, FRAME.pack(), 0)
-    arrived[rank, at] ^= 1 << bit
-    with pytest.raises(CommunicationError, match=f"payload of rank {rank} in all_to_all number 7 .* damaged") as caught:
-        verify(arrived, FRAME, FRAME.pack(), 0)
+# ---------------------------------------------------------------- rows of any length
+
+
+def exchanged(lengths, **changes):
+    """Headers and payloads as they arrive, and the frames that are due."""
+    frames = {r: Frame(FLAT, 4, "none", n, 3, back=8, checked=True) for r, n in lengths.items()}
+    payloads = {r: torch.arange(n, dtype=torch.uint8) for r, n in lengths.items()}
+    said = {r: frame._replace(**changes) if r == 2 else frame for r, frame in frames.items()}
+    headers = pack_rows(said, 4)
+    stamp_rows(headers, payloads)
+    return headers, payloads, frames, pack_rows(frames, 4)
+
+
+LENGTHS = {0: 5, 2: 0, 3: 70}
+
+
+def test_rows_of_any_length_arrive():
+    verify_rows(*exchanged(LENGTHS), Me())
+
+
+@given(st.sampled_from([0, 2, 3]), st.integers(0, HEADER + 69), st.integers(0, 7))
+def test_any_flipped_bit_of_such_rows_is_detected(rank, at, bit):
+    headers, payloads, frames, packed = exchanged(LENGTHS)
+    at %= HEADER + LENGTHS[rank]
+    (headers[rank] if at < HEADER else payloads[rank])[at % HEADER if at < HEADER else at - HEADER] ^= 1 << bit
+    me = Me()
+    with pytest.raises(Corrupted) as caught:
+        verify_rows(headers, payloads, frames, packed, me)
     assert caught.value.ranks == (rank,)
-    assert not isinstance(caught.value, Mismatch)
+    assert me.reason == str(caught.value)
 
 
-def test_without_a_checksum_payloads_are_not_read():
-    arrived = wire()
-    arrived[1, HEADER:] = 0
-    verify(arrived, FRAME, FRAME.pack(), 0)
-
-
-def test_one_rank_may_check_while_another_does_not():
-    """The checksum is no agreed option: a rank that was started without it still gets along."""
-    arrived = wire(checksum=True)
-    arrived[2] = wire()[2]
-    verify(arrived, FRAME, FRAME.pack(), 0)
+@pytest.mark.parametrize(
+    "change", [{"numel": 1}, {"back": 9}, {"label": 1}, {"codec": "int8"}, {"checked": False}], ids=str
+)
+def test_such_rows_name_who_does_something_else(change):
+    headers, payloads, frames, packed = exchanged(LENGTHS, **change)
+    me = Me()
+    with pytest.raises(Mismatch, match=r"rank 0 expected rank 2 to send flat all_to_all number 3 .*, but it sent ") as caught:
+        verify_rows(headers, payloads, frames, packed, me)
+    assert caught.value.ranks == (2,)
+    assert me.reason == ""
 
 
 def test_a_description_that_does_not_fit_is_refused():

@@ -131,7 +131,7 @@ class Shifted:
 
     def __init__(self, inner, by):
         self.inner, self.by = inner, by
-        self.rank, self.size, self.ordered = inner.rank, inner.size, inner.ordered
+        self.rank, self.size, self.ordered, self.checks = inner.rank, inner.size, inner.ordered, inner.checks
 
     def all_to_all(self, out, inp, tag):
         return self.inner.all_to_all(out, inp, tag + self.by)

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import sources
 from commpress.backend import Policy
 from commpress.cli.fault_calls import ANYBODY, CALLS, COMPRESSED, FAULTS, applies, make
+from commpress.collectives.connections import connections_of
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
-from commpress.integrations.connections import connections_of
 from group_calls import as_world
 from ranks import meet
 

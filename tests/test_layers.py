@@ -11,7 +11,7 @@ import pytest
 
 import sources
 
-LEAVES = ("commpress.work", "commpress.errors", "commpress.timeline", "commpress.torch_private")
+LEAVES = ("commpress.work", "commpress.errors", "commpress.timeline", "commpress.torch_private", "commpress.checksum")
 MEANING = ("commpress.codecs", "commpress.feedback", "commpress.schedules")
 USES = ("commpress.optim", "commpress.plan")
 BELOW_USES = ("commpress.collectives", *MEANING, "commpress.kernels", *LEAVES)
@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "commpress.errors": LEAVES,
     "commpress.timeline": LEAVES,
     "commpress.torch_private": LEAVES,
+    "commpress.checksum": LEAVES,
     "commpress.kernels": LEAVES,
     "commpress.codecs": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.feedback": (*MEANING, "commpress.kernels", *LEAVES),
@@ -59,7 +60,7 @@ HOMES = {
     ),
     "mpi4py": ("commpress.collectives.mpi",),
     "libaio": ("commpress.tiered_mem.engines*",),
-    "xxhash": ("commpress.tiered_mem.checksum",),
+    "xxhash": ("commpress.checksum",),
     "prometheus_client": ("commpress.integrations.endpoint",),
     "deepspeed": ("commpress.cli.io_peers", "commpress.cli.deepspeed_peer"),
     "aiofiles": ("commpress.tiered_mem.engines*",),

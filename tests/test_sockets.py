@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from commpress.collectives import engine
 from commpress.collectives.frame import HEADER, Frame, pack_rows
+from commpress.collectives.memory import LONGEST
 from commpress.collectives.rows import Rows
 from commpress.collectives.sockets import Mesh, SocketTransport
-from commpress.errors import CommunicationError, InvalidArgument, PeerFailure
+from commpress.collectives.under_way import envelope
+from commpress.errors import CommunicationError, Corrupted, InvalidArgument, PeerFailure
 
 PATIENT = timedelta(seconds=60)
 
@@ -135,16 +137,28 @@ def test_bytes_move_when_their_rank_waits_elsewhere():
         time.sleep(0.01)
 
 
-def test_a_payload_of_another_length_is_refused():
+@pytest.mark.parametrize("due", [999, 1001, 0, 5000])
+def test_a_payload_of_another_length_is_refused(due):
     one, two = transports(2)
     numels = [[None, 1000], [None, None]]
     post(one, 0, numels)[1].wait()
-    out, work = post(two, 0, numels, lengths=[999, None])
-    with pytest.raises(CommunicationError, match="rank 0 sent 1000 bytes where 999 were due"):
+    out, work = post(two, 0, numels, lengths=[due, None])
+    with pytest.raises(CommunicationError, match=f"rank 0 sent 1000 bytes where {due} were due"):
         work.wait()
     assert not out[0].any()
     with pytest.raises(CommunicationError, match="failed before"):
         post(two, 1, numels)
+
+
+@pytest.mark.parametrize("length", [LONGEST + 1, 2**63], ids=["more than the memory", "2**63"])
+def test_a_length_that_cannot_be_takes_no_memory(length):
+    """Though its envelope is whole."""
+    one, two = transports(2)
+    header = bytes(HEADER)
+    one.mesh.engine._peers[1].socket.sendall(envelope(5, length, header) + header)
+    with pytest.raises(Corrupted, match="rank 0 sent an envelope that came damaged") as caught:
+        post(two, 0, [[None, 8], [None, None]])[1].wait()
+    assert caught.value.ranks == (0,)
 
 
 def test_a_tag_serves_one_exchange_at_a_time():

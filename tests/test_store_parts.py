@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commpress.checksum import checksum_of
 from commpress.cli.doctor import engine_findings
 from commpress.errors import Damaged, InvalidArgument, MissingPackage
 from commpress.tiered_mem import engines
-from commpress.tiered_mem.checksum import PIECE, checksum_of
+from commpress.tiered_mem.checksum import PIECE
 from commpress.tiered_mem.engines import Transfer
 from commpress.tiered_mem.extents import Extents
 from commpress.tiered_mem.layer import FileLayer

@@ -14,8 +14,9 @@ from time import monotonic, sleep
 import pytest
 import torch
 
+from commpress.checksum import checksum_of
 from commpress.tiered_mem import engines
-from commpress.tiered_mem.checksum import PIECE, checksum_of
+from commpress.tiered_mem.checksum import PIECE
 from commpress.tiered_mem.engines import Transfer, turns, uring
 from commpress.tiered_mem.layer import FileLayer
 from commpress.tiered_mem.options import Options

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgpack
 
+from commpress.checksum import checksum_of
 from commpress.errors import Damaged
-from commpress.tiered_mem.checksum import checksum_of
 from commpress.tiered_mem.layer import FileLayer, read_fully, write_fully
 from commpress.tiered_mem.names import TEMPORARY
 

@@ -78,7 +78,7 @@ class SizedTransport:
     cls: int
     members: np.ndarray
     rank: int
-    ordered = False
+    ordered, checks = False, False  # nobody touches payloads
 
     def __post_init__(self) -> None:
         self.size = len(self.members)
@@ -108,6 +108,9 @@ class SizedTransport:
         self._prepare()
         froms = {self.network.where(me, int(self.members[r])) for r in out.payloads if r != self.rank}
         return self.network.post(self.cls, tag, flows, froms)
+
+    def abandon(self, reason: str) -> None:
+        """Nothing can be damaged here."""
 
     def subset(self, ranks: Sequence[int]) -> "SizedTransport | None":
         if self.rank not in ranks:

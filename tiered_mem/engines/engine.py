@@ -4,7 +4,7 @@ import errno
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from commpress.tiered_mem.checksum import checksum_of
+from commpress.checksum import checksum_of
 from commpress.tiered_mem.layer import PAGE
 
 
