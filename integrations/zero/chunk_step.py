@@ -9,7 +9,7 @@ import torch
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.chunk import WEIGHT, Chunk
 from commpress.integrations.zero.stored_state import copied
-from commpress.integrations.zero.wrapper import follow
+from commpress.integrations.zero.wrapper import options_of
 
 
 @contextmanager
@@ -41,9 +41,9 @@ class ChunkStep:
         groups: dict[int, list[torch.Tensor]] = {}
         for run, weight in zip(chunk.runs, weights, strict=True):
             groups.setdefault(run.group, []).append(weight)
-        optimizer = self._optimizer([{"params": own} for own in groups.values()], **self._options)
-        for number, group in zip(groups, optimizer.param_groups, strict=True):
-            follow(group, param_groups[number])
+        optimizer = self._optimizer(
+            [{**options_of(param_groups[number]), "params": own} for number, own in groups.items()], **self._options
+        )
         for run, weight, gradient in zip(chunk.runs, weights, gradients, strict=True):
             weight.grad = gradient.to(weight.device)
             if chunk.stepped:

@@ -20,6 +20,7 @@ from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.chunk import WEIGHT, Chunk, Run, chunks
 from commpress.integrations.zero.chunk_gradients import ChunkGradients
 from commpress.integrations.zero.chunk_step import ChunkStep, threads
+from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.options import trainable
 from commpress.integrations.zero.placement import AHEAD, UNDER_WAY, Meter, choose, report
@@ -84,6 +85,7 @@ class Offloaded(Wrapper):
         if moments and parse_bytes(device_budget):
             raise InvalidArgument("moments are quantised on the processor: leave device_budget= out")
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
+        check_elementwise(optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True)
         self.store, self.prefix, self.commit_every = store, prefix, commit_every
         places, _ = trainable(self.param_groups, cut=True)
         self.chunks = chunks(places, max(int(chunk_mb * 1e6 / 4), 1), prefix)

@@ -9,7 +9,6 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.zero.shards import local
 from commpress.optim.parameters import check_parameter
 
-NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon")
 Place = tuple[torch.Tensor, str, int]
 
 
@@ -18,10 +17,10 @@ def check_optimizer(optimizer: Any) -> None:
         raise InvalidArgument(
             f"optimizer is {optimizer!r}, expected a class such as torch.optim.AdamW; its options follow"
         )
-    if optimizer.__module__.startswith("torch.optim") and optimizer.__name__ in NOT_ELEMENTWISE:
+    if any(base.__module__.split(".")[0] == "commpress" for base in optimizer.__mro__):
         raise InvalidArgument(
-            f"optimizer is torch.optim.{optimizer.__name__}, which does not treat every element by itself: its state cannot be "
-            "cut anywhere. Use an element-wise one, such as AdamW, SGD or Adagrad"
+            f"optimizer is {optimizer.__name__}, which communicates by itself: use it alone, or name an element-wise one, such "
+            "as AdamW, SGD or Adagrad"
         )
 
 

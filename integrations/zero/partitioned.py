@@ -24,11 +24,12 @@ from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from commpress.feedback import ResidualStore
 from commpress.integrations.zero import sharded, state
 from commpress.integrations.zero.bucket import Bucket, buckets, bytes_of
+from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.gradients import Channel, Gradients
 from commpress.integrations.zero.offloaded import Offloaded
 from commpress.integrations.zero.options import trainable
 from commpress.integrations.zero.scratch import Scratch
-from commpress.integrations.zero.wrapper import Wrapper, clip_factor, follow, loss_of
+from commpress.integrations.zero.wrapper import Wrapper, clip_factor, loss_of, options_of
 from commpress.tiered_mem.store import TieredStore
 from commpress.work import Steps, Worker, run
 
@@ -85,6 +86,9 @@ class Partitioned(Wrapper):
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb is {bucket_mb!r}, expected a positive number")
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
+        check_elementwise(
+            optimizer, options, self.param_groups, device=self.param_groups[0]["params"][0].device, in_place=store is not None
+        )
         self.stage = stage
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         places, self._frozen = trainable(self.param_groups)
@@ -107,9 +111,9 @@ class Partitioned(Wrapper):
                 self._shard_groups(), optimizer, store=store, prefix=prefix, chunk_mb=chunk_mb, commit_every=commit_every,
                 **options,
             )  # fmt: skip
-        self.moments, self.scalars = state.probe(optimizer, options)
+        self.moments, self.scalars = state.probe(optimizer, options, self.buckets[0].device)
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+            mine.update(options_of(theirs))
         limit = 1 if transport.ordered else UNORDERED_LIMIT
         self._channel = Channel(self.transport, self.scratch, Worker("commpress", limit=limit, device=self.buckets[0].device))
         self.gradients = Gradients(self.buckets, self._channel, stage=stage, scaler=self.grad_scaler, seed=seed)
@@ -191,7 +195,7 @@ class Partitioned(Wrapper):
 
     def _update(self) -> None:
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            follow(theirs, mine)
+            theirs.update(options_of(mine))
         for bucket in self.buckets:
             assert bucket.reduced is not None
             for own in bucket.runs:
@@ -270,7 +274,7 @@ class Partitioned(Wrapper):
 
     def _shard_groups(self) -> list[dict[str, Any]]:
         return [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            options_of(group)
             | {"params": [own.weight for b in self.buckets if b.group == number for own in b.runs]}
             for number, group in enumerate(self.param_groups)
         ]

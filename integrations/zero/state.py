@@ -15,10 +15,12 @@ from commpress.work import Steps
 MASTER = "master"  # float32 weights of parameters that are not, or that travel compressed
 
 
-def probe(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def probe(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], device: torch.device | None = None
+) -> tuple[list[str], dict[str, Any]]:
     """Names of the state that has the parameter's shape, and an example of each other one, from a step of a small one."""
-    parameter = torch.zeros(7)
-    parameter.grad = torch.zeros(7)
+    parameter = torch.zeros(7, device=device)
+    parameter.grad = torch.zeros_like(parameter)
     small = optimizer([parameter], **options)
     small.step()
     state = {key: value for key, value in small.state[parameter].items() if value is not None}

@@ -31,7 +31,7 @@ class Wrapper(torch.optim.Optimizer):
         self._built = False
         self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
         self.steps_done = self.skipped_steps = 0
-        super().__init__(params, optimizer([torch.zeros(1)], **options).defaults)
+        super().__init__(params, optimizer([torch.zeros(1, 1)], **options).defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:
@@ -67,6 +67,6 @@ def clip_factor(limit: float, norm: torch.Tensor) -> torch.Tensor:
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
-def follow(inner: dict[str, Any], outer: dict[str, Any]) -> None:
-    """The options of a parameter group, which a schedule may have changed, for who does the arithmetic."""
-    inner.update({key: value for key, value in outer.items() if key in inner and key not in ("params", "param_names")})
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group says of how to step, as a schedule may have changed it, for who does the arithmetic."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,0 +1,175 @@
+"""Whether an optimizer treats every element by itself, found by trying: what is stepped whole and what is stepped in pieces,
+each by an optimizer that knows nothing but the piece and its state, must be the same in every bit.
+
+That is how ``Partitioned`` and ``Offloaded`` use it. Norms, ranks or factors of a tensor, a norm over all of them, state that
+is kept in the optimizer or its groups, in another dtype or shape, and noise all differ.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from commpress.errors import InvalidArgument
+from commpress.integrations.zero.bucket import ALIGN
+from commpress.integrations.zero.wrapper import options_of
+
+STEPS = 12  # some do something else only now and then
+SIDES = (3, 5, 7, 2)  # of a tensor with so many dimensions, the last one as long as needed
+NUMEL = 4 * ALIGN + 29  # at least, of a tensor
+CUTS = (0, ALIGN, 3 * ALIGN)
+
+
+def check_elementwise(
+    optimizer: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    groups: Sequence[dict[str, Any]],
+    *,
+    device: torch.device,
+    in_place: bool,
+) -> None:
+    """InvalidArgument if some group of parameters would be stepped otherwise than by ``optimizer`` itself. With ``in_place``
+    the state must be changed, not replaced."""
+    tried = []
+    for group in groups:
+        own = options_of(group)
+        own |= {"lr": 1e-2} if isinstance(own.get("lr"), float) and not own["lr"] else {}  # a schedule begins with 0
+        dims = sorted({p.dim() for p in group["params"]})
+        if dims and (kind := (_alike(own), dims)) not in tried:
+            tried.append(kind)
+            _try(optimizer, options, own, dims, device, in_place)
+
+
+def _alike(options: dict[str, Any]) -> dict[str, Any]:
+    """Numbers that are not zero do the same."""
+    number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)  # noqa: E731
+    return {key: bool(value) if number(value) else repr(value) for key, value in options.items()}
+
+
+def _try(
+    optimizer: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    group: dict[str, Any],
+    dims: Sequence[int],
+    device: torch.device,
+    in_place: bool,
+) -> None:
+    name = f"{optimizer.__module__}.{optimizer.__name__}"
+    try:
+        with _randomness_unchanged(device), torch.no_grad():
+            difference = _difference(optimizer, options, group, dims, device, in_place)
+    except Exception as error:
+        raise InvalidArgument(
+            f"optimizer is {name}, which cannot step a tensor and pieces of it with these options: {type(error).__name__}: "
+            f"{error}. Use one that treats every element by itself, such as AdamW, SGD or Adagrad"
+        ) from error
+    if difference:
+        raise InvalidArgument(
+            f"optimizer is {name}, which does not treat every element by itself: {difference}. It cannot be cut. Use an "
+            "element-wise one, such as AdamW, SGD or Adagrad"
+        )
+
+
+def _difference(
+    optimizer: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    group: dict[str, Any],
+    dims: Sequence[int],
+    device: torch.device,
+    in_place: bool,
+) -> str:
+    """In words; empty if there is none."""
+    draw = torch.Generator().manual_seed(0)
+    wholes = [torch.nn.Parameter(torch.randn(_shape(d), generator=draw).to(device)) for d in dims for _ in range(2)]
+    flats = [whole.detach().clone().view(-1) for whole in wholes]
+    pieces = [
+        [flat[a:b] for a, b in zip(CUTS, (*CUTS[1:], len(flat)), strict=True) if a < len(flat)] for flat in flats
+    ]
+    states: list[list[dict[str, Any]]] = [[{} for _ in own] for own in pieces]
+    twin = _made(optimizer, wholes, options, group)
+    for step in range(STEPS):
+        for number, whole in enumerate(wholes):
+            gradient = torch.randn(whole.shape, generator=draw) * 10.0 ** (step % 3 - number)
+            gradient.view(-1)[:ALIGN] *= step % 4 != 1  # no gradient in one piece now and then
+            whole.grad = gradient.to(device)
+            for i, piece in enumerate(pieces[number]):
+                piece.grad = whole.grad.view(-1)[CUTS[i] :][: len(piece)].clone()
+                one = _made(optimizer, [piece], options, group)
+                if step:
+                    one.state[piece] = dict(states[number][i])
+                one.step()
+                before, after = states[number][i], one.state[piece]
+                if in_place and any(after.get(k) is not v for k, v in before.items() if _moment(v, piece)):
+                    return "it replaces its state instead of changing it, which in a store has a place of its own"
+                states[number][i] = _kept(after, piece)
+                piece.grad = None
+        twin.step()
+        for number, whole in enumerate(wholes):
+            if not torch.equal(whole.view(-1), flats[number]):
+                return f"in step {step + 1} a tensor of shape {tuple(whole.shape)} moves otherwise than its pieces"
+            if found := _different_state(twin.state[whole], whole, states[number], pieces[number]):
+                return f"after step {step + 1} its state {found!r} of a tensor is not that of its pieces"
+    return ""
+
+
+def _made(
+    optimizer: type[torch.optim.Optimizer], tensors: list[Any], options: dict[str, Any], group: dict[str, Any]
+) -> torch.optim.Optimizer:
+    return optimizer([{**group, "params": tensors}], **options)
+
+
+def _shape(dims: int) -> tuple[int, ...]:
+    if dims == 0:
+        return ()
+    sides = tuple(SIDES[i % len(SIDES)] for i in range(dims - 1))
+    return *sides, -(-NUMEL // math.prod(sides))
+
+
+def _kept(state: dict[str, Any], piece: torch.Tensor) -> dict[str, Any]:
+    """As it is kept between steps: moments in float32."""
+    found = {key: value for key, value in state.items() if value is not None}
+    return {key: value.float() if _moment(value, piece) else value for key, value in found.items()}
+
+
+def _moment(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.dim() > 0
+
+
+def _different_state(
+    whole: dict[str, Any], parameter: torch.Tensor, states: Sequence[dict[str, Any]], pieces: Sequence[torch.Tensor]
+) -> str:
+    """The name of the first entry that the pieces do not have as the whole has it."""
+    known = {key: value for key, value in whole.items() if value is not None}
+    for key in known.keys() | states[0].keys():
+        values = [state.get(key) for state in states]
+        if key not in known or any(value is None for value in values):
+            return key
+        if _moment(known[key], parameter):
+            if not all(_moment(value, piece) for value, piece in zip(values, pieces, strict=True)):
+                return key
+            if not torch.equal(torch.cat(values), known[key].float().view(-1)):
+                return key
+        elif any(not _same_number(value, known[key]) for value in values):
+            return key
+    return ""
+
+
+def _same_number(one: Any, other: Any) -> bool:
+    numel = other.numel() if isinstance(other, torch.Tensor) else 1
+    return numel == (one.numel() if isinstance(one, torch.Tensor) else 1) == 1 and bool(one == other)
+
+
+@contextmanager
+def _randomness_unchanged(device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type == "cuda" else []
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)

@@ -1,0 +1,266 @@
+"""Optimizers that look across elements are refused when they are wrapped; element-wise ones never, and give the same bits."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import commpress
+from commpress.errors import InvalidArgument
+from small_store import open_store
+
+LR = {"lr": 1e-2}
+ELEMENTWISE = [
+    (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}), (torch.optim.SGD, {"maximize": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "foreach": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    (torch.optim.Adam, {}), (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}), (torch.optim.Adam, {"fused": True}),
+    (torch.optim.Adam, {"foreach": True, "maximize": True}), (torch.optim.Adam, {"decoupled_weight_decay": True}),
+    (torch.optim.Adam, {"fused": True, "amsgrad": True}), (torch.optim.Adam, {"lr": torch.tensor(1e-2)}),
+    (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True, "foreach": True}), (torch.optim.AdamW, {"lr": 0.0}),
+    (torch.optim.AdamW, {"fused": True, "maximize": True}), (torch.optim.AdamW, {"foreach": False, "betas": (0.0, 0.9)}),
+    (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}), (torch.optim.Adagrad, {"fused": True}),
+    (torch.optim.Adagrad, {"foreach": True, "eps": 0.1}), (torch.optim.Adamax, {}), (torch.optim.Adamax, {"foreach": True}),
+    (torch.optim.Adadelta, {}), (torch.optim.Adadelta, {"foreach": True, "weight_decay": 0.1}),
+    (torch.optim.NAdam, {}), (torch.optim.NAdam, {"foreach": True}),
+    (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1, "maximize": True}),
+    (torch.optim.RAdam, {}), (torch.optim.RAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1, "foreach": True}),
+    (torch.optim.RMSprop, {}), (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (torch.optim.RMSprop, {"foreach": True, "centered": True}),
+    (torch.optim.Rprop, {}), (torch.optim.Rprop, {"foreach": True, "maximize": True}),
+    (torch.optim.ASGD, {"t0": 1.0, "lambd": 0.1}), (torch.optim.ASGD, {"foreach": True}),
+]  # fmt: skip
+
+
+class Simple(torch.optim.Optimizer):
+    """Subclasses say what happens to one parameter."""
+
+    def __init__(self, params, lr=1e-2, **more):
+        super().__init__(params, {"lr": lr, **more})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            self.group = group
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.move(p, p.grad, self.state[p], group["lr"])
+
+
+class Lion(Simple):
+    """Element-wise, and nobody's but ours."""
+
+    def move(self, p, g, state, lr):
+        m = state.setdefault("exp_avg", torch.zeros_like(p))
+        p.sub_(lr * (0.9 * m + 0.1 * g).sign())
+        m.lerp_(g, 0.01)
+
+
+class Lars(Simple):
+    def move(self, p, g, state, lr):
+        p.sub_(lr * p.norm() / (g.norm() + 1e-9) * g)
+
+
+class Lamb(Lion):
+    def move(self, p, g, state, lr):
+        before = p.clone()
+        super().move(p, g, state, lr)
+        p.copy_(before + (p - before) * before.norm())
+
+
+class MuonLike(Lion):
+    """As most people write it: matrices are made orthogonal, all else goes another way."""
+
+    def move(self, p, g, state, lr):
+        if p.dim() < 2:
+            return super().move(p, g, state, lr)
+        u, _, v = torch.linalg.svd(g.flatten(1), full_matrices=False)
+        p.sub_(lr * (u @ v).view_as(p))
+
+
+class Centralized(Lion):
+    def move(self, p, g, state, lr):
+        super().move(p, g - g.mean(), state, lr)
+
+
+class Factored(Simple):
+    def move(self, p, g, state, lr):
+        state["rows"] = g.view(len(p), -1).square().mean(1)
+        p.sub_(lr * g / (state["rows"].view(-1, *[1] * (p.dim() - 1)) + 1e-3).sqrt())
+
+
+class CommonNorm(Lion):
+    """Clips by the norm of all its parameters together."""
+
+    def step(self, closure=None):
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(norm)
+        super().step()
+
+
+class CountsInItself(Simple):
+    def move(self, p, g, state, lr):
+        p.sub_(lr / self.steps * g)
+
+
+class CountsInItsGroup(Simple):
+    def move(self, p, g, state, lr):
+        self.group["k"] = self.group.get("k", 0) + 1
+        p.sub_(lr / self.group["k"] * g)
+
+
+class Noisy(Simple):
+    def move(self, p, g, state, lr):
+        p.sub_(lr * (g + torch.randn_like(g) + random.random() + np.random.rand()))
+
+
+class HalfState(Simple):
+    def move(self, p, g, state, lr):
+        m = state.setdefault("exp_avg", torch.zeros_like(p, dtype=torch.bfloat16))
+        m.lerp_(g.to(m.dtype), 0.1)
+        p.sub_(lr * m)
+
+
+class NowAndThen(Lion):
+    """Elements are mixed in every tenth step only."""
+
+    def move(self, p, g, state, lr):
+        state["step"] = state.get("step", 0) + 1
+        super().move(p, g, state, lr)
+        if state["step"] % 10 == 0:
+            p.sub_(p.mean())
+
+
+class NeedsClosure(Simple):
+    def step(self, closure):
+        super().step(closure)
+
+
+class Replaces(Simple):
+    """Element-wise, but its state is another tensor after each step."""
+
+    def move(self, p, g, state, lr):
+        state["exp_avg"] = state.get("exp_avg", torch.zeros_like(p)) * 0.9 + g
+        p.sub_(lr * state["exp_avg"])
+
+
+def model():
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(17, 33), torch.nn.Tanh(), torch.nn.Linear(33, 9, bias=False))
+
+
+def train(net, optimizer, steps=4):
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(torch.full((3, 17), 0.1 + step)).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.fixture
+def store(tmp_path):
+    with open_store(tmp_path / "store", host="4MiB") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(("kind", "options"), [*ELEMENTWISE, (Lion, {}), (torch.optim.AdamW, {"names": True})])
+def test_element_wise_optimizers_are_taken_and_give_the_same_bits(store, kind, options):
+    options = LR | {key: value for key, value in options.items() if key != "names"}
+    nets = [model() for _ in range(3)]
+    twin = kind(nets[0].parameters(), **options)
+    offloaded = commpress.Offloaded(nets[1].named_parameters(), kind, store=store, chunk_mb=0.001, **options)
+    partitioned = commpress.Partitioned(nets[2].parameters(), kind, bucket_mb=0.001, **options)
+    wanted = train(nets[0], twin)
+    assert len(offloaded.chunks) > 2
+    for net, optimizer in ((nets[1], offloaded), (nets[2], partitioned)):
+        assert all(torch.equal(one, other) for one, other in zip(train(net, optimizer), wanted, strict=True))
+    partitioned.close()
+
+
+ACROSS = [
+    (torch.optim.Adafactor, {}), (torch.optim.Muon, {}), (torch.optim.LBFGS, {}), (torch.optim.SparseAdam, {}), (Lars, {}),
+    (Lamb, {}), (MuonLike, {}), (Centralized, {}), (Factored, {}), (CommonNorm, {}), (CountsInItself, {}),
+    (CountsInItsGroup, {}), (Noisy, {}), (HalfState, {}), (NowAndThen, {}), (NeedsClosure, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options"), ACROSS)
+def test_optimizers_that_look_across_elements_are_refused(store, kind, options):
+    net = model()
+    before = [p.detach().clone() for p in net.parameters()]
+    for build in (
+        lambda: commpress.Offloaded(net.parameters(), kind, store=store, **options),
+        lambda: commpress.Partitioned(net.parameters(), kind, **options),
+        lambda: commpress.Partitioned(net.parameters(), kind, store=store, **options),
+    ):
+        with pytest.raises(InvalidArgument, match=rf"{kind.__name__}, which .*such as AdamW"):
+            build()
+    assert list(store) == []
+    assert all(torch.equal(p, value) for p, value in zip(net.parameters(), before, strict=True))
+    assert not any(vars(p) or p.grad is not None or p._post_accumulate_grad_hooks for p in net.parameters())
+
+
+@pytest.mark.parametrize("kind", [commpress.OneBitAdam, commpress.OneBitLamb, commpress.ZeroOneAdam, commpress.Partitioned])
+def test_optimizers_that_communicate_are_refused(store, kind):
+    class Own(kind):
+        pass
+
+    for one in (kind, Own):
+        with pytest.raises(InvalidArgument, match="communicates by itself"):
+            commpress.Offloaded(model().parameters(), one, store=store)
+        with pytest.raises(InvalidArgument, match="communicates by itself"):
+            commpress.Partitioned(model().parameters(), one)
+
+
+def test_what_an_optimizer_does_to_matrices_does_not_matter_where_there_are_none(store):
+    net = torch.nn.LayerNorm(300)
+    optimizer = commpress.Offloaded(net.parameters(), MuonLike, store=store)
+    net(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+
+
+def test_options_of_a_group_count(store):
+    """Adafactor's kind of switch, given for one group only."""
+
+    class Switch(Lion):
+        def __init__(self, params, lr=1e-2, scaled=False):
+            super().__init__(params, lr, scaled=scaled)
+
+        def move(self, p, g, state, lr):
+            super().move(p, g, state, lr * float(p.norm()) if self.group["scaled"] else lr)
+
+    net = model()
+    groups = [{"params": [net[0].weight]}, {"params": [net[2].weight], "scaled": True}]
+    with pytest.raises(InvalidArgument, match="does not treat every element by itself"):
+        commpress.Offloaded(groups, Switch, store=store)
+    groups[1]["scaled"] = False
+    commpress.Offloaded(groups, Switch, store=store)
+
+
+def test_state_that_is_replaced_is_taken_in_memory_and_refused_in_a_store(store):
+    nets = [model(), model()]
+    optimizer = commpress.Partitioned(nets[0].parameters(), Replaces)
+    wanted = train(nets[1], Replaces(nets[1].parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(train(nets[0], optimizer), wanted, strict=True))
+    optimizer.close()
+    with pytest.raises(InvalidArgument, match="replaces its state"):
+        commpress.Offloaded(nets[0].parameters(), Replaces, store=store)
+
+
+def test_trying_draws_no_random_numbers_of_the_program(store):
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    for kind in (Noisy, Lion):
+        try:
+            commpress.Offloaded([torch.nn.Parameter(torch.ones(3, 3))], kind, store=store)
+        except InvalidArgument:
+            assert kind is Noisy
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
