@@ -59,7 +59,7 @@ def test_the_fastest_come_first_and_what_does_not_fit_last():
     assert of["plain"].fits
     assert not of["sign"].fits  # residuals of every parameter
     assert of["sign"].memory["device"] == pytest.approx(4 * n + 1.25 * n)
-    assert of["ZeRO-1 none"].memory["device"] == pytest.approx(2.5 * n)
+    assert of["ZeRO-1 none"].memory["device"] == pytest.approx(2.75 * n + 250e6)
     assert of["offload to disk none"].memory["disk"] == pytest.approx(0.75 * n)
     with pytest.raises(InvalidArgument, match="sharded"):
         recommended([c for c in every if not c.fits])

@@ -1,8 +1,8 @@
 """what to use on given machines and links, what it will gain, or that nothing should be compressed
 
 Simulates a training step for each candidate (docs/simulator.md), counts its bytes and its memory on every tier, and ranks them.
-Candidates: no compression, torch's bf16 hook, codecs under DDP in one or two levels, 1-bit and 0/1 Adam, local steps, ZeRO
-stages, optimizer states on the host or on disk. Of those that a file can name it writes the best one:
+Candidates: no compression, torch's bf16 hook, codecs under DDP in one or two levels, 1-bit and 0/1 Adam, ZeRO stages,
+optimizer states on the host or on disk. Of those that a file can name it writes the best one:
 
   state = commpress.compress(ddp, policy="plan.json")          DDP; "plain" in the file means: torch's own all-reduce
   Trainer(..., callbacks=[commpress.hf.Compress(policy="plan.json")])

@@ -27,7 +27,8 @@ from commpress.work import Steps
 
 WAYS = (PLAIN, "bf16-ring", "int8", "int4", "sign", "powersgd-4")  # of DDP's gradients, from exact to coarse
 HOOK = {"bf16-ring"}  # torch's own hook: no codec of ours, so no plan can name it
-LOCAL = 16  # steps between two rounds of local steps and of 0/1 Adam late in a run
+RARELY = 16  # steps between two rounds of 0/1 Adam late in a run
+SCRATCH = 10  # buckets that sharded candidates have in memory beside what they keep
 SHARDED_LIMIT = 512  # ranks up to which sharded candidates are simulated
 MARGIN = 0.03  # of its step that a coarser way must save to be worth it, as in codec="auto"
 AT_ALL = 0.06  # of a step without compression that compression must save: two predictions are each a few per cent off
@@ -78,7 +79,6 @@ def candidates(
             two = _reduced(cluster, costs, model, settings, way, layered=True)
             found.append(_ddp(way, two, model, cluster.size, nodes=len(cluster.topology.nodes)))
     alone = reduced[PLAIN].compute_seconds
-    found.append(_rarely("local steps", f"no_sync() for {LOCAL} steps", reduced[PLAIN], alone, {"device": adam}))
     if "sign" in reduced:
         sign = reduced["sign"]
         kept = n * (1 + 1 / cluster.size)
@@ -149,15 +149,15 @@ def _ddp(way: str, simulated: Simulated, model: Model, ranks: int, *, nodes: int
 
 
 def _rarely(name: str, call: str, simulated: Simulated, alone: float, memory: dict[str, float]) -> Candidate:
-    """One round in ``LOCAL`` steps; the others compute alone."""
+    """One round in ``RARELY`` steps; the others compute alone."""
     return Candidate(
-        f"{name}, every {LOCAL}", call, alone + (simulated.seconds - alone) / LOCAL, simulated.traffic.nbytes / LOCAL,
-        simulated.traffic.between / LOCAL, memory, effect="ranks differ between rounds",
+        f"{name}, every {RARELY}", call, alone + (simulated.seconds - alone) / RARELY, simulated.traffic.nbytes / RARELY,
+        simulated.traffic.between / RARELY, memory, effect="ranks differ between rounds",
     )  # fmt: skip
 
 
 def _sharded(cluster: Cluster, costs: Costs, model: Model, settings: Settings, alone: float) -> list[Candidate]:
-    n, ranks = 4.0 * model.numel, cluster.size
+    n, ranks, scratch = 4.0 * model.numel, cluster.size, SCRATCH * 1e6 * settings.bucket_mb
     found = []
     for codec in ("none", "int8"):
         scatter, gather = (_shards(model, settings.bucket_mb, codec, gather=g) for g in (False, True))
@@ -168,23 +168,32 @@ def _sharded(cluster: Cluster, costs: Costs, model: Model, settings: Settings, a
         seconds, sent = down.seconds + up.seconds, down.traffic.nbytes + up.traffic.nbytes
         between = down.traffic.between + up.traffic.between
         tail = "" if codec == "none" else f', gradients="{codec}", weights="{codec}"'
-        kept = n if codec != "none" else 0.0
         effect = "exact" if codec == "none" else "rounded"
+        held = {stage: scratch + sharded_bytes(stage, n, ranks, codec) for stage in (1, 2, 3)}
         stages: list[tuple[str, str, float, dict[str, float]]] = [
-            (f"ZeRO-1 {codec}", f"Partitioned(stage=1{tail})", seconds, {"device": 2 * n + 2 * n / ranks + kept}),
-            (f"ZeRO-2 {codec}", f"Partitioned(stage=2{tail})", seconds, {"device": n + 3 * n / ranks + kept}),
-            (f"ZeRO-3 {codec}", "compress_fsdp" if tail else "fully_shard", seconds + up.seconds,
-             {"device": 4 * n / ranks + kept / ranks + 8e6 * settings.bucket_mb}),
-        ]  # fmt: skip
+            (f"ZeRO-1 {codec}", f"Partitioned(stage=1{tail})", seconds, {"device": held[1]}),
+            (f"ZeRO-2 {codec}", f"Partitioned(stage=2{tail})", seconds, {"device": held[2]}),
+            (f"ZeRO-3 {codec}", "compress_fsdp" if tail else "fully_shard", seconds + up.seconds, {"device": held[3]}),
+        ]
         moved = 7 * n / ranks  # gradients out, weights back, master weights and moments in and out of the tier
         for tier, rate in (("host", settings.host_rate), ("disk", settings.disk_rate)):
-            memory = {"device": 2 * n + kept, tier: 3 * n / ranks}
-            stages.append((f"offload to {tier} {codec}", "Offloaded", seconds + moved / rate, memory))
+            memory = {"device": held[2] - 2 * n / ranks, tier: 3 * n / ranks}
+            stages.append((f"offload to {tier} {codec}", f"Partitioned(store=…{tail})", seconds + moved / rate, memory))
         found += [
             Candidate(name, call, s, sent + (up.traffic.nbytes if "3" in name else 0.0), between, m, effect=effect)
             for name, call, s, m in stages
         ]
     return found
+
+
+def sharded_bytes(stage: int, n: float, ranks: int, codec: str) -> float:
+    """What a rank keeps of n bytes of parameters between backward and step, beside scratch. What compression keeps is of the
+    whole model, because a rank quantises its own gradients of all of it: only the rest is divided by the ranks."""
+    lossy = codec != "none"
+    if stage == 3:  # residuals; weights from forward to backward, as they came; the own rows on their way out and in
+        return 4 * n / ranks + lossy * (n + n * codec_named(codec).row_bytes(4096) / (4 * 4096) + 2 * n / ranks)
+    whole = 2 * n if stage == 1 else n
+    return whole + 3 * n / ranks + lossy * (n / ranks + 2 * n)  # exact masters; residuals, and those that a step proposes
 
 
 def _shards(model: Model, bucket_mb: float, codec: str, *, gather: bool) -> Build:

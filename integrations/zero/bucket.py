@@ -194,6 +194,7 @@ def buckets(
             held = open_[key] = []
             plans.append((key, held))
         held.append((parameter, name, index))
+    plans.sort(key=lambda plan: -min(index for _, _, index in plan[1]))  # who is full last would hold up all behind it
     return [
         Bucket(i, key[0], members, key[3], key[4], rank=rank, ranks=ranks)  # type: ignore[arg-type]
         for i, (key, members) in enumerate(plans)

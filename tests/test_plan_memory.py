@@ -1,0 +1,65 @@
+"""What plans say that sharded candidates keep, against what ranks really have."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import commpress
+from commpress.plan.candidates import SCRATCH, Settings, candidates, sharded_bytes
+from commpress.plan.cluster import Cluster, Node
+from commpress.plan.costs import device_costs
+from commpress.plan.model import transformer
+from zero_twin import tensor_bytes
+
+WIDTH, LAYERS, BUCKET_MB = 192, 24, 0.15
+
+
+def kept(stage, codec):
+    """Bytes of all tensors between backward and step, less what was there before; and of the parameters of the plain model."""
+    torch.set_num_threads(1)
+    gc.collect()
+    before, tail = tensor_bytes(), {} if codec == "none" else {"gradients": codec, "weights": codec}
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.01)
+    n = sum(p.nbytes for p in model.parameters())
+    if stage == 3:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        state = commpress.compress_fsdp(model, codec, codec) if tail else None
+        optimizer = torch.optim.AdamW(model.parameters())
+    else:
+        state, optimizer = None, commpress.Partitioned(
+            model.parameters(), torch.optim.AdamW, stage=stage, bucket_mb=BUCKET_MB, **tail
+        )  # fmt: skip
+    most = 0
+    for _ in range(2):
+        loss = model(torch.ones(1, WIDTH)).square().mean()
+        most = max(most, tensor_bytes() - before)
+        loss.backward()
+        most = max(most, tensor_bytes() - before)
+        optimizer.step()
+    del state
+    return n, most, dist.get_world_size()
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded_candidates_keep_what_ranks_have(pool, stage, codec):
+    for n, most, ranks in pool.run(kept, stage, codec, size=2):
+        told = sharded_bytes(stage, n, ranks, codec)
+        assert 0.97 * told < most < told + SCRATCH * 1e6 * BUCKET_MB
+
+
+def test_seven_billion_parameters_on_64_ranks_need_what_compression_keeps_of_the_whole_model():
+    cluster = Cluster(((Node(1, 1e9, inside=1e11), 64),), latency=1e-4)
+    found = {c.name: c for c in candidates(cluster, device_costs(2e10), transformer(7_000_000_000), Settings(1.0), ("sign",))}
+    numel = transformer(7_000_000_000).numel
+    assert found["ZeRO-3 none"].memory["device"] == pytest.approx(16 * numel / 64, rel=0.15)
+    assert found["ZeRO-3 int8"].memory["device"] == pytest.approx(24 * numel / 64 + 5 * numel, rel=0.02)
+    assert not any("no_sync" in c.call or "local" in c.name for c in found.values())
