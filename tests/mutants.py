@@ -46,6 +46,10 @@ MUTANTS = [
         "direction * 0xC2B2AE35", "0 * direction", "tests/test_allreduce.py",
     ),
     Mutant(
+        "a mean that comes back in another codec forgets that a row stands for several ranks", "collectives/allreduce.py",
+        "factor = ranks / divisor if divisor else 1.0", "factor = 1.0", "tests/test_hierarchical.py",
+    ),
+    Mutant(
         "all ranks draw the same noise", "collectives/allreduce.py", "rank * 0x85EBCA6B", "0 * rank", "tests/test_allreduce.py",
     ),
     Mutant(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.codecs import BlockCodec, CastCodec, SignCodec, TernaryCodec, codec_named
+from commpress.codecs import BlockCodec, CastCodec, RandomKCodec, SignCodec, TernaryCodec, codec_named
 from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message
@@ -217,23 +217,21 @@ def test_one_bad_number_is_seen_by_all_and_poisons_nothing(codec, bad):
 
 
 def test_noise_differs_between_steps_ranks_and_directions():
-    """Equal inputs are rounded up in different places, and a mean not by the noise that made it: right on average."""
+    """Of equal inputs other elements are drawn, and of a mean not those that were drawn for it: right on average."""
     numel, ranks, steps = 4096, 2, 20
     x = torch.full((numel,), 0.3)
-    x[::1024] = 1.0  # the scale of its block
     sent: list[torch.Tensor] = []
     total, transports = torch.zeros(numel), [Tapped(t, sent) for t in Loopback(ranks).transports()]
     for step in range(steps):
         buffers = [x.clone() for _ in transports]
         simulate([
-            compressed_allreduce(b, codec=TernaryCodec(), transport=t, sequence=step)
+            compressed_allreduce(b, codec=RandomKCodec(4, unbiased=True), transport=t, sequence=step)
             for b, t in zip(buffers, transports, strict=True)
         ])  # fmt: skip
         total += buffers[0] / steps
     payloads = [rows[:, HEADER:].clone() for rows in sent]
     assert not any(torch.equal(a, b) for i, a in enumerate(payloads) for b in payloads[:i] if a.shape == b.shape)
-    usual = x < 1
-    assert abs(float(total[usual].mean()) - 0.3) < 0.01, "5 standard deviations; noise used twice would give 0.36"
+    assert abs(float(total.mean()) - 0.3) < 0.03, "noise used twice would give 0.75"
 
 
 @pytest.mark.parametrize("mean", ["shift5", "int8", "none"])
