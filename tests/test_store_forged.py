@@ -13,8 +13,8 @@ import msgpack
 import pytest
 import torch
 
+from commpress.checksum import checksum_of
 from commpress.errors import CommpressError, Damaged
-from commpress.tiered_mem.checksum import checksum_of
 from commpress.tiered_mem.folders import MAGIC as IDENTITY_MAGIC
 from commpress.tiered_mem.manifest import MAGIC
 from commpress.tiered_mem.options import Options
