@@ -216,21 +216,30 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
     """
     if not dist.is_initialized():
         return None
+    from commpress.collectives.same_kernels import require_same_kernels
+
     patience = timeout_of(process_group) if timeout is None else timeout
     communicator = getattr(process_group or dist.group.WORLD, "communicator", None)
     if communicator is not None:
         from commpress.collectives.mpi import MpiTransport
 
-        return MpiTransport(communicator, timeout=patience)
+        transport: Any = MpiTransport(communicator, timeout=patience)
+        require_same_kernels(transport)
+        return transport
     linger_at_exit()
     outlive(process_group or dist.group.WORLD)
     if plainly_gloo(process_group) and own_connections():
-        return socket_transport(process_group, timeout=patience)
+        transport = socket_transport(process_group, timeout=patience)
+        require_same_kernels(transport)
+        return transport
     ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     backend = plain_backend(dist.get_backend(process_group))
     make = partial(dist.new_group, ranks, timeout=patience, backend=backend, use_local_synchronization=True)
     group, connections = connections_of(partial(yielding, make), len(ranks) - 1)
-    return TorchTransport(group, timeout=patience, connections=connections)
+    transport = TorchTransport(group, timeout=patience, connections=connections)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
+    require_same_kernels(transport, device)
+    return transport
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
