@@ -71,6 +71,6 @@ def _group(agree_over: AgreeOver, ranks: list[int]) -> dist.ProcessGroup:
         return agree_over
     if agree_over.ndim == 1:
         return agree_over.get_group()
-    if len(ranks) == dist.get_world_size():
+    if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
     return dist.new_group(ranks, backend=dist.get_backend(agree_over.get_group(0)), use_local_synchronization=True)

@@ -180,7 +180,7 @@ class CompressedState:
             raise InvalidArgument("error_feedback='ef21' needs a codec that stays, and no topology: leave the other out")
         if agree_over is not None and (self._trial is not None or (isinstance(codec, Planned) and not codec.compresses)):
             raise InvalidArgument(
-                f"agree_over is given, but codec is {codec if isinstance(codec, str) else codec.codec!r}, which leaves steps "
+                f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which leaves steps "
                 "to torch's own all-reduce: name a codec, such as 'int8', or leave agree_over out"
             )
         self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
