@@ -144,7 +144,7 @@ MUTANTS = [
     ),
     Mutant(
         "only who saw it thaws a tensor", "commpress/optim/optimizer.py",
-        "indices = every.any(axis=0).nonzero()[0].tolist()", "indices = self.lanes.waking().nonzero()[0].tolist()",
+        "np.flatnonzero(every.any(axis=0))", "np.flatnonzero(self.lanes.waking())",
         "tests/test_lanes.py",
     ),
     Mutant(

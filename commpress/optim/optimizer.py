@@ -207,7 +207,7 @@ class CompressedOptimizer(SteppingOptimizer):
         every = yield from gathered(
             self.lanes.waking().tolist(), transport=self.transport, sequence=self.next_sequence(), device=self._flat.device
         )
-        indices = every.any(axis=0).nonzero()[0].tolist()
+        indices = np.flatnonzero(every.any(axis=0)).tolist()
         if indices:
             yield from self.wake(indices)
             self.counters.woken_tensors += len(indices)
