@@ -21,9 +21,8 @@ from transformers import TrainerCallback
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp import CompressedState, compress
 from commpress.integrations.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
-from commpress.integrations.overlap import overlap
+from commpress.integrations.overlap import averages, overlap
 from commpress.integrations.rank_files import load_gradients, load_rank, save_rank
-from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.stepping import SteppingOptimizer
 
 log = logging.getLogger("commpress")
@@ -34,7 +33,7 @@ SUMS = ("steps", "wire_bytes", "encode_seconds", "wire_seconds", "decode_seconds
 class Compress(TrainerCallback):
     """Compress what a Trainer's ranks send each other.
 
-    With ``OneBitAdam``, ``ZeroOneAdam`` or ``OneBitLamb`` as its optimizer the rounds of that optimizer replace DDP's
+    With an optimizer that averages gradients itself (``OneBitAdam`` and its kin, whole or sharded) its rounds replace DDP's
     averaging, and ``args.max_grad_norm`` becomes the optimizer's (pass 0 there to overlap rounds with backward). With any
     other optimizer gradients are compressed by ``codec`` and ``options``, which are those of ``commpress.compress``.
 
@@ -45,8 +44,8 @@ class Compress(TrainerCallback):
 
     def __init__(self, codec: Any = "sign", *, metrics: Sequence[Sink] = (), **options: Any) -> None:
         self.codec, self.options, self.sinks = codec, options, metrics
-        self.state: CompressedState | CompressedOptimizer | None = None
-        self._optimizer: CompressedOptimizer | None = None
+        self.state: CompressedState | SteppingOptimizer | None = None
+        self._optimizer: SteppingOptimizer | None = None
         self._resume: Path | None = None
         self._handle: Any = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
@@ -65,7 +64,7 @@ class Compress(TrainerCallback):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             log.warning("there is one rank: nothing is compressed")
             return
-        self._optimizer = optimizer if isinstance(optimizer, CompressedOptimizer) else None
+        self._optimizer = optimizer if averages(optimizer) else None
         if self._optimizer is not None and args.max_grad_norm:
             self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
             args.max_grad_norm = 0  # gradients are local: the Trainer would clip each rank by a factor of its own
@@ -113,11 +112,11 @@ class Compress(TrainerCallback):
         if self.state is None:
             return
         own = self.state.state_dict()
-        if isinstance(self.state, CompressedOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
+        if isinstance(self.state, SteppingOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
             own = {"commpress": own["commpress"]}
         save_rank(own, _folder(args, state))
 
-    def _load(self, into: CompressedState | CompressedOptimizer) -> None:
+    def _load(self, into: CompressedState | SteppingOptimizer) -> None:
         assert self._resume is not None
         if isinstance(into, CompressedState):
             load_gradients(into, self._resume)
@@ -133,7 +132,7 @@ class Compress(TrainerCallback):
         for part in ("encode", "wire", "decode"):
             numbers[f"commpress/{part}_ms"] = 1e3 * self._since[f"{part}_seconds"] / steps
         self._since.clear()
-        if isinstance(self.state, CompressedOptimizer):
+        if isinstance(self.state, SteppingOptimizer):
             numbers["commpress/owed"] = self.state.owed()
         elif self.state.counters.errors:
             errors = self.state.counters.errors.values()
@@ -143,7 +142,7 @@ class Compress(TrainerCallback):
             state.log_history[-1].update(numbers)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
-        if isinstance(self.state, CompressedOptimizer) and hasattr(self.state, "synchronize"):
+        if isinstance(self.state, SteppingOptimizer) and hasattr(self.state, "synchronize"):
             self.state.synchronize()
         if self._clip is not None:
             args.max_grad_norm = self._clip
@@ -160,6 +159,37 @@ def _folder(args: Any, state: Any) -> Path:
     given = Path(args.resume_from_checkpoint) if isinstance(args.resume_from_checkpoint, str) else None
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     return folder if given is None or folder.exists() else given
+
+
+class RankFiles:
+    """Accelerate's ``save_state`` and ``load_state`` with what each rank's compressed optimizer has apart from the others.
+
+    ``RankFiles(optimizer).attach(accelerator)`` once, before either. Accelerate itself saves the optimizer of rank 0 only;
+    ``commpress-<rank>.pt`` lies beside it.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer: SteppingOptimizer = getattr(optimizer, "optimizer", optimizer)
+        self._folder = Path()
+
+    def attach(self, accelerator: Any) -> "RankFiles":
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._look)
+        accelerator.register_for_checkpointing(self)  # what it is told to load comes after the optimizers
+        return self
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
+        save_rank({"commpress": self.optimizer.rank_state()}, Path(folder))
+
+    def _look(self, models: Any, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, nothing: dict[str, Any]) -> None:
+        if (own := load_rank(self._folder)) is not None:
+            self.optimizer.load_rank_state(own["commpress"])
 
 
 class DistributedCompression(DistributedDataParallelKwargs):

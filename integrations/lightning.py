@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp import CompressedState, compress
-from commpress.integrations.overlap import overlap
-from commpress.optim.optimizer import CompressedOptimizer
+from commpress.integrations.overlap import averages, overlap
+from commpress.optim.stepping import SteppingOptimizer
 
 log = logging.getLogger("commpress")
 
@@ -23,14 +23,14 @@ class Compress(Callback):
 
     def __init__(self, codec: Any = "sign", **options: Any) -> None:
         self.codec, self.options = codec, options
-        self.state: CompressedState | CompressedOptimizer | None = None
+        self.state: CompressedState | SteppingOptimizer | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         ddp, optimizer = trainer.strategy.model, trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not isinstance(ddp, DistributedDataParallel):
             raise InvalidArgument(f"the strategy runs a {type(ddp).__name__}, expected Trainer(strategy='ddp')")
-        if not isinstance(optimizer, CompressedOptimizer):
+        if not averages(optimizer):
             self.state = compress(ddp, self.codec, **{"grad_scaler": scaler} | self.options)
             return
         if trainer.gradient_clip_val:
@@ -41,7 +41,7 @@ class Compress(Callback):
         self.state = overlap(ddp, optimizer, grad_scaler=scaler)
 
     def _synchronize(self) -> None:
-        if isinstance(self.state, CompressedOptimizer) and hasattr(self.state, "synchronize"):
+        if isinstance(self.state, SteppingOptimizer) and hasattr(self.state, "synchronize"):
             self.state.synchronize()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.errors import InvalidArgument
 from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.optim.stepping import SteppingOptimizer
 from commpress.work import Steps, Worker
 
 UNORDERED_LIMIT = 4  # buckets under way at once where messages are matched by tag
@@ -23,11 +24,13 @@ UNORDERED_LIMIT = 4  # buckets under way at once where messages are matched by t
 
 def overlap(
     ddp: DistributedDataParallel,
-    optimizer: CompressedOptimizer,
+    optimizer: SteppingOptimizer,
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
-) -> CompressedOptimizer:
+) -> SteppingOptimizer:
     """Let ``optimizer`` do all communication of ``ddp``, during backward where it can; returns the optimizer.
+
+    The optimizers with divided state cannot: they communicate in ``step()``, and gradients stay local until then.
 
     With ``max_grad_norm`` rounds wait for ``step()``, because the norm needs every gradient. Pass the ``grad_scaler`` of
     mixed precision here or to the optimizer. Parameters of ``ddp`` that the optimizer does not have are not averaged at all,
@@ -37,11 +40,14 @@ def overlap(
         optimizer, grad_scaler = optimizer.optimizer, grad_scaler or getattr(optimizer, "scaler", None)
     if not isinstance(ddp, DistributedDataParallel):
         raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel")
-    if not isinstance(optimizer, CompressedOptimizer):
+    if not isinstance(optimizer, SteppingOptimizer):
         raise InvalidArgument(
-            f"optimizer is a {type(optimizer).__name__}, expected OneBitAdam, ZeroOneAdam or OneBitLamb; other optimizers need "
-            "averaged gradients: commpress.compress(ddp)"
-        )
+            f"optimizer is a {type(optimizer).__name__}, which averages gradients during backward and cannot have them from "
+            "DistributedDataParallel: run the model without it"
+            if averages(optimizer) else
+            f"optimizer is a {type(optimizer).__name__}, expected OneBitAdam, ZeroOneAdam, OneBitLamb, ShardedOneBitAdam or "
+            "ShardedZeroOneAdam; other optimizers need averaged gradients: commpress.compress(ddp)"
+        )  # fmt: skip
     has = optimizer.flat.index if optimizer.flat else {}
     missing = [name for name, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in has]
     if missing:
@@ -51,6 +57,10 @@ def overlap(
         )
     if grad_scaler is not None:
         optimizer.grad_scaler = grad_scaler
+    if not isinstance(optimizer, CompressedOptimizer):
+        if all(hook is not local_hook for hook, _ in ddp._comm_hooks):
+            ddp.register_comm_hook(None, local_hook)
+        return optimizer
     # DDP takes one hook, and for good
     registered = [state for _, state in ddp._comm_hooks if isinstance(state, UnderWay) and state.optimizer]
     optimizer.under_way = registered[0] if registered else UnderWay(optimizer)
@@ -60,12 +70,22 @@ def overlap(
     return optimizer
 
 
-def momentum_hook(state: "UnderWay", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start the round of one bucket; DDP gets its own gradients back."""
-    state.start(bucket)
+def averages(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it averages gradients itself, so that nobody else may: ours say so."""
+    return getattr(optimizer, "averages_gradients", False)
+
+
+def local_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP gets its own gradients back."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def momentum_hook(state: "UnderWay", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start the round of one bucket; DDP gets its own gradients back."""
+    state.start(bucket)
+    return local_hook(None, bucket)
 
 
 class UnderWay:

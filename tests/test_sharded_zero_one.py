@@ -8,7 +8,7 @@ from commpress.collectives.loopback import simulate
 from commpress.optim import ShardedZeroOneAdam
 from commpress.schedules import DoublingIntervals
 from optim_twin import SHAPES, Replicas, flat, mean, noise, start
-from test_sharded_adam import agree, together
+from test_sharded_adam import agree, divisors, steady, together
 from test_zero_one_adam import Early, Fixed
 
 BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
@@ -46,16 +46,16 @@ def test_with_an_exact_codec_a_window_is_what_the_equations_say(window):
     while step < 20:
         exact = any((s + 1) & s == 0 for s in range(updated_at + 1, step + 1))
         if exact:
-            v, updates, updated_at = BETA2 * v + (1 - BETA2) * flat(mean(noise(2, step))) ** 2, updates + 1, step
+            v, updates, updated_at = BETA2 * v + (1 - BETA2) * flat(mean(steady(2, step))) ** 2, updates + 1, step
             root = np.sqrt(v / (1 - BETA2**updates)) + 1e-8
         u, kept, total = 0.0, 1.0, 0.0
         for _ in range(window if step >= 4 and not exact else 1):
             rate, keep = rates[step] / (1 - BETA1 ** (step + 1)), 1 - rates[step] * DECAY
-            m = BETA1 * m + (1 - BETA1) * flat(mean(noise(2, step)))
+            m = BETA1 * m + (1 - BETA1) * flat(mean(steady(2, step)))
             u, kept, total = keep * u + rate * m, keep * kept, keep * total + rate
             for o in group.optimizers:
                 o.param_groups[0]["lr"] = rates[step]
-            group.step(noise(2, step))
+            group.step(steady(2, step))
             step += 1
         x, m = kept * x - u / root, u / total
         np.testing.assert_allclose(flat(group.parameters[0]), x, rtol=2e-5, atol=2e-6)
@@ -68,7 +68,7 @@ def test_what_is_sent_and_what_is_owed_add_up():
     """Σ over windows of what the owners got + mean residual = Σ of the means of s_i, and x is w but for a bounded gap."""
     group, got, given, gaps = replicas(3, weight_decay=0.0), 0.0, 0.0, []
     for step in range(4):
-        group.step(noise(3, step))
+        group.step(steady(3, step))
     for step in range(4, 44):
         if group.optimizers[0].windows.held == 0:
             q, s, carried = [0.0] * 3, [0.0] * 3, 0.0
@@ -76,10 +76,10 @@ def test_what_is_sent_and_what_is_owed_add_up():
         rate = LR / (1 - BETA1 ** (step + 1))
         carried = carried + rate * BETA1 ** (group.optimizers[0].windows.held + 1)
         total = group.optimizers[0].windows.after(step, group.optimizers[0].param_groups)[0][0]
-        for r, mine in enumerate(noise(3, step)):
+        for r, mine in enumerate(steady(3, step)):
             q[r] = BETA1 * q[r] + (1 - BETA1) * flat(mine)
             s[r] = s[r] + rate * q[r]
-        group.step(noise(3, step))
+        group.step(steady(3, step))
         assert agree(group), "parameters are the same on all ranks inside a window too"
         if group.optimizers[0].windows.held == 0:
             given = given + sum(s) / 3
@@ -88,11 +88,11 @@ def test_what_is_sent_and_what_is_owed_add_up():
     owed = np.zeros(sum(int(np.prod(shape)) for shape in SHAPES))
     firsts = np.cumsum([0, *(int(np.prod(shape)) for shape in SHAPES)])
     for o in group.optimizers:
-        for (name, offset), sent, _ in o.residuals.places():
+        for (name, offset), sent, _ in o.quantized.residuals.places():
             at = firsts[int(name[1:])] + offset
             owed[at : at + sent.numel()] += sent.double().numpy() / 3
-    np.testing.assert_allclose(got + owed, given, atol=1e-5)
-    assert np.abs(owed).max() > 1e-4
+    np.testing.assert_allclose(got + owed * divisors(group), given, atol=1e-5)
+    assert np.abs(owed * divisors(group)).max() > 1e-4
     assert 0 < np.mean(gaps[-3:]) < 3 * np.mean(gaps[1:4]), "the gap must not grow"
 
 
@@ -108,8 +108,8 @@ def test_steps_between_synchronisations_send_nothing():
 
 def test_bytes_are_those_of_one_bit_each_way():
     shapes = ((1 << 16,),)
-    group = replicas(4, shapes, variance_updates=Early(1), sync=Fixed(4, start=1))
-    for step in range(9):
+    group = replicas(4, shapes, variance_updates=Early(8), sync=Fixed(4, start=8))
+    for step in range(16):
         group.step(noise(4, step, shapes))
     assert group.optimizers[0].counters.compressed_bytes == pytest.approx(2 * 2 / 8 * 3 / 4 * (1 << 16), rel=0.05)
 

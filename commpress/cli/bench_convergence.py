@@ -7,6 +7,7 @@ Three tasks, four ranks simulated in one process, production code without a netw
   adam, lamb              exact means at every step
   onebit, onebit-lamb     exact for 15 % of the steps, then momentum in one bit
   zero-one                the same, then variance and synchronisations on schedules
+  sharded-onebit, sharded-zero-one     those with their state divided over the ranks
 The bar: the mean final loss of a compressed optimizer lies at most as high as the worst seed of its reference. With
 --no-feedback it must not hold. The --json file is written after each run, and a run that it has is not done again: a long
 comparison can be stopped at any time and continued.

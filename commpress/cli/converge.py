@@ -13,12 +13,15 @@ from torch.nn import functional as F
 from commpress.cli.gpt import GPT, Block
 from commpress.cli.text import batch, standard_library
 from commpress.collectives.loopback import Loopback, simulate
-from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
-from commpress.optim.optimizer import CompressedOptimizer
+from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.optim.stepping import SteppingOptimizer
 
 RANKS = 4
 TASKS = ("gpt", "bert", "digits")
-REFERENCE = {"adam": "adam", "onebit": "adam", "zero-one": "adam", "lamb": "lamb", "onebit-lamb": "lamb"}
+REFERENCE = {
+    "adam": "adam", "onebit": "adam", "zero-one": "adam", "sharded-onebit": "adam", "sharded-zero-one": "adam", "lamb": "lamb",
+    "onebit-lamb": "lamb",
+}  # fmt: skip
 OPTIMIZERS = tuple(REFERENCE)
 RATES = {"adam": 2e-3, "lamb": 1e-2}
 MASK = 256
@@ -126,7 +129,7 @@ def task_of(name: str) -> tuple[Callable[[], nn.Module], Callable[[torch.Generat
     return Digits, digits_batches()
 
 
-def optimizer_of(run: Run, model: nn.Module, transport: object) -> CompressedOptimizer:
+def optimizer_of(run: Run, model: nn.Module, transport: object) -> SteppingOptimizer:
     """``adam`` and ``lamb`` are ours with exact steps only, which are torch's Adam and LAMB."""
     lr = RATES[run.reference]
     options = {
@@ -136,6 +139,10 @@ def optimizer_of(run: Run, model: nn.Module, transport: object) -> CompressedOpt
     named = list(model.named_parameters())
     if run.optimizer == "zero-one":
         return ZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, sync=run.sync, **options)  # type: ignore[arg-type]
+    if run.optimizer == "sharded-zero-one":
+        return ShardedZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, sync=run.sync, **options)  # type: ignore[arg-type]
+    if run.optimizer == "sharded-onebit":
+        return ShardedOneBitAdam(named, warmup_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
     exact = run.optimizer in ("adam", "lamb")
     cls = OneBitLamb if run.reference == "lamb" else OneBitAdam
     return cls(named, warmup_steps=run.steps + 1 if exact else run.steps * 15 // 100, **options)  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ STYLES = {
     "onebit": {"color": "#d62728", "linewidth": 1.6},
     "onebit, no feedback": {"color": "#d62728", "linewidth": 1.0, "linestyle": ":"},
     "zero-one": {"color": "#1f77b4", "linewidth": 1.6},
+    "sharded-onebit": {"color": "#ff9896", "linewidth": 1.4, "linestyle": "--"},
+    "sharded-zero-one": {"color": "#9ecae1", "linewidth": 1.4, "linestyle": "--"},
     "lamb": {"color": "#cccc88", "linewidth": 4.5},
     "onebit-lamb": {"color": "#2ca02c", "linewidth": 1.6, "linestyle": "--"},
 }

@@ -13,6 +13,9 @@ from commpress.work import Steps
 
 if TYPE_CHECKING:
     from commpress.optim.optimizer import CompressedOptimizer
+    from commpress.optim.sharded_adam import ShardedOneBitAdam
+
+    Clipped = CompressedOptimizer | ShardedOneBitAdam
 
 log = logging.getLogger("commpress")
 
@@ -33,7 +36,7 @@ class Clipping:
     def factor(self, norm: float) -> float:
         return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
 
-    def agreed(self, optimizer: "CompressedOptimizer", gain: float, *, exact: bool) -> Steps[float]:
+    def agreed(self, optimizer: "Clipped", gain: float, *, exact: bool) -> Steps[float]:
         """The factor of this rank's gradients, ``gain`` included; an exact round clips their mean instead."""
         if self.max_norm is None:
             return gain
@@ -47,11 +50,11 @@ class Clipping:
             return gain
         return gain * self.factor((optimizer.facts.norm_ratio or 1.0) * self._local_norm)
 
-    def clip(self, optimizer: "CompressedOptimizer", mean: torch.Tensor) -> bool:
-        """Clip the mean gradient as ``clip_grad_norm_`` does; False if its norm is not finite."""
+    def clip(self, optimizer: "Clipped", mean: torch.Tensor, norm: float | None = None) -> bool:
+        """Clip the mean gradient as ``clip_grad_norm_`` does; False if its ``norm``, given if this is a part, is not finite."""
         if self.max_norm is None:
             return True
-        norm, facts = float(torch.linalg.vector_norm(mean)), optimizer.facts
+        norm, facts = float(torch.linalg.vector_norm(mean)) if norm is None else norm, optimizer.facts
         if not np.isfinite(norm):
             return False
         mean.mul_(self.factor(norm))

@@ -64,7 +64,7 @@ class Lanes:
         self._group = [group for group, at in groups for _ in at]
         count = len(flat.parameters)
         self.frozen_at, self.thawed_at, self.variance_steps = (torch.zeros(count, dtype=torch.int64) for _ in STATE)
-        self._lines = np.zeros((count, 4), np.float32)
+        self.lines = np.zeros((count, 4), np.float32)
         self._numels = np.array([numel for _, numel in flat.places], np.int64)
         self.trips = np.zeros(count, np.int64)
         self._seen: dict[tuple[int, ...], torch.Tensor] = {}
@@ -152,13 +152,13 @@ class Lanes:
         k = 1 / self.correction(i, steps)
         short = (1 - group["betas"][1] ** steps) * k if steps else 1.0  # of v, where nobody corrects it
         mean = float(v.sum(dtype=torch.float64)) / max(v.numel(), 1)  # in float64: the same whatever order it is summed in
-        self._lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], REACH * math.sqrt(self.ranks / short)
+        self.lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], REACH * math.sqrt(self.ranks / short)
 
     def divisors(self, indices: Sequence[int]) -> np.ndarray:
         """As kernels want them. A tensor without any variance has the floor of the others."""
-        lines = self._lines[list(indices)]
-        if not lines[:, 1].all() and (seen := self._lines[:, 1] > 0).any():
-            squares = np.square(self._lines[seen, 1], dtype=np.float64)
+        lines = self.lines[list(indices)]
+        if not lines[:, 1].all() and (seen := self.lines[:, 1] > 0).any():
+            squares = np.square(self.lines[seen, 1], dtype=np.float64)
             lines[lines[:, 1] == 0, 1] = np.sqrt(np.average(squares, weights=self._numels[seen]))
         return lines
 
@@ -200,7 +200,7 @@ class Lanes:
     def remember(self, taken: bool) -> None:
         """A step is over. What was seen in a step that was not taken does not count, nor new elements of a tensor that is
         live and knows others: new rows of an embedding come all the time."""
-        watched = self.frozen.numpy() | (self._lines[:, 1] == 0)
+        watched = self.frozen.numpy() | (self.lines[:, 1] == 0)
         seen, self._seen = self._seen, {}
         for indices, beyond in seen.items() if taken else ():
             for i, count in zip(indices, beyond.tolist(), strict=True):

@@ -368,7 +368,7 @@ class CompressedOptimizer(SteppingOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for a bitwise resume at the same world size: every rank saves and loads its own."""
-        return super().state_dict() | {"commpress": checkpoint.exact(self)}
+        return super().state_dict() | {"commpress": self.rank_state()}
 
     def elastic_steps(self) -> Steps[dict[str, Any]]:
         return checkpoint.elastic(self, super().state_dict())
@@ -382,6 +382,9 @@ class CompressedOptimizer(SteppingOptimizer):
     def load_rank_state(self, part: dict[str, Any]) -> None:
         """From the ``commpress`` entry of this rank's own ``state_dict``, after loading another rank's."""
         checkpoint.load_rank(self, part)
+
+    def rank_state(self) -> dict[str, Any]:
+        return checkpoint.exact(self)
 
     def owed(self) -> float:
         """‖what this rank's compression owes‖ / ‖momentum‖."""

@@ -1,65 +1,65 @@
 """1-bit Adam with its state partitioned over the ranks (ZeRO-1): master weights, variance and momentum of 1/P each.
 
-Each rank owns one row of every piece (``kernels.pieces``), the row that it reduces. One step:
+Each rank owns one row of every piece (``owners``), the row that it reduces. A compressed step of a frozen tensor (``lanes``):
 
-    to the owner     what is new in the momentum, (1 − β1)·g_i + e_i, in one bit; e_i keeps the rest       (all-to-all)
-    at the owner     m ← β1·m + mean        v as Adam, until it freezes        w ← Adam's step from m and v
+    to the owner     what is new in the momentum, (1 − β1)·g_i/s + e_i, in one bit; e_i keeps the rest    (all-to-all)
+    at the owner     m ← β1·m + s·mean        w ← Adam's step from m and the frozen v
     to everybody     w − x in one bit, x ← x + what arrived                                               (all-gather)
 
-Exact steps send gradients to the owner and w to everybody as they are.
+Live tensors send gradients in eight bits, and their owner takes Adam's step; exact steps send gradients to the owner and w to
+everybody as they are.
 
 Note: only what is new. The owner has β1·m already, so nothing is lost and nobody else needs m.
 
 Note: no second residual. What the all-gather could not say is w − x itself, the gap between master weights and the
 parameters that all ranks hold; the next step sends it.
+
+Note: what everybody knows of the variance. s is about √v̂, which only the owner has. Divided by it all elements are of one
+size, as one bit for each and one scale for a block assume; else an element with a small variance would get its neighbours'
+magnitude and move by that over its own √v. So owners tell v to everybody, in bfloat16, whenever it has moved and is to be
+divided by.
 """
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from commpress.codecs import Codec, Policy, policy_of
-from commpress.collectives.allreduce import Outcome, any_flag, exchange, settle
-from commpress.collectives.buckets import Message, Span, messages, share
-from commpress.collectives.checkpoint import elastic_state, exact_state, residuals_of
-from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
+from commpress.codecs import Codec, Policy, codec_named, policy_of
+from commpress.codecs.family import EXACT
+from commpress.codecs.policy import Same
+from commpress.collectives.allreduce import settle
+from commpress.collectives.consensus import AgreeOver
+from commpress.collectives.scalars import gathered
 from commpress.collectives.transport import Transport
-from commpress.errors import InvalidArgument, StateMismatch
-from commpress.feedback import ErrorFeedback, ResidualStore
-from commpress.kernels import arithmetic
+from commpress.errors import InvalidArgument, NonFiniteGradient
+from commpress.feedback import check_feedback
 from commpress.kernels.adam import adam_arithmetic
-from commpress.kernels.pieces import BLOCK, HASH, KIND, NUMEL, SHARD, WIDTH, Piece, Pieces, cut
+from commpress.optim import sharded_checkpoint
+from commpress.optim.agreement import Clipping
+from commpress.optim.channel import Channel
 from commpress.optim.flat import Flat
+from commpress.optim.lanes import Lanes
 from commpress.optim.onebit_adam import check_defaults
 from commpress.optim.optimizer import Round
+from commpress.optim.owners import Owned, Owners
 from commpress.optim.stepping import SteppingOptimizer
+from commpress.schedules import AfterSteps, Facts, Freeze, WhenStable, pruned
 from commpress.torch_private import adam
 from commpress.work import Steps
 
 log = logging.getLogger("commpress")
 
 
-@dataclass
-class _Row:
-    """One message and where this rank's row of it lies in the sharded buffers."""
-
-    message: Message
-    pieces: Pieces  # the row alone, as a message of one row
-    feedback: ErrorFeedback | None
-    first: int
-    numel: int
-
-
 class ShardedOneBitAdam(SteppingOptimizer):
-    """AdamW: per parameter 12/P bytes of state and 4 of residual on each rank, about one bit each way per step.
+    """AdamW: per parameter 12/P bytes of state, 2 of what all know of the variance and 4 of residual on each rank.
 
-    ``warmup_steps`` exact steps come first. Other options are those of ``OneBitAdam``. All ranks hold the same parameters
-    after each step. Gradients must be local: no DistributedDataParallel around the model, or its ``no_sync``.
+    Options are those of ``OneBitAdam``. All ranks hold the same parameters after each step. Gradients must be local: under
+    DistributedDataParallel call ``commpress.overlap(ddp, optimizer)``, which keeps it from averaging them.
     """
 
     def __init__(
@@ -70,240 +70,414 @@ class ShardedOneBitAdam(SteppingOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        warmup_steps: int,
+        warmup_steps: int | Literal["auto"] | Freeze = "auto",
         codec: str | Codec | Policy = "sign",
+        spiky_codec: str | Codec | None = "int8",
+        exact_codec: str | Codec = "none",
         min_numel: int = 256,
         variance_floor: float = 1e-3,
+        max_grad_norm: float | None = None,
+        error_feedback: bool = True,
+        on_nonfinite: Literal["skip", "raise"] = "skip",
         process_group: Any = None,
+        agree_over: AgreeOver | None = None,
         transport: Transport | None = None,
         timeout: timedelta | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_defaults(defaults)
-        if warmup_steps < 1:
-            raise InvalidArgument(f"warmup_steps is {warmup_steps!r}, expected at least 1: it fixes the variance")
-        self.warmup_steps, self.floor, self.steps_done = warmup_steps, variance_floor, 0
+        self.freeze: Freeze
+        if warmup_steps == "auto":
+            self.freeze = WhenStable(window=max(round(1 / (1 - betas[1])), 1))
+        else:
+            self.freeze = AfterSteps(warmup_steps) if isinstance(warmup_steps, int) else warmup_steps
+        check_feedback(error_feedback)
+        if on_nonfinite not in ("skip", "raise"):
+            raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
+        if agree_over is not None and (max_grad_norm is not None or not isinstance(self.freeze, AfterSteps)):
+            raise InvalidArgument(
+                f"agree_over is given with max_grad_norm {max_grad_norm!r} and warmup_steps {warmup_steps!r}: groups that "
+                "communicate apart would each clip by a factor of their own, or freeze at a step of their own. Leave "
+                "max_grad_norm out and pass a number of steps"
+            )
+        self.exact_codec, self.on_nonfinite, self.seed = codec_named(exact_codec), on_nonfinite, seed
+        finer = None if spiky_codec is None else codec_named(spiky_codec)
+        self.lanes = Lanes(policy_of(codec, min_numel=min_numel), finer, self.exact_codec, min_numel, variance_floor)
+        self.clipping, self.facts = Clipping(max_grad_norm), Facts()
+        self.steps_done, self.frozen_at = 0, None
+        self.frozen_at: int | None
+        self.flat: Flat | None = None
         super().__init__(params, defaults)
-        self.connect(transport, process_group, timeout, grad_scaler=grad_scaler)
-        self.flat = Flat(*self.named_parameters())
-        self.work, self.kernels = self.flat.new(), adam_arithmetic(self.flat.device)
-        self.residuals = ResidualStore()
-        spans = [Span(name, *place) for name, place in zip(self.flat.names, self.flat.places, strict=True)]
-        size = self.transport.size
-        self.exact_rows = self._rows(messages(spans, policy_of("none"), size, feedback=False))
-        policy = policy_of(codec, min_numel=min_numel)
-        self.rows = self._rows(messages(spans, policy, size))
-        self.counters.shares = {s.name: share(s.numel, policy.choose(s.name, s.numel), size) for s in spans}
-        numel = sum(row.numel for row in self.rows)
+        self.connect(transport, process_group, timeout, agree_over, grad_scaler)
+        self._lay_out(error_feedback)
+
+    def _lay_out(self, error_feedback: bool) -> None:
+        self.flat = flat = Flat(*self.named_parameters())
+        self.kernels = adam_arithmetic(flat.device)
+        self.work = flat.new()
+        self.known = torch.zeros(flat.numel, dtype=torch.bfloat16, device=flat.device)  # v, as far as it is to be divided by
+        self.lanes.lay_out(flat, list(self.groups()), self.known, self.transport.size)
+        self.full = self._owners(policy_of(self.exact_codec, min_numel=256), feedback=error_feedback)
+        self.quantized = self._owners(self.lanes, feedback=error_feedback)
+        self.rounded = self._owners(policy_of("bf16"), feedback=False)
+        self.counters.shares = self.quantized.shares
+        self.parts: list[list[Owned]] = [[] for _ in flat.parameters]
+        for part in self.full.owned():
+            self.parts[part.parameter].append(part)
         self.master, self.momentum, self.variance, self.mean = (
-            torch.zeros(numel, device=self.flat.device) for _ in range(4)
+            torch.zeros(self.full.numel, device=flat.device) for _ in range(4)
         )
-        self.reciprocal = self.mean[:0]
-        self._take_parameters(self.master)
+        for p, w in self.own(range(len(flat.parameters)), "master"):
+            w.copy_(p)
+        self.unknown = False  # whether ``known`` is out of date and about to be divided by
+        self.missing = ""  # what an incomplete state lacks
 
-    def _rows(self, plan: list[Message]) -> list[_Row]:
-        rows, first = [], 0
-        for message in plan:
-            lines = message.pieces.table.tolist()
-            own = [Piece(t[SHARD], t[WIDTH], t[KIND], t[BLOCK], t[HASH], False) for t in lines]
-            feedback = self.residuals.attach(message.keys, message.pieces, self.flat.device)
-            rows.append(_Row(message, cut(own, 1), feedback, first, message.pieces.shard))
-            first += message.pieces.shard
-        return rows
+    def _owners(self, policy: Policy, *, feedback: bool) -> Owners:
+        return Owners(self._flat, policy, self.transport, self.workspace, feedback=feedback)
 
-    def _owned(self) -> Iterator[tuple[int, int, int, int]]:
-        """(parameter, first element of it, elements, first element of the sharded buffers) of what this rank owns."""
-        names = {name: i for i, name in enumerate(self.flat.names)}
-        for row in self.rows:
-            for (name, offset), t in zip(row.message.keys, row.message.pieces.table.tolist(), strict=True):
-                begin = min(self.transport.rank * t[WIDTH], t[NUMEL])
-                yield names[name], offset + begin, min(t[WIDTH], t[NUMEL] - begin), row.first + t[SHARD]
+    @property
+    def _flat(self) -> Flat:
+        assert self.flat is not None
+        return self.flat
 
-    def _take_parameters(self, out: torch.Tensor) -> None:
-        for i, begin, numel, at in self._owned():
-            out[at : at + numel] = self.flat.parameters[i].detach().reshape(-1)[begin : begin + numel]
+    def groups(self) -> Iterator[tuple[dict[str, Any], range]]:
+        edges = np.cumsum([0, *(len(group["params"]) for group in self.param_groups)]).tolist()
+        for group, (begin, end) in zip(self.param_groups, pairwise(edges), strict=True):
+            yield group, range(begin, end)
+
+    def own(self, indices: Iterable[int], *names: str) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Of each piece of these parameters, the own elements of the parameter and of the named row buffers."""
+        buffers = [getattr(self, name) for name in names]
+        for i in indices:
+            p = self._flat.parameters[i].detach().reshape(-1)
+            for _, begin, numel, at in self.parts[i]:
+                yield p[begin : begin + numel], *(b[at : at + numel] for b in buffers)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.flat is not None:
+            raise InvalidArgument(
+                "add_param_group after construction: rows are dealt to the ranks already. Pass all groups to the constructor, "
+                f"or make a second {type(self).__name__} for the new parameters"
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self.clipping.max_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        if norm is not None and self.consensus is not None:
+            raise InvalidArgument(f"max_grad_norm is {norm!r}, expected None: the optimizer has agree_over, see there")
+        self.clipping = Clipping(norm)
 
     # ------------------------------------------------------------ one step
 
     def steps(self) -> Steps[bool]:
+        sharded_checkpoint.check_complete(self)
+        self._flat.check()
+        self.facts.see(self.steps_done, max(float(group["lr"]) for group in self.param_groups))
         kind = self.round()
+        if self.unknown and kind is not Round.EXACT:  # a state was loaded
+            yield from self.learn()
         if kind is Round.LOCAL:
-            self.local()
-        taken = kind is Round.LOCAL or (yield from self._together(kind))
+            taken = yield from self._apart()
+        else:
+            taken = yield from self._together(kind)
+        self.lanes.remember(taken)
         if taken:
             self.steps_done += 1
-            self.after(kind)
-        else:
-            log.warning("step %d was skipped on all ranks: a gradient holds NaN or infinity", self.steps_done)
-        self.counters.step(kind.value, taken, self.sent_bytes(), self.flat.numel, self.transport.size)
+            yield from self.after(kind)
+            if self.unknown and self.round() is not Round.EXACT:
+                yield from self.learn()
+        self.counters.step(kind.value, taken, self.sent_bytes(), self._flat.numel, self.transport.size)
+        if not taken:
+            self._say_skipped()
         return taken
 
     def round(self) -> Round:
-        return Round.EXACT if self.steps_done < self.warmup_steps else Round.COMPRESSED
+        return Round.EXACT if self.frozen_at is None else Round.COMPRESSED
 
-    def prepare(self, kind: Round) -> None:
-        """work := what goes to the owners."""
-        for group, at in self._groups():
-            for i in at:
-                g, into = self.flat.gradient(i), self.flat.view(self.work, i)
-                if g is None:
-                    into.zero_()
-                else:
-                    torch.mul(g, self.gain() * (1.0 if kind is Round.EXACT else 1 - group["betas"][0]), out=into)
+    def _apart(self) -> Steps[bool]:
+        if self.consensus is not None:
+            squares = self.kernels.square_sum(self._flat.segments(range(len(self._flat.parameters))))
+            if not (yield from self.consensus.agreed(bool(np.isfinite(squares)), self._flat.device)):
+                return False
+        self.local()
+        return True
 
     def local(self) -> None:
         """A step without communication: there is none here."""
 
-    def after(self, kind: Round) -> None:
-        """Schedules, once a step is taken."""
-
     def _together(self, kind: Round) -> Steps[bool]:
         exact = kind is Round.EXACT
-        rows = self.exact_rows if exact else self.rows
-        self.prepare(kind)
-        outcomes = []
-        for row in rows:
-            outcomes.append((yield from self._to_owners(row)))
+        owners = self.full if exact else self.quantized
+        gain = yield from self.clipping.agreed(self, self.gain(), exact=exact)
+        self.prepare(kind, gain)
+        outcomes, asked = yield from owners.gather_means(
+            self.work, self.mean, key=self._key(), sequence=self._sequences(owners), asks=self.asks()
+        )
         taken = all(outcome.finite for outcome in outcomes)
+        if taken and exact:
+            taken = yield from self._clip()
+        if self.consensus is not None:
+            taken = yield from self.consensus.agreed(taken, self._flat.device)
         settle(outcomes, taken=taken)
         if taken:
-            self._update(exact)
-            if not exact:
-                self._take_parameters(self.mean)  # no longer needed as such
-                torch.sub(self.master, self.mean, out=self.mean)
-            for row in rows:
-                yield from self._to_everybody(row, self.master if exact else self.mean)
-            for i, p in enumerate(self.flat.parameters):
-                (p.copy_ if exact else p.add_)(self.flat.view(self.work, i))
+            self.update(kind)
+            yield from self._publish(owners, whole=exact and self.exact_codec.lossless)
+            if asked:
+                yield from self._talk()
         return taken
 
-    def _to_owners(self, row: _Row) -> Steps[Outcome]:
-        message, pieces, device = row.message, row.message.pieces, self.flat.device
-        kernels, size = arithmetic(device), self.transport.size
-        outbox, inbox = (self.workspace.wires(message, size, device) for _ in range(2))
-        flag = torch.zeros(1, dtype=torch.uint8, device=device)
-        old = row.feedback
-        new = self.workspace.residual(message, device) if old is not None else None
-        kernels.encode(
-            self.work, outbox[:, HEADER:], flag, pieces, key=self.steps_done, residual=old and old.sent,
-            residual_scale=old and old.sent_scale, new_residual=new and new.sent, new_scale=new and new.sent_scale,
-        )  # fmt: skip
-        frame = Frame(ALL_TO_ALL, size, message.codec, pieces.numel, self.next_sequence(), message.label)
-        yield from exchange(self.transport.all_to_all, inbox, outbox, frame, flag, self.transport, self.workspace)
-        kernels.decode_mean(inbox[:, HEADER:], self.mean[row.first : row.first + row.numel], pieces, self.transport.rank)
-        finite = not bool(any_flag(inbox))
-        self.workspace.give_wires(outbox, inbox)
-        return Outcome(message, finite, old, new, self.workspace)
+    def _publish(self, owners: Owners, *, whole: bool) -> Steps[None]:
+        """Parameters := master weights, or x := x + w − x as far as that can be said."""
+        self.mean.zero_()
+        for x, w, change in self.own(range(len(self.parts)), "master", "mean"):
+            change.copy_(w) if whole else torch.sub(w, x, out=change)
+        yield from owners.spread(self.mean, self.work, key=self._key(), sequence=self._sequences(owners))
+        for i, p in enumerate(self._flat.parameters):
+            (p.copy_ if whole else p.add_)(self._flat.view(self.work, i))
 
-    def _to_everybody(self, row: _Row, values: torch.Tensor) -> Steps[None]:
-        message, device = row.message, self.flat.device
-        kernels, size = arithmetic(device), self.transport.size
-        reply, every = self.workspace.wires(message, 1, device), self.workspace.wires(message, size, device)
-        flag = torch.zeros(1, dtype=torch.uint8, device=device)
-        kernels.encode(
-            values[row.first : row.first + row.numel], reply[:, HEADER:], flag, row.pieces, key=self.steps_done + 1
+    def _clip(self) -> Steps[bool]:
+        if self.clipping.max_norm is None:
+            return True
+        squares = sum(float(mean.square().sum(dtype=torch.float64)) for _, mean in self.own(range(len(self.parts)), "mean"))
+        every = yield from gathered(
+            [squares], transport=self.transport, sequence=self.next_sequence(), device=self._flat.device
         )
-        frame = Frame(ALL_GATHER, size, message.codec, message.pieces.numel, self.next_sequence(), message.label)
-        yield from exchange(self.transport.all_gather, every, reply, frame, flag, self.transport, self.workspace)
-        kernels.decode(every[:, HEADER:], self.work, message.pieces)
-        self.workspace.give_wires(reply, every)
+        return self.clipping.clip(self, self.mean, norm=float(every.sum()) ** 0.5)
 
-    def _update(self, exact: bool) -> None:
-        """Momentum, variance and master weights of the own rows from ``mean``."""
-        if not exact and self.reciprocal.numel() == 0:
-            self._freeze()
-        for number, (group, (a, b)) in enumerate(zip(self.param_groups, self._ranges(), strict=True)):
-            w, m, v, mean = (t[a:b] for t in (self.master, self.momentum, self.variance, self.mean))
-            if exact:
-                (beta1, beta2), (lr, decay) = group["betas"], self.exact_rates(group)
-                adam(
-                    [w], [mean], [m], [v], [], [torch.tensor(float(self.variance_updates()))], fused=True, amsgrad=False,
-                    beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=group["eps"], maximize=False,
-                    decoupled_weight_decay=True,
-                )  # fmt: skip
-            else:
-                self.descend(number, w, m, mean, self.reciprocal[a:b])
+    def _key(self) -> int:
+        return self.seed * 1_000_003 + self.steps_done
 
-    def descend(self, number: int, w: torch.Tensor, m: torch.Tensor, mean: torch.Tensor, r: torch.Tensor) -> None:
-        """One group's momentum and master weights of the own rows, from the mean of what came."""
-        group = self.param_groups[number]
-        beta1, lr = group["betas"][0], float(group["lr"])
-        m.mul_(beta1).add_(mean)
-        correction = 1 - beta1 ** (self.steps_done + 1)
-        w.mul_(1 - lr * group["weight_decay"]).addcmul_(m, r, value=-lr / correction)
+    def _sequences(self, owners: Owners) -> int:
+        """The first of as many as the owners have messages."""
+        self._sequence += len(owners.rows)
+        return self._sequence - len(owners.rows)
 
-    def variance_updates(self) -> int:
-        """How often the variance was updated before this step."""
-        return min(self.steps_done, self.warmup_steps)
+    # ------------------------------------------------------------ what travels and what becomes of it
 
-    def exact_rates(self, group: dict[str, Any]) -> tuple[float, float]:
-        return float(group["lr"]), group["weight_decay"]
+    def prepare(self, kind: Round, gain: float) -> None:
+        """work := what goes to the owners."""
+        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        for i in range(len(self._flat.parameters)) if kind is Round.EXACT else live:
+            g, into = self._flat.gradient(i), self._flat.view(self.work, i)
+            into.zero_() if g is None else torch.mul(g, gain, out=into)
+        if kind is Round.COMPRESSED:
+            self.cut(frozen, gain, self.work)
+            for i in frozen:
+                self._flat.view(self.work, i).div_(self.lanes.divisor(i)).mul_(1 - self.lanes.group(i)["betas"][0])
 
-    def _freeze(self) -> None:
-        """reciprocal := 1 / (√v̂ + ε), no variance below its share of the own row's mean."""
-        self.reciprocal = torch.zeros_like(self.variance)
-        updates = self.variance_updates()
-        group_of = [group for group, at in self._groups() for _ in at]
-        for i, _, numel, at in self._owned():
-            v, group = self.variance[at : at + numel], group_of[i]
-            if numel > 0:
-                root = torch.maximum(v, self.floor * v.mean()).div_(1 - group["betas"][1] ** updates).sqrt_()
-                self.reciprocal[at : at + numel] = root.add_(group["eps"]).reciprocal_()
+    def cut(self, indices: Sequence[int], gain: float, out: torch.Tensor) -> None:
+        """out := gain·g within ±κ·√P·s. What is not finite stays as it is, for all to see."""
+        counts = torch.zeros(len(indices), dtype=torch.int64)
+        for number, i in enumerate(indices):
+            g, into = self._flat.gradient(i), self._flat.view(out, i)
+            if g is None:
+                into.zero_()
+                continue
+            torch.mul(g, gain, out=into)
+            k, low, eps, reach = self.lanes.divisors([i])[0].tolist()
+            root = (self._flat.view(self.known, i).float() * k).sqrt_()
+            counts[number] = (into.abs() > reach * (root + eps)).sum()
+            most = root.clamp_(min=low).add_(eps).mul_(reach)
+            into.copy_(torch.where(into.isfinite(), torch.minimum(torch.maximum(into, -most), most), into))
+        self.lanes.see(indices, counts)
 
-    def _groups(self) -> Iterator[tuple[dict[str, Any], range]]:
-        at = 0
-        for group in self.param_groups:
-            yield group, range(at, at + len(group["params"]))
-            at += len(group["params"])
+    def update(self, kind: Round) -> None:
+        """Momentum, variance and master weights of the own rows, from ``mean``."""
+        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        self.adam(range(len(self._flat.parameters)) if kind is Round.EXACT else live)
+        if kind is Round.COMPRESSED:
+            for i in frozen:
+                group = self.lanes.group(i)
+                beta1, lr = group["betas"][0], float(group["lr"])
+                correction = 1 - beta1 ** (self.steps_done + 1)
+                for part in self.parts[i]:
+                    m = self.row(self.momentum, part)
+                    m.mul_(beta1).addcmul_(self.row(self.mean, part), self.unit(part))
+                    self.descend(part, m, step=lr / correction, keep=1 - lr * group["weight_decay"])
+                    self.bound(part, m)
 
-    def _ranges(self) -> list[tuple[int, int]]:
-        """Where each group's rows lie in the sharded buffers: parameters are placed in order, so side by side."""
-        starts: dict[int, int] = {}
-        for i, _, _, at in self._owned():
-            starts.setdefault(i, at)
-        firsts = [starts[at[0]] if len(at) else None for _, at in self._groups()]
-        edges = [first for first in firsts if first is not None] + [self.master.numel()]
-        return list(pairwise(edges))
+    def adam(self, indices: Iterable[int]) -> None:
+        """What Adam does with mean gradients: torch's own fused kernel."""
+        taken = set(indices)
+        for group, every in self.groups():
+            rows = [part for i in every if i in taken for part in self.parts[i]]
+            if not rows:
+                continue
+            w, g, m, v = ([self.row(b, part) for part in rows] for b in (self.master, self.mean, self.momentum, self.variance))
+            adam(
+                w, g, m, v, [], [torch.tensor(float(self.steps_done)) for _ in rows], fused=True, amsgrad=False,
+                beta1=group["betas"][0], beta2=group["betas"][1], lr=float(group["lr"]), weight_decay=group["weight_decay"],
+                eps=group["eps"], maximize=False, decoupled_weight_decay=True,
+            )  # fmt: skip
+        self.lanes.count(taken, self.steps_done + 1)
+
+    def row(self, buffer: torch.Tensor, part: Owned) -> torch.Tensor:
+        return buffer[part.at : part.at + part.numel]
+
+    def root(self, part: Owned) -> torch.Tensor:
+        """√v̂ of what is owned."""
+        correction = self.lanes.correction(part.parameter, int(self.lanes.variance_steps[part.parameter]))
+        return (self.row(self.variance, part) / correction).sqrt_()
+
+    def unit(self, part: Owned) -> torch.Tensor:
+        """s as whoever sent divided by it."""
+        return self.lanes.divisor(part.parameter).view(-1)[part.begin : part.begin + part.numel]
+
+    def descend(self, part: Owned, m: torch.Tensor, *, step: float, keep: float) -> None:
+        """w ← keep·w − step·m/s."""
+        _, low, eps, _ = self.lanes.divisors([part.parameter])[0].tolist()
+        self.row(self.master, part).mul_(keep).addcdiv_(m, self.root(part).clamp_(min=low).add_(eps), value=-step)
+
+    def bound(self, part: Owned, m: torch.Tensor) -> None:
+        """m within Adam's own bound where it is noise: whoever divides it by the true √v does no harm."""
+        low, root = float(self.lanes.divisors([part.parameter])[0, 1]), self.root(part)
+        most = torch.where(root < low, root * self.lanes.bound(part.parameter), torch.inf)
+        m.copy_(torch.minimum(torch.maximum(m, -most), most))
+
+    # ------------------------------------------------------------ from lane to lane
+
+    def after(self, kind: Round) -> Steps[None]:
+        """Schedules, once a step is taken."""
+        step = self.steps_done
+        if self.frozen_at is not None:
+            self.unknown |= self.due()
+            return
+        if self.freeze.probes(step):
+            every = yield from gathered(
+                [float(self.variance.sum(dtype=torch.float64))], transport=self.transport, sequence=self.next_sequence(),
+                device=self._flat.device,
+            )  # fmt: skip
+            norm = float(every.sum()) / (1 - self.param_groups[0]["betas"][1] ** step)
+            self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
+        if self.freeze.freezes(step, self.facts):
+            self.frozen_at, self.unknown = step, True
+            owed = self.full.residuals.every()
+            self.quantized.residuals.load({key: tuple(r.clone() for r in own) for key, own in owed.items()})
+            self.full.residuals.load({})
+
+    @property
+    def patience(self) -> int:
+        """Steps that a variance takes to forget what it was."""
+        return max(round(2 / (1 - max(group["betas"][1] for group in self.param_groups))), 1)
+
+    def learn(self) -> Steps[None]:
+        """known := the variance of all owners, and what follows from it."""
+        yield from self.rounded.spread(self.variance, self.work, key=0, sequence=self._sequences(self.rounded))
+        self.known.copy_(self.work)
+        self.unknown = False
+        self.sort()
+
+    def sort(self) -> None:
+        """Live tensors whose variance may stand still freeze. What is owed of them is owed in units of p."""
+        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        for i in frozen:
+            self.lanes.divide(i)
+        rested = [i for i in live if not self.lanes.thawed_at[i] or self.steps_done - self.lanes.thawed_at[i] >= self.patience]
+        ready = [i for i in rested if self.lanes.may_freeze(i)] if self.due() else []
+        self.lanes.freeze(ready, self.steps_done)
+        for i in ready:
+            self.quantized.scale(self._flat.names[i], (1 - self.lanes.group(i)["betas"][0]) / self.lanes.divisor(i).float())
+        self.quantized.lay_out()
+
+    def due(self) -> bool:
+        """Whether tensors may freeze now: not because a state was loaded."""
+        return self.frozen_at is not None and (self.steps_done - self.frozen_at) % max(self.patience // 8, 1) == 0
+
+    def asks(self) -> bool:
+        """Whether this rank wants tensors to wake up."""
+        return bool(self.lanes.waking().any())
+
+    def _talk(self) -> Steps[None]:
+        """Which tensors are to wake up, as all ranks see it."""
+        every = yield from gathered(
+            self.lanes.waking().tolist(), transport=self.transport, sequence=self.next_sequence(), device=self._flat.device
+        )
+        indices = every.any(axis=0).nonzero()[0].tolist()
+        if indices:
+            yield from self.wake(indices)
+            self.counters.woken_tensors += len(indices)
+
+    def wake(self, indices: Sequence[int]) -> Steps[None]:
+        """One exact message brings what is owed into momentum; then these are live, and nothing is owed."""
+        step = self.steps_done + 1
+        log.warning(
+            "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact steps from here, and freezes "
+            "again after %d of them",
+            step, ", ".join(map(self.lanes.name, indices)), self.patience,
+        )  # fmt: skip
+        for i in indices:
+            owed = self._flat.view(self.work, i).view(-1).zero_()
+            self.quantized.residuals.pay(self._flat.names[i], owed, self.transport.rank, self.transport.size)
+        exact = Channel(self._flat, Same(EXACT), self.transport, feedback=False)
+        sequence = self._sequence
+        self._sequence += exact.count(indices, self.workspace)
+        yield from exact.reduce(self.work, indices, workspace=self.workspace, sequence=sequence, key=0)
+        for i in indices:
+            before, owed = self.lanes.correction(i, int(self.lanes.variance_steps[i])), self._flat.view(self.work, i).view(-1)
+            for part in self.parts[i]:
+                m, most = self.row(self.momentum, part), self.root(part).mul_(self.lanes.bound(i))
+                m.addcmul_(owed[part.begin : part.begin + part.numel], self.unit(part))
+                m.copy_(torch.minimum(torch.maximum(m, -most), most))
+                self.row(self.variance, part).mul_(self.lanes.correction(i, step) / before)
+        self.lanes.thaw(indices, step)
+        self.lanes.count(indices, step)
+        self.quantized.lay_out()
+
+    def _say_skipped(self) -> None:
+        if self.on_nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"the gradients of step {self.steps_done} hold NaN or infinity on some rank. Nothing was changed. Look for the "
+                "cause in the loss, or pass on_nonfinite='skip'."
+            )
+        count = self.counters.skipped_steps
+        if count <= 3 or count % 100 == 0:
+            log.warning(
+                "step %d was skipped on all ranks: gradients held NaN or infinity on some rank (%d so far)",
+                self.steps_done, count,
+            )  # fmt: skip
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a bitwise resume at the same world size; parameters come with the model."""
-        return self._state(exact_state(self.residuals, self.transport, self.steps_done))
+        return super().state_dict() | {"commpress": self.rank_state()}
+
+    def rank_state(self) -> dict[str, Any]:
+        return sharded_checkpoint.exact(self)
 
     def elastic_steps(self) -> Steps[dict[str, Any]]:
-        residuals = yield from elastic_state(self.residuals, self.transport, self.steps_done, self.next_sequence())
-        return self._state(residuals)
-
-    def _state(self, residuals: dict[str, Any]) -> dict[str, Any]:
-        shards = [
-            {"parameter": i, "begin": begin}
-            | {name: getattr(self, name)[at : at + numel].clone() for name in ("master", "momentum", "variance")}
-            for i, begin, numel, at in self._owned()
-        ]
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"state": {}, "param_groups": groups, "commpress": residuals, "shards": shards, "warmup": self.warmup_steps}
+        part = yield from sharded_checkpoint.elastic(self)
+        return super().state_dict() | {"commpress": part}
 
     @torch.no_grad()
-    def load_state_dict(self, *states: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
         """From this rank's ``state_dict`` or from all ranks' ``elastic_state_dict``s; load the model first."""
-        self.steps_done, residuals = residuals_of([state["commpress"] for state in states], self.transport)
-        whole = {name: self.flat.new() for name in ("master", "momentum", "variance")}
-        for state in states:
-            for shard in state["shards"]:
-                i, begin = shard["parameter"], shard["begin"]
-                if i >= len(self.flat.places) or begin + shard["master"].numel() > self.flat.places[i][1]:
-                    raise StateMismatch(f"the state has elements of parameter {i} that this model lacks")
-                first = self.flat.places[i][0] + begin
-                for name, buffer in whole.items():
-                    buffer[first : first + shard[name].numel()] = shard[name]
-        for i, begin, numel, at in self._owned():
-            first = self.flat.places[i][0] + begin
-            for name, buffer in whole.items():
-                getattr(self, name)[at : at + numel] = buffer[first : first + numel]
-        self.warmup_steps = int(states[0]["warmup"])
-        for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
-            group.update(saved)
-        self.residuals.load(residuals)
-        self.reciprocal = self.mean[:0]
+        sharded_checkpoint.load(self, [state_dict, *others])
+
+    @torch.no_grad()
+    def load_rank_state(self, part: dict[str, Any]) -> None:
+        """From the ``commpress`` entry of this rank's own ``state_dict``, after loading another rank's."""
+        sharded_checkpoint.load_rank(self, part)
+
+    def owed(self) -> float:
+        """‖what this rank's compression owes‖ / ‖momentum‖, both as steps; other ranks' rows are taken to be like the own."""
+        left = sum(float(sent.square().sum()) for _, sent, _ in self.quantized.residuals.places())
+        rows = (part for parts in self.parts for part in parts)
+        own = sum(float((self.row(self.momentum, part) / self.unit(part)).square().sum()) for part in rows)
+        return (left / (self.transport.size * own)) ** 0.5 if own else 0.0
+
+    def schedule_state(self) -> dict[str, Any]:
+        return {"frozen_at": self.frozen_at}
+
+    def resume(self, schedule: dict[str, Any]) -> None:
+        self.frozen_at = schedule["frozen_at"]
+
+    def waiting(self) -> dict[str, torch.Tensor]:
+        """Flat buffers that differ between ranks; what counts for the run is their mean."""
+        return {}

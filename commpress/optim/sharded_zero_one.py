@@ -1,11 +1,13 @@
 """0/1 Adam with its state partitioned over the ranks (ZeRO-1): nothing leaves in most steps, and no rank has it all.
 
     exact       as ``ShardedOneBitAdam``, at steps of the variance schedule
-    local       q_i ← β1·q_i + (1 − β1)·g_i      s_i ← (1 − γλ)·s_i + γ'·q_i      A ← (1 − γλ)·A + γ'·β1ⁿ        (n-th step)
-    sync        to the owner s_i in one bit;  u = A·m + mean of s_i      w ← D·w − u/(√v̂ + ε)      m ← u/Γ
+    local       q_i ← β1·q_i + (1 − β1)·g_i      u_i ← (1 − γλ)·u_i + γ'·q_i      A ← (1 − γλ)·A + γ'·β1ⁿ        (n-th step)
+    sync        to the owner u_i/s in one bit;  u = A·m + s·mean      w ← D·w − u/s      m ← u/Γ
                 to everybody w − x in one bit
 
-Γ, D and γ' are those of ``windows``; q and s begin a window at zero, A at zero.
+Γ, D and γ' are those of ``windows``; q and u begin a window at zero, A at zero. What s is, how gradients are cut and who wakes
+up is in ``lanes``; as in ``ZeroOneAdam`` live tensors travel as all others do, in eight bits, and what wakes up brings exact
+steps for all.
 
 Note: parameters stand still inside a window. To move them each rank would need the variance of all parameters and an anchor to
 come back to, 8 bytes more per parameter, which is what dividing the state is to save. So all ranks hold the same parameters
@@ -14,26 +16,29 @@ at all times, and there is nothing to synchronise before evaluating.
 Note: only what is new. m decays by known factors, so the owner adds its part, A·m, and messages carry gradients alone.
 """
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from commpress.codecs import codec_named
-from commpress.collectives.allreduce import reduce_message
-from commpress.collectives.buckets import one_message
+from commpress.collectives.allreduce import settle
 from commpress.optim.optimizer import Round
 from commpress.optim.sharded_adam import ShardedOneBitAdam
 from commpress.optim.windows import Spans, Windows, keep, rate_of
-from commpress.schedules import Facts, Updates
-from commpress.work import Steps
+from commpress.optim.zero_one_adam import WAKING
+from commpress.schedules import Updates
+from commpress.work import Steps, run
 
-WAITING = ("innovation", "pending")  # q and s
+log = logging.getLogger("commpress")
+
 
 
 class ShardedZeroOneAdam(ShardedOneBitAdam):
     """``sync``, ``variance_updates``, ``warmup_steps`` as in ``ZeroOneAdam``, other options as in ``ShardedOneBitAdam``.
 
-    Per parameter 16/P bytes of state on each rank, 4 of residual and 8 of what waits for the end of a window.
+    Per parameter 8 bytes of what waits for the end of a window more than there. ``synchronize()`` at the end of training takes
+    in what an open window has gathered.
     """
 
     def __init__(
@@ -49,44 +54,47 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
         warmup_steps: int = 0,
         **options: Any,
     ) -> None:
-        self.windows, self.facts = Windows(sync, variance_updates, warmup_steps), Facts()
+        self.windows = Windows(sync, variance_updates, warmup_steps)
         super().__init__(params, lr, betas, eps, weight_decay, warmup_steps=1, **options)
-        self.innovation, self.pending = self.flat.new(), self.flat.new()
+        self.innovation, self.pending = self._flat.new(), self._flat.new()  # q and u
         self.carried = [0.0] * len(self.param_groups)  # A of each group
 
     # ------------------------------------------------------------ one step
 
     def round(self) -> Round:
-        self.facts.see(self.steps_done, max(float(group["lr"]) for group in self.param_groups))
         return self.windows.round(self.steps_done, self.param_groups, self.facts)
 
     def local(self) -> None:
         """A gradient that is not finite counts as zero: nobody can be asked, and the window goes on."""
-        everything = self.flat.segments(range(len(self.flat.parameters)))
-        finite = self.kernels.square_sum(everything) < float("inf")
+        every = range(len(self._flat.parameters))
+        gain = self.gain()
+        squares = self.kernels.square_sum(self._flat.segments(every)) * gain * gain
+        finite = squares < float("inf")
         self.counters.ignored_gradients += not finite
-        for group, at in self._groups():
-            segments = self.flat.segments(at) if finite else self.flat.placed(at)
-            self._accumulate(group, segments)
-            self.kernels.blend(segments, self.innovation, self.innovation, beta=group["betas"][0], gain=self.gain())
-        self.pending, self.work = self.work, self.pending
+        if finite:
+            self.cut(every, gain * self.clipping.factor((self.facts.norm_ratio or 1.0) * squares**0.5), self.work)
+        else:
+            self.work.zero_()
+        for group, at in self.groups():
+            beta1 = group["betas"][0]
+            for i in at:
+                q, u, g = (self._flat.view(b, i) for b in (self.innovation, self.pending, self.work))
+                q.mul_(beta1).add_(g, alpha=1 - beta1)
+                u.mul_(keep(group)).add_(q, alpha=rate_of(group, self.steps_done))
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
         self.carried = self._carry()
         self.windows.hold(self.windows.after(self.steps_done, self.param_groups), span)
 
-    def prepare(self, kind: Round) -> None:
+    def prepare(self, kind: Round, gain: float) -> None:
         if kind is Round.EXACT:
-            super().prepare(kind)
+            super().prepare(kind, gain)
             return
-        for group, at in self._groups():
-            self._accumulate(group, self.flat.segments(at))
-
-    def _accumulate(self, group: dict[str, Any], segments: Any) -> None:
-        """work := s after this step; q stays."""
-        self.kernels.accumulate(
-            segments, self.innovation, self.pending, self.pending[:0], self.work, beta=group["betas"][0], gain=self.gain(),
-            lr=rate_of(group, self.steps_done), keep=keep(group),
-        )  # fmt: skip
+        self.cut(range(len(self._flat.parameters)), gain, self.work)
+        for group, at in self.groups():
+            beta1, rate = group["betas"][0], rate_of(group, self.steps_done)
+            for i in at:
+                q, u, d = (self._flat.view(b, i) for b in (self.innovation, self.pending, self.work))
+                d.mul_((1 - beta1) * rate).add_(q, alpha=beta1 * rate).add_(u, alpha=keep(group)).div_(self.lanes.divisor(i))
 
     def _carry(self) -> list[float]:
         """A of each group once this step is in."""
@@ -96,54 +104,123 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
             for group, carried in zip(self.param_groups, before, strict=True)
         ]
 
-    def descend(self, number: int, w: torch.Tensor, m: torch.Tensor, mean: torch.Tensor, r: torch.Tensor) -> None:
-        rate, kept = self.windows.after(self.steps_done, self.param_groups)[number]
-        m.mul_(self._carry()[number]).add_(mean)
-        w.mul_(kept).addcmul_(m, r, value=-1)
-        m.mul_(1 / rate if rate > 0 else 0.0)
+    def update(self, kind: Round) -> None:
+        if kind is Round.COMPRESSED:
+            self._gather(self.windows.after(self.steps_done, self.param_groups), self._carry())
+        elif self.windows.updates == self.steps_done:
+            self.adam(range(len(self._flat.parameters)))
+        else:
+            self._observe()
 
-    def after(self, kind: Round) -> None:
+    def _gather(self, window: Sequence[tuple[float, float]], carried: Sequence[float]) -> None:
+        """Master weights and momentum from the displacement in ``mean``."""
+        for (_, at), (rate, kept), share in zip(self.groups(), window, carried, strict=True):
+            for part in (part for i in at for part in self.parts[i]):
+                m = self.row(self.momentum, part)
+                m.mul_(share).addcmul_(self.row(self.mean, part), self.unit(part))
+                self.descend(part, m, step=1.0, keep=kept)
+                m.mul_(1 / rate if rate > 0 else 0.0)
+                self.bound(part, m)
+
+    def _observe(self) -> None:
+        """An exact step after windows have begun: its variance counts, and an element without any begins with v̂ = g²."""
+        done = self.windows.updates
+        for group, at in self.groups():
+            beta1, beta2 = group["betas"]
+            before, after = 1 - beta2**done, 1 - beta2 ** (done + 1)
+            for part in (part for i in at for part in self.parts[i]):
+                g, m, v = (self.row(b, part) for b in (self.mean, self.momentum, self.variance))
+                seen = v > 0
+                square = g.square()
+                v.div_(before).lerp_(square, (1 - beta2) / after).copy_(torch.where(seen, v, square)).mul_(after)
+                m.lerp_(g, 1 - beta1)
+                self.lanes.variance_steps[part.parameter] = done + 1
+                self.descend(part, m, step=rate_of(group, self.steps_done), keep=keep(group))
+
+    def after(self, kind: Round) -> Steps[None]:
+        yield from ()
         if kind is Round.EXACT:
             self.windows.updated(self.steps_done - 1)
-            self.reciprocal = self.mean[:0]
-        elif kind is Round.COMPRESSED and self.windows.held:
+            self.lanes.count(range(len(self._flat.parameters)), self.windows.updates)
+            self.unknown = True
+        elif kind is Round.COMPRESSED:
+            self._close()
+
+    def _close(self) -> None:
+        if self.windows.held:
             self.windows.held = 0
             self.innovation.zero_()
             self.pending.zero_()
 
-    def variance_updates(self) -> int:
-        return self.windows.updates
+    # ------------------------------------------------------------ the variance
 
-    def exact_rates(self, group: dict[str, Any]) -> tuple[float, float]:
-        return self.windows.exact_rates(group, self.steps_done)
+    def sort(self) -> None:
+        """Divisors and codecs of the variance as it is now."""
+        frozen = self.lanes.frozen.tolist()
+        for i in range(len(self._flat.parameters)):
+            self.lanes.divide(i)
+            ready = self.lanes.may_freeze(i)
+            if ready and not frozen[i]:
+                self.lanes.freeze([i], self.steps_done)
+            elif not ready:
+                self.lanes.frozen_at[i] = 0
+        self.quantized.lay_out()
+
+    def asks(self) -> bool:
+        return self.steps_done >= self.windows.quiet_until and super().asks()
+
+    def wake(self, indices: Sequence[int]) -> Steps[None]:
+        """The window is closed. The more often this happens, the longer nobody asks again: rare tokens would ask for ever."""
+        step = self.steps_done + 1
+        self.windows.wake(step, WAKING)
+        self.lanes.trips[:] = 0
+        log.warning(
+            "step %d: gradients are far beyond the variance in %s. The next %d steps are exact",
+            step, ", ".join(map(self.lanes.name, indices)), WAKING,
+        )  # fmt: skip
+        yield from ()
+
+    # ------------------------------------------------------------ between windows
+
+    def synchronize(self) -> None:
+        """End the window now, with what it has. Collective; free if nothing waits."""
+        with torch.no_grad():
+            run(self.synchronizing())
+
+    def synchronizing(self) -> Steps[None]:
+        if self.windows.held == 0:
+            return
+        for i in range(len(self._flat.parameters)):
+            torch.div(self._flat.view(self.pending, i), self.lanes.divisor(i), out=self._flat.view(self.work, i))
+        outcomes, _ = yield from self.quantized.gather_means(
+            self.work, self.mean, key=self._key(), sequence=self._sequences(self.quantized), asks=False
+        )
+        taken = all(outcome.finite for outcome in outcomes)
+        if self.consensus is not None:
+            taken = yield from self.consensus.agreed(taken, self._flat.device)
+        settle(outcomes, taken=taken)
+        if taken:
+            self._gather(list(zip(self.windows.rates, self.windows.kept, strict=True)), self.carried)
+            yield from self._publish(self.quantized, whole=False)
+        self._close()
+        self.counters.compressed_rounds += 1
+        self.counters.compressed_bytes += self.sent_bytes()
 
     # ------------------------------------------------------------ checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        waiting = {name: getattr(self, name).clone() for name in WAITING} if self.windows.held else {}
-        return super().state_dict() | {"schedule": self._schedule(), "waiting": waiting}
+    def owed(self) -> float:
+        rate = max(rate_of(group, self.steps_done) for group in self.param_groups)
+        return super().owed() / rate if rate else 0.0
 
-    def elastic_steps(self) -> Steps[dict[str, Any]]:
-        """What waits differs between ranks; what counts for the run is its mean, which rank 0 saves."""
-        state = yield from super().elastic_steps()
-        waiting = {name: getattr(self, name).clone() for name in WAITING} if self.windows.held else {}
-        message = one_message(self.flat.numel, codec_named("none"), self.transport.size, name="window")
-        for mean in waiting.values():
-            yield from reduce_message(
-                mean, None, message=message, transport=self.transport, workspace=self.workspace, sequence=self.next_sequence()
-            )
-        return state | {"schedule": self._schedule(), "waiting": waiting if self.transport.rank == 0 else {}}
+    def schedule_state(self) -> dict[str, Any]:
+        return self.windows.state() | {"carried": list(self.carried)}
 
-    def _schedule(self) -> dict[str, Any]:
-        return self.windows.state() | {"facts": self.facts.as_dict(), "carried": list(self.carried)}
-
-    @torch.no_grad()
-    def load_state_dict(self, *states: dict[str, Any]) -> None:
-        super().load_state_dict(*states)
-        schedule = states[0]["schedule"]
+    def resume(self, schedule: dict[str, Any]) -> None:
         self.windows.load(schedule)
-        self.facts, self.carried = Facts.of(schedule["facts"]), list(schedule["carried"])
-        waiting: dict[str, torch.Tensor] = next((state["waiting"] for state in states if state["waiting"]), {})
-        for name in WAITING:
-            buffer = getattr(self, name)
-            buffer.copy_(waiting[name]) if name in waiting else buffer.zero_()
+        self.carried = list(schedule["carried"])
+        if not self.windows.held:
+            self.innovation.zero_()
+            self.pending.zero_()
+
+    def waiting(self) -> dict[str, torch.Tensor]:
+        return {"innovation": self.innovation, "pending": self.pending} if self.windows.held else {}

@@ -24,6 +24,7 @@ class SteppingOptimizer(torch.optim.Optimizer, ABC):
     ``update`` reads: all halve their scale, or none does. In a step without communication nobody is asked, and none does.
     """
 
+    averages_gradients = True  # of all ranks, in ``step``: nobody else may
     _step_supports_amp_scaling = True  # gradients keep their scale until they are read
     transport: Recorded
     consensus: Consensus | None  # where more ranks must stay equal than communicate
@@ -91,6 +92,18 @@ class SteppingOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def steps(self) -> Steps[bool]:
         """One step as an algorithm that may wait; returns whether it was taken, the same on every rank."""
+
+    @abstractmethod
+    def owed(self) -> float:
+        """‖what this rank's compression owes‖ / ‖momentum‖."""
+
+    @abstractmethod
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank has apart from the others, for ``load_rank_state`` after the state of another rank was loaded."""
+
+    @abstractmethod
+    def load_rank_state(self, part: dict[str, Any]) -> None:
+        """From this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``."""
 
     @abstractmethod
     def elastic_steps(self) -> Steps[dict[str, Any]]:

@@ -56,6 +56,7 @@ class Partitioned(Wrapper):
     - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or infinity, "raise" raises.
     """
 
+    averages_gradients = True  # as backward makes them: nobody else may
     _step_supports_amp_scaling = True  # a GradScaler leaves unscaling to us
     where = " on some rank"
 

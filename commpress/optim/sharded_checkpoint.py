@@ -1,0 +1,143 @@
+"""Saving and loading an optimizer whose state is divided over the ranks: for as many ranks, or for any number."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commpress.codecs.family import EXACT
+from commpress.collectives.allreduce import reduce_message
+from commpress.collectives.buckets import one_message
+from commpress.collectives.checkpoint import elastic_state, exact_state, residuals_of
+from commpress.errors import StateMismatch
+from commpress.optim.lanes import STATE
+from commpress.schedules import Facts
+from commpress.work import Steps
+
+if TYPE_CHECKING:
+    from commpress.optim.sharded_adam import ShardedOneBitAdam
+
+log = logging.getLogger("commpress")
+
+SHARDED = ("master", "momentum", "variance")
+OWNERS = ("full", "quantized")
+
+
+def exact(optimizer: "ShardedOneBitAdam") -> dict[str, Any]:
+    waiting = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
+    return _head(optimizer) | {"waiting": waiting} | {
+        name: exact_state(getattr(optimizer, name).residuals, optimizer.transport, optimizer.steps_done) for name in OWNERS
+    }  # fmt: skip
+
+
+def elastic(optimizer: "ShardedOneBitAdam") -> Steps[dict[str, Any]]:
+    """What waits differs between ranks; what counts for the run is its mean, which rank 0 saves."""
+    part, waiting = _head(optimizer), {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
+    for name in OWNERS:
+        part[name] = yield from elastic_state(
+            getattr(optimizer, name).residuals, optimizer.transport, optimizer.steps_done, optimizer.next_sequence()
+        )
+    message = one_message(optimizer._flat.numel, EXACT, optimizer.transport.size, name="window")
+    for mean in waiting.values():
+        yield from reduce_message(
+            mean, None, message=message, transport=optimizer.transport, workspace=optimizer.workspace,
+            sequence=optimizer.next_sequence(),
+        )  # fmt: skip
+    return part | {"waiting": waiting if optimizer.transport.rank == 0 else {}}
+
+
+def load(optimizer: "ShardedOneBitAdam", states: Sequence[dict[str, Any]]) -> None:
+    if any("commpress" not in state for state in states):
+        raise StateMismatch(
+            f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or elastic_state_dict() gave"
+        )
+    groups, mine = states[0]["param_groups"], optimizer.param_groups
+    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in mine]
+    if sizes[0] != sizes[1]:
+        raise StateMismatch(
+            f"the state has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}: load the state of this model"
+        )
+    _take(optimizer, [state["commpress"] for state in states])
+    for group, saved in zip(mine, groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+
+
+def load_rank(optimizer: "ShardedOneBitAdam", part: dict[str, Any]) -> None:
+    if int(part["step"]) != optimizer.steps_done:
+        raise StateMismatch(
+            f"the state of this rank is of step {part['step']}, what was loaded before is of step {optimizer.steps_done}: load "
+            "those of one checkpoint"
+        )
+    _take(optimizer, [part])
+
+
+def check_complete(optimizer: "ShardedOneBitAdam") -> None:
+    if optimizer.missing:
+        raise StateMismatch(optimizer.missing)
+
+
+def _head(optimizer: "ShardedOneBitAdam") -> dict[str, Any]:
+    check_complete(optimizer)
+    shards = [
+        {"parameter": part.parameter, "begin": part.begin}
+        | {name: optimizer.row(getattr(optimizer, name), part).clone() for name in SHARDED}
+        for parts in optimizer.parts
+        for part in parts
+    ]
+    lanes = {name: getattr(optimizer.lanes, name).tolist() for name in (*STATE, "trips", "lines")}
+    return {
+        "optimizer": type(optimizer).__name__, "step": optimizer.steps_done, "facts": optimizer.facts.as_dict(),
+        "schedule": optimizer.schedule_state(), "lanes": lanes, "shards": shards,
+    }  # fmt: skip
+
+
+def _take(optimizer: "ShardedOneBitAdam", parts: Sequence[dict[str, Any]]) -> None:
+    names = {part["optimizer"] for part in parts}
+    if names != {type(optimizer).__name__}:
+        raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
+    head, of, mine = parts[0], parts[0]["quantized"], optimizer.transport
+    partial = len(parts) == 1 and of["kind"] == "exact" and of["size"] == mine.size and of["rank"] != mine.rank
+    residuals = {} if partial else {name: residuals_of([part[name] for part in parts], mine)[1] for name in OWNERS}
+    whole = _whole(optimizer, parts)
+    optimizer.missing = (
+        f"the loaded state is of rank {of['rank']}, and this is rank {mine.rank} of {mine.size}, which owns other parts: load "
+        "each rank's own state_dict(), or all ranks' elastic_state_dict()s. With a Trainer use the callback "
+        "commpress.hf.Compress, with Accelerate commpress.hf.RankFiles: they save and load every rank's part"
+    ) if partial else ""  # fmt: skip
+    for i, owned in enumerate(optimizer.parts):
+        for part in owned:
+            for name, buffer in whole.items():
+                first = optimizer._flat.places[i][0] + part.begin
+                optimizer.row(getattr(optimizer, name), part).copy_(buffer[first : first + part.numel])
+    optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
+    for name in STATE:
+        getattr(optimizer.lanes, name).copy_(torch.tensor(head["lanes"][name]))
+    optimizer.lanes.trips[:] = head["lanes"]["trips"]
+    optimizer.lanes.lines[:] = head["lanes"]["lines"]
+    optimizer.resume(head["schedule"])
+    optimizer.unknown = True
+    optimizer.quantized.lay_out()
+    for name in OWNERS:
+        getattr(optimizer, name).residuals.load(residuals.get(name, {}))
+    saved = next((part["waiting"] for part in parts if part["waiting"]), {})
+    for name, buffer in optimizer.waiting().items():
+        buffer.copy_(saved[name])
+
+
+def _whole(optimizer: "ShardedOneBitAdam", parts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """What the parts have of all parameters, laid out as these are."""
+    flat = optimizer._flat
+    whole = {name: flat.new() for name in SHARDED}
+    for part in parts:
+        for shard in part["shards"]:
+            i, begin, numel = shard["parameter"], shard["begin"], shard["master"].numel()
+            if i >= len(flat.places) or begin + numel > flat.places[i][1]:
+                raise StateMismatch(
+                    f"the state has elements {begin} to {begin + numel} of parameter {i}, which this model lacks: load the "
+                    "state of this model"
+                )
+            first = flat.places[i][0] + begin
+            for name, buffer in whole.items():
+                buffer[first : first + numel] = shard[name]
+    return whole

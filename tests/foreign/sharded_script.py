@@ -1,0 +1,174 @@
+"""Run by torchrun on two ranks: sharded optimizers and loss scales in Trainer, Accelerate and Lightning; gets a folder."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as Lightning
+from lightning.pytorch.plugins import MixedPrecision
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import commpress
+from commpress.errors import InvalidArgument, StateMismatch
+from commpress.schedules import DoublingIntervals
+
+COMMON = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
+KINDS = {
+    "onebit": (commpress.ShardedOneBitAdam, COMMON | {"warmup_steps": 4}),
+    "zero-one": (commpress.ShardedZeroOneAdam, COMMON | {"sync": DoublingIntervals(4, 100), "variance_updates": 2}),
+}
+
+
+class Words(torch.utils.data.Dataset):
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, index):
+        ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def model(lora=False):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    net = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    return get_peft_model(net, LoraConfig(r=4, target_modules=["c_attn"])) if lora else net
+
+
+def same_everywhere(net):
+    weights = torch.cat([p.detach().view(-1) for p in net.parameters()])
+    everywhere = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(everywhere, weights)
+    assert torch.equal(everywhere[0], everywhere[1]), "replicas differ"
+    return weights
+
+
+def trained(folder, kind, *, resume=None, clip=0.0, scaler=None, bad=(), steps=12, lora=False):
+    arguments = TrainingArguments(
+        folder, use_cpu=True, max_steps=steps, save_steps=6, logging_steps=4, per_device_train_batch_size=4, seed=1,
+        learning_rate=1e-3, report_to=[], disable_tqdm=True, max_grad_norm=clip, lr_scheduler_type="constant",
+    )  # fmt: skip
+    options = {"exact_steps": 3} if kind is None else {}
+    callback = commpress.hf.Compress(codec="sign", **options)
+    given = {} if kind is None else {"optimizer_cls_and_kwargs": kind}
+    trainer = Trainer(model(lora), arguments, train_dataset=Words(), callbacks=[callback], **given)
+    trainer.accelerator.scaler = scaler
+    loss_of, losses = trainer.compute_loss, iter(range(steps))
+
+    def poisoned(*args, **options):
+        return loss_of(*args, **options) * (float("inf") if next(losses) in bad and dist.get_rank() == 1 else 1.0)
+
+    trainer.compute_loss = poisoned
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, callback, same_everywhere(trainer.model)
+
+
+def in_a_trainer(folder):
+    for name, kind in KINDS.items():
+        trainer, callback, weights = trained(folder / name, kind)
+        counters = callback.state.counters
+        assert isinstance(callback.state, kind[0])
+        assert counters.compressed_rounds > 0
+        assert len(trainer.optimizer.param_groups[-1]["params"]) > 0
+        _, again, resumed = trained(folder / name, kind, resume=str(folder / name / "checkpoint-6"))
+        assert again.state.counters.steps == 6
+        assert torch.equal(weights, resumed), f"{name}: the resumed run differs by {(weights - resumed).abs().max()}"
+    trainer, callback, _ = trained(folder / "lora", KINDS["onebit"], clip=0.5, lora=True)
+    assert [bool(group["params"]) for group in trainer.optimizer.param_groups] == [True, False], "an empty group"
+    assert callback.state.max_grad_norm == 0.5
+    assert callback.state.facts.norm_ratio > 0
+    with pytest.raises(InvalidArgument, match="run the model without it"):
+        trained(folder / "partitioned", (commpress.Partitioned, {"optimizer": torch.optim.AdamW}), steps=1)
+    for kind in (None, KINDS["onebit"], (commpress.OneBitAdam, COMMON | {"warmup_steps": 4})):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        trained(folder / "scaler", kind, scaler=scaler, bad=(3, 8), steps=10)
+        assert scaler.get_scale() == 256.0, "both overflows of rank 1 halved every rank's scale"
+
+
+def in_accelerate(folder):
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def built():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 16))
+        net, ours = accelerator.prepare(net, commpress.ShardedOneBitAdam(net.parameters(), warmup_steps=2, lr=1e-3))
+        commpress.overlap(net, ours)
+        commpress.hf.RankFiles(ours).attach(accelerator)
+        return accelerator, net, ours
+
+    def train(accelerator, net, ours, steps):
+        for step in steps:
+            bad = step == 3 and dist.get_rank() == 1
+            accelerator.backward(net(x).square().mean() * (float("inf") if bad else 1.0))
+            ours.step()
+            ours.zero_grad()
+
+    accelerator, net, ours = built()
+    train(accelerator, net, ours, range(5))
+    assert ours.optimizer.counters.skipped_steps == 1
+    assert accelerator.scaler.get_scale() == 512.0
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    train(accelerator, net, ours, range(5, 8))
+    again, other, resumed = built()
+    alone = torch.load(folder / "optimizer.bin", weights_only=True)
+    if dist.get_rank() == 1:
+        resumed.optimizer.load_state_dict(alone)
+        with pytest.raises(StateMismatch, match="is of rank 0, and this is rank 1 of 2"):
+            next(resumed.optimizer.steps())
+    again.load_state(folder)
+    train(again, other, resumed, range(5, 8))
+    assert torch.equal(same_everywhere(net), same_everywhere(other))
+
+
+class Module(LightningModule):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.kind, self.scales = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)), kind, []
+
+    def training_step(self, batch, index):
+        bad = index == 2 and dist.get_rank() == 1
+        return self.net(batch[0]).square().mean() * (float("inf") if bad else 1.0)
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+
+    def configure_optimizers(self):
+        cls, options = self.kind
+        return cls(self.net.parameters(), **options)
+
+
+def in_lightning(folder):
+    data = torch.utils.data.TensorDataset(torch.randn(84, 32, generator=torch.Generator().manual_seed(3)))
+    for kind in (*KINDS.values(), (torch.optim.SGD, {"lr": 1e-3})):
+        callback, module = commpress.lightning.Compress(codec="sign"), Module(kind)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        trainer = Lightning(
+            default_root_dir=folder, accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, callbacks=[callback],
+            plugins=[MixedPrecision("16-mixed", "cpu", scaler)], enable_progress_bar=False, enable_model_summary=False,
+            logger=False, num_sanity_val_steps=0, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=6))
+        assert module.scales == [1024.0, 1024.0] + [512.0] * 5, module.scales
+        assert kind[0] is torch.optim.SGD or isinstance(callback.state, kind[0])
+        same_everywhere(module)
+
+
+def main(folder):
+    in_a_trainer(folder)
+    in_accelerate(folder / "accelerate")
+    in_lightning(folder)
+    print("all is well")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    dist.destroy_process_group()
