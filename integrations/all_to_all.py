@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from commpress.codecs import Codec, codec_named
 from commpress.collectives.all_to_all import Order, Way, all_to_all, compressed_all_to_all
-from commpress.collectives.loopback import Recorded
-from commpress.collectives.transport import TorchTransport, Transport, own_transport
+from commpress.collectives.channel import Channel
+from commpress.collectives.transport import TorchTransport, Transport
 from commpress.errors import InvalidArgument
-from commpress.work import run
 
 
 class AllToAll:
@@ -43,12 +42,10 @@ class AllToAll:
         self.codec = codec_named(codec)
         self.gradient_codec = self.codec if gradient_codec is None else codec_named(gradient_codec)
         self.way = Way(nodes, order, checksum)
-        if transport is None:
-            if not dist.is_initialized():
-                raise InvalidArgument("torch.distributed is not initialised: call init_process_group before AllToAll")
-            transport = own_transport(process_group, timeout=timeout)
-        self.transport = Recorded(transport)
-        self._sequence = 0
+        if transport is None and not dist.is_initialized():
+            raise InvalidArgument("torch.distributed is not initialised: call init_process_group before AllToAll")
+        self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
+        self.transport = self.channel.transport
 
     def __call__(
         self,
@@ -69,7 +66,7 @@ class AllToAll:
         device = self._device()
         sent = torch.tensor([int(n) for n in in_splits], dtype=torch.int64, device=device)
         received = torch.empty_like(sent)
-        run(all_to_all(received, sent, transport=self.transport, way=self.way, sequence=self._numbers(1)))
+        self.channel.run(all_to_all(received, sent, transport=self.transport, way=self.way, sequence=self.channel.take()))
         return received.tolist()
 
     def send(
@@ -86,16 +83,12 @@ class AllToAll:
             "transport": self.transport, "out_splits": out_splits, "in_splits": in_splits, "way": self.way,
             "sequence": sequence,
         }  # fmt: skip
-        run(all_to_all(out, rows, **how) if codec.lossless else compressed_all_to_all(out, rows, codec=codec, **how))
+        steps = all_to_all(out, rows, **how) if codec.lossless else compressed_all_to_all(out, rows, codec=codec, **how)
+        self.channel.run(steps)
         return out
 
-    def _numbers(self, count: int) -> int:
-        """The next operation numbers. A backward takes the number its forward reserved: its turn may differ by rank."""
-        self._sequence += count
-        return self._sequence - count
-
     def _device(self) -> torch.device:
-        inner = self.transport.inner
+        inner = self.channel.inner
         nccl = isinstance(inner, TorchTransport) and not inner.point_to_point and dist.get_backend(inner.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -109,7 +102,7 @@ class _Exchange(torch.autograd.Function):
         out_splits: Sequence[int] | None,
         in_splits: Sequence[int] | None,
     ) -> torch.Tensor:
-        sequence = exchange._numbers(2)
+        sequence = exchange.channel.take(2)  # for backward too: its turn may differ by rank
         ctx.exchange, ctx.out_splits, ctx.in_splits, ctx.sequence = exchange, out_splits, in_splits, sequence + 1
         return exchange.send(rows, out_splits, in_splits, exchange.codec, sequence)
 

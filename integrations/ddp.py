@@ -23,6 +23,7 @@ from commpress.collectives.checkpoint import check_fit, elastic_of, elastic_stat
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.ef21 import check_codec, reduce_changes
 from commpress.collectives.hierarchical import reduce_routes
+from commpress.collectives.levels import levels_of
 from commpress.collectives.links import Links
 from commpress.collectives.loopback import Recorded, Timed
 from commpress.collectives.low_rank import Bases, Plan, load_bases, reduce_matrices
@@ -34,7 +35,6 @@ from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.backward import Backward
 from commpress.integrations.counters import Counters, relative_errors
 from commpress.integrations.layouts import Layout, Layouts
-from commpress.integrations.levels import levels_of
 from commpress.integrations.plain import Plain, values_of
 from commpress.integrations.replanning import Replanning
 from commpress.integrations.trial import Trial, trial_of

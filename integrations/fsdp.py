@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from commpress.codecs import Codec, Policy
+from commpress.codecs.codec import NotOfRows
 from commpress.collectives.allreduce import Workspace, any_flag, exchange
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
@@ -202,8 +203,12 @@ class ShardedState:
         """All ranks cut this unit alike and name the same codecs, or an error names who does not."""
         said = [repr(options)]
         for part in unit.parts(trainable=False):
-            codecs = [p.choose(part.name, part.numel).spec if p else "torch" for p in (gradients, weights)]
-            said.append(f"{part.name} {part.width} {part.numel} {codecs}")
+            codecs = [p.choose(part.name, part.numel) for p in (gradients, weights) if p is not None]
+            for codec in codecs:
+                if isinstance(codec, NotOfRows):
+                    codec.refuse()
+            specs = [gradients is None, weights is None, *(codec.spec for codec in codecs)]
+            said.append(f"{part.name} {part.width} {part.numel} {specs}")
         numel = sum(parameter.numel() for parameter in unit.parameters)
         run(self._headers("compress_fsdp", numel, zlib.crc32("\n".join(said).encode()), False, link, self.sequence(1)))
 

@@ -11,15 +11,13 @@ from torch.autograd import Variable
 from commpress.codecs import Codec, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
 from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.channel import Channel
 from commpress.collectives.checkpoint import exact_state, residuals_of
-from commpress.collectives.loopback import Recorded, Timed
 from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows
-from commpress.collectives.transport import own_transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback
 from commpress.integrations.counters import Counters
 from commpress.integrations.roles import check_dtype
-from commpress.work import run
 
 log = logging.getLogger("commpress")
 
@@ -50,10 +48,8 @@ class FlatShardState:
             codec_named(codec), error_feedback, on_nonfinite, seed,
         )  # fmt: skip
         self.step, self.counters, self.residuals = 0, Counters(), ResidualStore()
-        self._workspace = Workspace(checksum=checksum)
-        self._timed = Timed(own_transport(process_group, timeout=timeout))
-        self.transport = Recorded(self._timed)
-        self._sequence = 0
+        self.channel = Channel.among(process_group, timeout=timeout, workspace=Workspace(checksum=checksum))
+        self.transport = self.channel.transport
         self._order: list[int] | None = None  # elements of each unit's gradient, in the order of the first backward
         self._turns: list[int] = []  # of the backward under way
         self._plans: dict[tuple[int, bool], tuple[Any, list[ErrorFeedback | None]]] = {}
@@ -68,16 +64,15 @@ class FlatShardState:
         buffer = gradient.float()
         plan, feedbacks = self._plan(turn, gradient, sharded=shard is not None)
         options: dict[str, Any] = {
-            "transport": self.transport, "workspace": self._workspace, "sequence": self._sequence,
+            "transport": self.transport, "workspace": self.channel.workspace, "sequence": self.channel.take(len(plan)),
             "key": self.seed * 1_000_003 + self.step,
         }  # fmt: skip
-        self._sequence += len(plan)
         if shard is None:
-            outcomes: list[Outcome] = run(reduce_bucket(buffer, feedbacks, messages=plan, **options))
+            outcomes: list[Outcome] = self.channel.run(reduce_bucket(buffer, feedbacks, messages=plan, **options))
             target, result = gradient, buffer
         else:
             result = shard if shard.dtype == torch.float32 else torch.zeros(shard.numel(), device=shard.device)
-            outcomes = run(reduce_rows(buffer, result, feedbacks, plan=plan, **options))
+            outcomes = self.channel.run(reduce_rows(buffer, result, feedbacks, plan=plan, **options))
             target = shard
         finite = all(outcome.finite for outcome in outcomes)
         settle(outcomes, taken=finite)
@@ -131,7 +126,7 @@ class FlatShardState:
     def _count(self, gradient: torch.Tensor, plan: Any) -> None:
         carried = [deal.every if isinstance(deal, Deal) else deal for deal in plan]
         self.counters.bucket(gradient.numel(), carried, self.transport.size)
-        self.counters.wire_bytes, self.counters.wire_seconds = self.transport.sent_bytes, self._timed.seconds
+        self.counters.wire_bytes, self.counters.wire_seconds = self.channel.sent_bytes, self.channel.waited
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a bitwise resume at the same world size: every rank saves and loads its own."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from commpress.codecs import Codec, codec_named
+from commpress.codecs import Codec, LowRankCodec, codec_named
 from commpress.codecs.planned import load_plan
 from commpress.errors import InvalidArgument
 
@@ -34,7 +34,11 @@ class Policy:
     only: Literal["gradients", "everything"] = "gradients"
 
     def __post_init__(self) -> None:
-        codec_named(self.codec)
+        if isinstance(codec_named(self.codec), LowRankCodec):
+            raise InvalidArgument(
+                f"codec is {self.codec!r}, which needs matrices, and an all-reduce brings flat buckets: use "
+                "commpress.compress(ddp, codec=...), which knows the parameters' shapes, or another codec here"
+            )
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 1:
             raise InvalidArgument(f"min_numel is {self.min_numel!r}, expected a positive number of elements")
         if self.only not in ("gradients", "everything"):

@@ -15,17 +15,16 @@ import torch
 import torch.distributed as dist
 
 from commpress.codecs import codec_named, policy_of
-from commpress.collectives.allreduce import Workspace, reduce_bucket, settle
-from commpress.collectives.buckets import Message, Span, messages
-from commpress.collectives.loopback import Recorded
+from commpress.collectives.allreduce import Workspace, settle
+from commpress.collectives.buckets import Span
+from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.transport import Transport
-from commpress.feedback import ErrorFeedback
 from commpress.integrations.group_policy import DTYPES, Policy
 from commpress.integrations.group_work import FutureWork
-from commpress.work import Steps, Worker
+from commpress.work import Steps
 
 KEPT_BACKWARDS = 8  # a site that has not come for so many backwards is let go
-_LIMIT = 4  # calls under way at once
 
 
 @dataclass
@@ -51,17 +50,18 @@ class GroupCounters:
 
 
 class _Site:
-    """One call site: how its tensor is cut, what is owed."""
+    """One call site: how its tensor crosses, what is owed."""
 
-    def __init__(self, numel: int, policy: Policy, size: int, *, feedback: bool) -> None:
-        self.messages: list[Message] = messages([Span("tensor", 0, numel)], policy_of(policy.codec), size, feedback=feedback)
-        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.kept else None for m in self.messages]
+    def __init__(self, tensor: torch.Tensor, policy: Policy, size: int, workspace: Workspace, *, feedback: bool) -> None:
+        exchanges = Exchanges(policy_of(policy.codec), size, workspace, feedback=feedback)
+        where = [Span("tensor", 0, tensor.numel())], [tensor.shape]
+        self.exchange: Exchange = exchanges.of(("tensor",), lambda: where, tensor.device)
         self.scratch: torch.Tensor | None = None
         self.last_backward, self.calls = 0, 0
 
 
 class GroupReducer:
-    """Decides, reduces, counts. Its transport and thread exist from the first compressed call on."""
+    """Decides, reduces, counts. Its channel exists from the first compressed call on."""
 
     def __init__(self, policy: Policy | None, rank: int, size: int, transport: Callable[[], Transport]) -> None:
         self.policy, self.counters = policy, GroupCounters()
@@ -69,10 +69,10 @@ class GroupReducer:
         self._codec = codec_named(policy.codec).spec.encode() if policy is not None else b""
         self._sites: dict[tuple[object, ...], _Site] = {}
         self._task, self._backwards, self._nth = -1, 0, 0
-        self._sequence, self._workspace = 0, Workspace()
-        self._dropped: list[Message] = []  # whose buffers the worker, which alone touches the workspace, lets go
-        self._transport: Recorded | None = None
-        self._worker: Worker | None = None
+        self._sequence = 0  # every rank counts, also a call that the others then refuse
+        self._workspace = Workspace()
+        self._dropped: list[Exchange] = []  # whose buffers the worker, which alone touches the workspace, lets go
+        self._channel: Channel | None = None
 
     # ------------------------------------------------------------ decide
 
@@ -111,22 +111,17 @@ class GroupReducer:
     def steps(self, tensor: torch.Tensor, op: Any) -> Callable[[], FutureWork]:
         """Fix site and order now, in the order of the calls; the result starts the reduction once all ranks agree."""
         site = self._site(tensor)
-        sequence, self._sequence = self._sequence, self._sequence + len(site.messages)
+        sequence, self._sequence = self._sequence, self._sequence + site.exchange.sequences
         key, site.calls = site.calls, site.calls + 1
         total = op == dist.ReduceOp.SUM
 
         def start() -> FutureWork:
-            if self._worker is None:
-                self._open()
-            assert self._worker is not None
-            steps = self._reduce(tensor, site, sequence, key, total)
-            return FutureWork(self._worker.submit(steps, waits=2 * len(site.messages)), [tensor])
+            if self._channel is None:
+                self._channel = Channel(self._private(), name="commpress-group", workspace=self._workspace)
+            steps = self._reduce(self._channel, tensor, site, sequence, key, total)
+            return FutureWork(self._channel.submit(steps, waits=site.exchange.waits), [tensor])
 
         return start
-
-    def _open(self) -> None:
-        self._transport = Recorded(self._private())
-        self._worker = Worker("commpress-group", limit=_LIMIT)
 
     def _site(self, tensor: torch.Tensor) -> _Site:
         assert self.policy is not None
@@ -138,30 +133,26 @@ class GroupReducer:
         self._nth += task >= 0
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = _Site(tensor.numel(), self.policy, self._size, feedback=task >= 0)
+            site = self._sites[key] = _Site(tensor, self.policy, self._size, self._workspace, feedback=task >= 0)
         site.last_backward = self._backwards
         return site
 
     def _forget_old_sites(self) -> None:
         for key in [k for k, s in self._sites.items() if s.last_backward < self._backwards - KEPT_BACKWARDS]:
             self.counters.dropped_sites += 1
-            self._dropped += self._sites.pop(key).messages
+            self._dropped.append(self._sites.pop(key).exchange)
 
     def _reduce(
-        self, tensor: torch.Tensor, site: _Site, sequence: int, key: int, total: bool
+        self, channel: Channel, tensor: torch.Tensor, site: _Site, sequence: int, key: int, total: bool
     ) -> Steps[list[torch.Tensor]]:
-        assert self._transport is not None
         while self._dropped:
-            self._workspace.forget(self._dropped.pop())
+            self._dropped.pop().forget(self._workspace)
         buffer = tensor.detach().view(-1)
         if tensor.dtype != torch.float32:
             if site.scratch is None:
                 site.scratch = torch.empty(tensor.numel(), dtype=torch.float32)
             buffer = site.scratch.copy_(buffer)
-        outcomes = yield from reduce_bucket(
-            buffer, site.feedbacks, messages=site.messages, transport=self._transport, workspace=self._workspace,
-            sequence=sequence, key=key,
-        )  # fmt: skip
+        outcomes = yield from site.exchange.steps(channel, buffer, sequence=sequence, key=key)
         finite = all(outcome.finite for outcome in outcomes)
         if finite and total:
             buffer *= self._size
@@ -175,10 +166,9 @@ class GroupReducer:
         counters.skipped_calls += not finite
         counters.compressed_elements += tensor.numel()
         counters.logical_bytes += 8 * (self._size - 1) * tensor.numel() // self._size
-        counters.wire_bytes = self._transport.sent_bytes
+        counters.wire_bytes = channel.sent_bytes
         return [tensor]
 
     def close(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        if self._channel is not None:
+            self._channel.close()

@@ -10,18 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from commpress.codecs import Codec, Policy
-from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
-from commpress.collectives.buckets import Span, messages
+from commpress.collectives.allreduce import Workspace, settle
+from commpress.collectives.buckets import Span
+from commpress.collectives.channel import Channel
 from commpress.collectives.checkpoint import exact_state, residuals_of
-from commpress.collectives.loopback import Recorded, Timed
-from commpress.collectives.transport import own_transport
+from commpress.collectives.exchange import Exchanges, Tensors
 from commpress.errors import InvalidArgument
-from commpress.feedback import ResidualStore, check_feedback
+from commpress.feedback import check_feedback
 from commpress.integrations.counters import Counters
 from commpress.integrations.fsdp import MIN_NUMEL
 from commpress.integrations.roles import check_dtype, policy_for
 from commpress.integrations.units import Unit, units_of
-from commpress.work import run
 
 log = logging.getLogger("commpress")
 
@@ -70,12 +69,12 @@ class ReplicatedState:
         seed: int,
     ) -> None:
         check_feedback(error_feedback)
-        self.policy, self.error_feedback, self.on_nonfinite, self.seed = policy, error_feedback, on_nonfinite, seed
-        self.step, self.counters, self.residuals = 0, Counters(), ResidualStore()
-        self.workspace = Workspace(checksum=checksum)
-        self._sequence = 0
-        self._timed = Timed(own_transport(group, timeout=timeout))
-        self.transport = Recorded(self._timed)
+        self.on_nonfinite, self.seed, self.step, self.counters = on_nonfinite, seed, 0, Counters()
+        self.channel = Channel.among(group, timeout=timeout, workspace=Workspace(checksum=checksum))
+        whole = {name: p.numel() for unit in units for name, p in zip(unit.names, unit.parameters, strict=True)}
+        self.exchanges = Exchanges(
+            _OfWhole(policy, whole), self.channel.size, self.channel.workspace, feedback=error_feedback, seed=seed
+        )
         for unit in units:
             if any(p.requires_grad for p in unit.parameters):
                 unit.module.set_all_reduce_hook(_Average(unit, self))
@@ -90,13 +89,9 @@ class ReplicatedState:
         if unit.calls >= self.step:
             self.step = unit.calls + 1
         buffer = shard if shard.dtype == torch.float32 else shard.float()
-        outcomes: list[Outcome] = run(
-            reduce_bucket(
-                buffer, unit.feedbacks, messages=unit.messages, transport=self.transport, workspace=self.workspace,
-                sequence=self._sequence, key=self.seed * 1_000_003 + unit.calls,
-            )
-        )  # fmt: skip
-        self._sequence += len(unit.messages)
+        exchange, key = unit.exchange, self.seed * 1_000_003 + unit.calls
+        sequence = self.channel.take(exchange.sequences)
+        outcomes = self.channel.run(exchange.steps(self.channel, buffer, sequence=sequence, key=key))
         unit.calls += 1
         finite = all(outcome.finite for outcome in outcomes)
         settle(outcomes, taken=finite)
@@ -106,17 +101,19 @@ class ReplicatedState:
             shard.fill_(0.0 if self.on_nonfinite == "skip" else float("nan"))
         elif buffer is not shard:
             shard.copy_(buffer)
-        self.counters.bucket(sum(m.pieces.numel for m in unit.messages), unit.messages, self.transport.size)
-        self.counters.steps, self.counters.wire_bytes = self.step, self.transport.sent_bytes
-        self.counters.wire_seconds = self._timed.seconds
+        self.counters.bucket(sum(m.pieces.numel for m in exchange.messages), exchange.messages, self.channel.size)
+        self.counters.steps, self.counters.wire_bytes = self.step, self.channel.sent_bytes
+        self.counters.wire_seconds = self.channel.waited
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a bitwise resume with the same mesh: every rank saves and loads its own."""
-        return exact_state(self.residuals, self.transport, self.step)
+        return exact_state(self.exchanges.residuals, self.channel.transport, self.step) | self.exchanges.choices()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, residuals = residuals_of([state], self.transport)
-        self.residuals.load(residuals)
+        step, residuals = residuals_of([state], self.channel.transport)
+        self.exchanges.load_choices(state)
+        self.exchanges.residuals.load(residuals)
+        self.step = step
 
 
 class _Average:
@@ -124,18 +121,15 @@ class _Average:
 
     def __init__(self, unit: Unit, owner: ReplicatedState) -> None:
         self.unit, self.owner, self.calls = unit, owner, 0
-        spans = []
-        locals_ = {name: p.to_local().numel() for name, p in zip(unit.names, unit.parameters, strict=True)}
-        parts = unit.parts(trainable=True)
-        for part in parts:
-            if locals_[part.name]:
-                spans.append(Span(part.name, part.at, locals_[part.name]))
-        self.numel = sum(part.width for part in parts)
-        whole = {part.name: part.numel for part in parts}
-        policy = _OfWhole(owner.policy, whole)
-        self.messages = messages(spans, policy, owner.transport.size, feedback=owner.error_feedback)
-        device = unit.parameters[0].device
-        self.feedbacks = [owner.residuals.attach(m.keys, m.pieces, device) for m in self.messages]
+        self.numel = sum(part.width for part in unit.parts(trainable=True))
+        self.exchange = owner.exchanges.of(unit.names, self._tensors, unit.parameters[0].device)
+
+    def _tensors(self) -> Tensors:
+        """This rank's shard of every parameter that has one."""
+        shards = {name: p.to_local() for name, p in zip(self.unit.names, self.unit.parameters, strict=True)}
+        parts = [part for part in self.unit.parts(trainable=True) if shards[part.name].numel()]
+        spans = [Span(part.name, part.at, shards[part.name].numel()) for part in parts]
+        return spans, [shards[part.name].shape for part in parts]
 
     def __call__(self, shard: torch.Tensor) -> None:
         self.owner.average(self, shard)

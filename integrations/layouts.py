@@ -9,11 +9,11 @@ import torch.distributed as dist
 from commpress.codecs import Policy, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.levels import LevelLayout, Levels
 from commpress.collectives.low_rank import Bases, Plan, RowsOnly, matrices_of, plan_matrices
 from commpress.collectives.sketch import Quanta, SketchPlan, plan_sketches
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback, ResidualStore
-from commpress.integrations.levels import LevelLayout, Levels
 
 Apart = Plan | SketchPlan  # tensors that are not cut into rows
 

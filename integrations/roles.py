@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from commpress.codecs import Codec, Policy, codec_named
+from commpress.codecs.codec import NotOfRows
 from commpress.codecs.family import EXACT, NAMES
 from commpress.errors import InvalidArgument
 
@@ -47,7 +48,9 @@ class ByRole:
 
 
 def bits(codec: Codec) -> float:
-    """Per element of a long row, scales included."""
+    """Per element of a long row, scales included; 0 for what does not travel in rows, which leaves out most."""
+    if isinstance(codec, NotOfRows):
+        return 0.0
     return 8 * codec.row_bytes(1 << 20) / (1 << 20)
 
 

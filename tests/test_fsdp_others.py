@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import commpress
+from commpress.errors import InvalidArgument
 from fsdp_twin import Block, Net
 
 
@@ -52,7 +53,8 @@ def hybrid(codec, shards=None):
 
 
 @pytest.mark.parametrize(
-    ("codec", "shards"), [("none", None), ("int8", None), ("sign", None), ("none", "none"), ("int4", "int8")]
+    ("codec", "shards"),
+    [(codec, None) for codec in ("none", "int8", "sign", "powersgd-2", "sketch-16")] + [("none", "none"), ("int4", "int8")],
 )
 def test_hybrid_sharding_compresses_the_replicate_dimension(pool, codec, shards):
     results = pool.run(hybrid, codec, shards, size=4)
@@ -68,6 +70,20 @@ def test_hybrid_sharding_compresses_the_replicate_dimension(pool, codec, shards)
             assert counters["compressed_elements"] > 0
             assert residuals
             assert counters["wire_bytes"] < 0.5 * counters["logical_bytes"]
+
+
+def whole_tensors():
+    model = Net()
+    fully_shard(model)
+    with pytest.raises(InvalidArgument, match="'powersgd/4/2' compresses whole tensors"):
+        commpress.compress_fsdp(model, "powersgd-4", None)
+    with pytest.raises(InvalidArgument, match=r"'sketch/64/1\.5' compresses whole tensors"):
+        commpress.compress_fsdp(model, None, "sketch-64")
+
+
+def test_codecs_of_whole_tensors_are_refused_at_once(pool):
+    pool.run(whole_tensors, size=2)
+    pool.run(whole_tensors, size=1)
 
 
 def two_dimensions():

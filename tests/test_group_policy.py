@@ -50,6 +50,7 @@ def test_a_policy_as_text(text, policy):
         ("sign,ops=max", "'max'"),
         ("sign,only=weights", "only is 'weights'"),
         ("__import__('os')", "codec is"),
+        ("powersgd-4", "needs matrices"),
     ],
 )
 def test_a_wrong_text_says_what_is_wrong(text, complaint):

@@ -46,20 +46,20 @@ class NotOfRows(ABC):
 
     @property
     def back(self) -> Codec:
-        self._refuse()
+        self.refuse()
 
     @property
     def kind(self) -> int:
-        self._refuse()
+        self.refuse()
 
     @property
     def block(self) -> int:
-        self._refuse()
+        self.refuse()
 
     def row_bytes(self, width: int) -> int:
-        self._refuse()
+        self.refuse()
 
-    def _refuse(self) -> NoReturn:
+    def refuse(self) -> NoReturn:
         raise InvalidArgument(
             f"codec {self.spec!r} compresses whole tensors, and this call sees rows of a flat buffer: use it with "
             "commpress.compress(ddp, codec=...), or choose a codec of rows such as 'int4' here"
