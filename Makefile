@@ -40,12 +40,8 @@ demo: venv ## train a small model with and without compression and show the diff
 lint: venv ## ruff
 	@$(BIN)/ruff check --quiet
 
-# On the built wheel, because only there do the folders lie where their imports say.
-# build/ goes first: setuptools would pack modules that were deleted since the last build.
-types: venv ## mypy, on the built wheel
-	@root=$$PWD && tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp" "$$root/build"' EXIT && rm -rf build && \
-	$(PIP) --no-deps --no-build-isolation --target "$$tmp" . && cd "$$tmp" && \
-	"$$root/$(BIN)/mypy" --config-file "$$root/pyproject.toml" --cache-dir "$$root/.mypy_cache" --package commpress
+types: venv ## mypy
+	@$(BIN)/mypy
 
 docs: venv ## build the pages of docs/ as a static site into build/site
 	@$(BIN)/mkdocs build --strict --quiet

@@ -18,10 +18,11 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         super().run()
-        folder = ROOT / "kernels" if self.editable_mode else Path(self.build_lib, "commpress", "kernels")
+        folder = ROOT / "commpress" / "kernels" if self.editable_mode else Path(self.build_lib, "commpress", "kernels")
         with tempfile.TemporaryDirectory() as place:  # the folders lie where their imports say only once they are installed
             package = Path(place, "commpress")
-            shutil.copytree(ROOT / "kernels", package / "kernels", ignore=shutil.ignore_patterns("__pycache__", "bitcode"))
+            left_out = shutil.ignore_patterns("__pycache__", "bitcode")
+            shutil.copytree(ROOT / "commpress" / "kernels", package / "kernels", ignore=left_out)
             package.joinpath("__init__.py").touch()
             command = [sys.executable, "-m", "commpress.kernels.build", str((folder / "bitcode").resolve())]
             path = os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -16,7 +16,6 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("collectives", "integrations", "kernels", "tiered_mem")  # below commpress, as imports say
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", ".*_cache", ".hypothesis", "site")
 
 
@@ -208,9 +207,6 @@ MUTANTS = [
 def copy(folder: Path) -> Path:
     """A checkout of its own whose imports resolve inside it; returns what goes on PYTHONPATH."""
     shutil.copytree(ROOT, folder, ignore=LEFT_OUT, symlinks=True)
-    for name in FOLDERS:
-        if not (folder / "commpress" / name).exists():
-            (folder / "commpress" / name).symlink_to(Path("..", name))
     site = folder / "site"
     site.mkdir()
     (site / "commpress").symlink_to(Path("..", "commpress"))

@@ -1,4 +1,4 @@
-"""Where the package's source lies: the folders that pyproject.toml maps below `commpress`."""
+"""Where the package's source lies: the folders to which symbolic links below `commpress` lead."""
 
 import tomllib
 from pathlib import Path
@@ -13,8 +13,8 @@ def project() -> dict:
 
 def folders() -> dict[str, str]:
     """Package name by folder, for the folders at the top of the repository."""
-    mapped = project()["tool"]["setuptools"]["package-dir"]
-    return {"commpress": "commpress"} | {folder: package for package, folder in mapped.items()}
+    links = sorted(path for path in (ROOT / "commpress").iterdir() if path.is_symlink())
+    return {"commpress": "commpress"} | {link.readlink().name: f"commpress.{link.name}" for link in links}
 
 
 def files() -> list[Path]:
