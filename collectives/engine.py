@@ -288,7 +288,7 @@ class Engine:
             at += part
             self._advance(peer, message, part)
             if not peer.open:
-                return
+                return  # type: ignore[unreachable]  # mypy does not know that ``_advance`` may hang up
         if at < end:
             peer.heads[: end - at] = bytes(peer.heads[at:end])
         peer.end = end - at

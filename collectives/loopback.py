@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -121,12 +121,24 @@ def simulate(ranks: Sequence[Steps[T]]) -> list[T]:
 # ---------------------------------------------------------------- wrappers
 
 
-def _stand_for(wrapper: Any, inner: Transport) -> None:
-    wrapper.rank, wrapper.size, wrapper.ordered, wrapper.checks = inner.rank, inner.size, inner.ordered, inner.checks
+class _Wrapper:
+    """A transport in front of another one."""
+
+    inner: Transport
+    rank: int
+    size: int
+    ordered: bool
+    checks: bool
+
+    def _stand_for(self, inner: Transport) -> None:
+        self.rank, self.size, self.ordered, self.checks = inner.rank, inner.size, inner.ordered, inner.checks
+
+    def abandon(self, reason: str) -> None:
+        self.inner.abandon(reason)
 
 
 @dataclass
-class Recorded:
+class Recorded(_Wrapper):
     """Counts what leaves this rank: messages and bytes, headers included, own row not."""
 
     inner: Transport
@@ -137,10 +149,7 @@ class Recorded:
     bytes_to: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        _stand_for(self, self.inner)
-
-    def abandon(self, reason: str) -> None:
-        self.inner.abandon(reason)
+        self._stand_for(self.inner)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._count("all_to_all", dict.fromkeys(range(self.size), inp.shape[1]))
@@ -164,15 +173,12 @@ class Recorded:
         self.operations.append(operation)
 
 
-class Faulty:
+class Faulty(_Wrapper):
     """Works ``after`` times, then lets ``fault(rows)`` spoil what this rank sends, or raises if it is an error."""
 
     def __init__(self, inner: Transport, *, after: int, fault: Callable[[torch.Tensor], object] | Exception) -> None:
         self.inner, self.left, self.fault = inner, after, fault
-        _stand_for(self, inner)
-
-    def abandon(self, reason: str) -> None:
-        self.inner.abandon(reason)
+        self._stand_for(inner)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._maybe(inp)
@@ -195,17 +201,14 @@ class Faulty:
 
 
 @dataclass
-class Timed:
+class Timed(_Wrapper):
     """Adds up the seconds spent waiting for the wire."""
 
     inner: Transport
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        _stand_for(self, self.inner)
-
-    def abandon(self, reason: str) -> None:
-        self.inner.abandon(reason)
+        self._stand_for(self.inner)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         return _TimedWork(self, self.inner.all_to_all(out, inp, tag))

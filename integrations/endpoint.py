@@ -71,7 +71,7 @@ class MetricsEndpoint:
         self._totals: dict[str, float] = dict.fromkeys(("steps", *TOTALS), 0)
         self._shown: tuple[dict[str, float], StepMetrics | None] = (dict(self._totals), None)
         registry = CollectorRegistry()
-        registry.register(self)  # type: ignore[arg-type]  # whatever has collect()
+        registry.register(self)  # whatever has collect()
         self._server = _serve(host, port, make_wsgi_app(registry), timeout)
         self.host, self.port = host, self._server.server_port
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"

@@ -226,4 +226,4 @@ class DistributedCompression(DistributedDataParallelKwargs):
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         scaler = getattr(self._accelerator, "scaler", None)
-        self.state = compress(model, self.codec, **{"grad_scaler": scaler} | self.options)
+        self.state = compress(model, self.codec, **dict[str, Any](grad_scaler=scaler) | self.options)

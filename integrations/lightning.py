@@ -31,7 +31,7 @@ class Compress(Callback):
         if not isinstance(ddp, DistributedDataParallel):
             raise InvalidArgument(f"the strategy runs a {type(ddp).__name__}, expected Trainer(strategy='ddp')")
         if not averages(optimizer):
-            self.state = compress(ddp, self.codec, **{"grad_scaler": scaler} | self.options)
+            self.state = compress(ddp, self.codec, **dict[str, Any](grad_scaler=scaler) | self.options)
             return
         if trainer.gradient_clip_val:
             raise InvalidArgument(

@@ -44,7 +44,7 @@ class _Leg:
     numel: int  # elements that arrive
 
 
-class CompressedReduceScatter(_ReduceScatter):
+class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
     """Averages the gradients of one unit: quantised rows to their owners, sums in float32."""
 
     def __init__(self, unit: Unit, owner: Any, hops: Sequence[Hop]) -> None:

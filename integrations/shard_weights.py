@@ -34,7 +34,7 @@ class Difference:
         codec_named(self.codec)
 
 
-class CompressedAllGather(_AllGather):
+class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
     """Gathers the parameters of one unit; every rank, the owner too, gets the decoded ones.
 
     Note: when nothing is sent. Weights do not change between forward and backward, so backward takes what forward has

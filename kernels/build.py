@@ -70,14 +70,14 @@ def bitcode(family: str) -> bytes:
     import_module(f"commpress.kernels.sources.{family}")
     parts, names = [], {}
     with global_compiler_lock:  # nobody else compiles while Numba's level of optimisation is ours
-        before, config.OPT = config.OPT, type(config.OPT)(_UNOPTIMISED)
+        before, config.OPT = config.OPT, type(config.OPT)(_UNOPTIMISED)  # type: ignore[attr-defined]
         try:
             for name, declared in KERNELS[family].items():
                 names[name] = [[f"{kind.dtype}/{kind.dims}" for kind in kinds] for kinds in declared.variants]
                 for i, kinds in enumerate(declared.variants):
                     parts.append(_variant(declared.function, kinds, f"{family}.{name}.{i}"))
         finally:
-            config.OPT = before
+            config.OPT = before  # type: ignore[attr-defined]
     module = llvm.parse_assembly(_MEMORY)
     module.triple, module.data_layout = parts[0].triple, parts[0].data_layout
     for part in parts:
@@ -181,13 +181,13 @@ def _strip(module: llvm.ModuleRef, kernels: set[str]) -> None:
 def write(folder: Path) -> None:
     """The files of all families, from the cache where it has them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.glob("*.bc"):
-        file.unlink()
+    for old in folder.glob("*.bc"):
+        old.unlink()
     for family in FAMILIES:
-        if (file := object_cache.load(kept_name(family))) is None:
-            file = bitcode(family)
-            object_cache.store(kept_name(family), file)
-        (folder / f"{family}.bc").write_bytes(file)
+        if (made := object_cache.load(kept_name(family))) is None:
+            made = bitcode(family)
+            object_cache.store(kept_name(family), made)
+        (folder / f"{family}.bc").write_bytes(made)
 
 
 if __name__ == "__main__":

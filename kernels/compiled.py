@@ -40,7 +40,7 @@ class Frames(NamedTuple):
     function: Any
     slots: Any  # those of all calls, one frame behind the other
     size: int  # bytes of a frame
-    count: int
+    calls: int
 
     @property
     def address(self) -> int:
@@ -51,7 +51,7 @@ class Frames(NamedTuple):
         self.function(self.address + i * self.size)
 
     def results(self) -> list[int]:
-        ends = [struct.unpack_from("qq", self.slots, (i + 1) * self.size - 16) for i in range(self.count)]
+        ends = [struct.unpack_from("qq", self.slots, (i + 1) * self.size - 16) for i in range(self.calls)]
         if any(failed for failed, _ in ends):
             raise MemoryError("a kernel failed: it found no memory to work with, or arrays whose lengths do not fit")
         return [result for _, result in ends]

@@ -46,5 +46,5 @@ def together(frames: Frames, team: int) -> None:
     found = entry()
     assert found is not None
     kernel = ctypes.cast(frames.function, ctypes.c_void_p).value
-    shares = loops.share.frames((found.number, found.team, kernel, frames.address, frames.size, frames.count))
+    shares = loops.share.frames((found.number, found.team, kernel, frames.address, frames.size, frames.calls))
     found.parallel(ctypes.cast(shares.function, ctypes.c_void_p), shares.address, team, 0)

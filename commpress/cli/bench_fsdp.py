@@ -123,7 +123,7 @@ class WideNorm(nn.LayerNorm):
 WIDE = {nn.Linear: WideLinear, nn.LayerNorm: WideNorm}
 
 
-class OwnRows(_AllGather):
+class OwnRows(_AllGather):  # type: ignore[misc,valid-type]
     """Every row is this rank's."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -133,7 +133,7 @@ class OwnRows(_AllGather):
         output_tensor.view(group.size(), -1).copy_(input_tensor.clone())
 
 
-class OwnGradients(OwnRows, _ReduceScatter):
+class OwnGradients(OwnRows, _ReduceScatter):  # type: ignore[misc,valid-type]
     """The mean is this rank's part."""
 
     def __call__(  # type: ignore[override]

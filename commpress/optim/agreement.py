@@ -2,7 +2,7 @@
 
 import logging
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from commpress.optim.optimizer import CompressedOptimizer
     from commpress.optim.sharded_adam import ShardedOneBitAdam
 
-    Clipped = CompressedOptimizer | ShardedOneBitAdam
+    Clipped: TypeAlias = CompressedOptimizer | ShardedOneBitAdam
 
 log = logging.getLogger("commpress")
 

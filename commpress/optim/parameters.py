@@ -23,7 +23,8 @@ def check_parameter(name: str, parameter: torch.Tensor, *, cut: bool = False) ->
             "whole parameters. With fully_shard use torch's own optimizer and commpress.compress_fsdp(model), or leave the "
             "model whole under DistributedDataParallel"
         )
-    if is_traceable_wrapper_subclass(parameter):
+    wrapped: bool = is_traceable_wrapper_subclass(parameter)
+    if wrapped:
         raise InvalidArgument(
             f"parameter {name!r} is a {type(parameter).__name__}, expected a plain tensor: train it with another optimizer, or "
             "convert it before"

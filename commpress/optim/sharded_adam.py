@@ -106,8 +106,8 @@ class ShardedOneBitAdam(SteppingOptimizer):
         finer = None if spiky_codec is None else codec_named(spiky_codec)
         self.lanes = Lanes(policy_of(codec, min_numel=min_numel), finer, self.exact_codec, min_numel, variance_floor)
         self.clipping, self.facts = Clipping(max_grad_norm), Facts()
-        self.steps_done, self.frozen_at = 0, None
-        self.frozen_at: int | None
+        self.steps_done = 0
+        self.frozen_at: int | None = None
         self.flat: Flat | None = None
         super().__init__(params, defaults)
         self.connect(transport, process_group, timeout, agree_over, grad_scaler)
@@ -398,7 +398,7 @@ class ShardedOneBitAdam(SteppingOptimizer):
         every = yield from gathered(
             self.lanes.waking().tolist(), transport=self.transport, sequence=self.next_sequence(), device=self._flat.device
         )
-        indices = every.any(axis=0).nonzero()[0].tolist()
+        indices = np.flatnonzero(every.any(axis=0)).tolist()
         if indices:
             yield from self.wake(indices)
             self.counters.woken_tensors += len(indices)

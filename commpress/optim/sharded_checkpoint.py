@@ -120,7 +120,7 @@ def _take(optimizer: "ShardedOneBitAdam", parts: Sequence[dict[str, Any]]) -> No
     optimizer.quantized.lay_out()
     for name in OWNERS:
         getattr(optimizer, name).residuals.load(residuals.get(name, {}))
-    saved = next((part["waiting"] for part in parts if part["waiting"]), {})
+    saved: dict[str, torch.Tensor] = next((part["waiting"] for part in parts if part["waiting"]), {})
     for name, buffer in optimizer.waiting().items():
         buffer.copy_(saved[name])
 

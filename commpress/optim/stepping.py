@@ -13,6 +13,7 @@ from commpress.collectives.loopback import Loopback, Recorded
 from commpress.collectives.transport import Transport, own_transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.optim.counters import OptimizerCounters
+from commpress.optim.flat import Flat
 from commpress.work import Steps, run
 
 
@@ -27,6 +28,7 @@ class SteppingOptimizer(torch.optim.Optimizer, ABC):
     averages_gradients = True  # of all ranks, in ``step``: nobody else may
     _step_supports_amp_scaling = True  # gradients keep their scale until they are read
     transport: Recorded
+    flat: Flat | None
     consensus: Consensus | None  # where more ranks must stay equal than communicate
 
     def connect(
@@ -85,7 +87,7 @@ class SteppingOptimizer(torch.optim.Optimizer, ABC):
         return bool(float(getattr(self, "found_inf", 0.0)))
 
     def _tell_scaler(self, *, taken: bool) -> None:
-        if self.grad_scaler is not None and hasattr(self, "found_inf"):
+        if self.grad_scaler is not None and self.grad_scaler._scale is not None and hasattr(self, "found_inf"):
             verdict = torch.tensor(float(not taken), device=self.grad_scaler._scale.device)
             self.grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {verdict.device: verdict}
 

@@ -151,7 +151,7 @@ def _different_state(
         if _moment(known[key], parameter):
             if not all(_moment(value, piece) for value, piece in zip(values, pieces, strict=True)):
                 return key
-            if not torch.equal(torch.cat(values), known[key].float().view(-1)):
+            if not torch.equal(torch.cat([value for value in values if value is not None]), known[key].float().view(-1)):
                 return key
         elif any(not _same_number(value, known[key]) for value in values):
             return key

@@ -5,7 +5,7 @@ from typing import Any
 import numba
 
 _PLAIN: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
-_UNCOUNTED = {"_nrt": False}  # Numba's name, which its type hints lack
+_UNCOUNTED: dict[str, Any] = {"_nrt": False}  # Numba's name, which its type hints lack
 
 jit = numba.njit(**_PLAIN)
 bare = numba.njit(**_PLAIN, **_UNCOUNTED)  # counts no references to arrays: see ``arrays``
