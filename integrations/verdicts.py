@@ -24,7 +24,7 @@ class Verdicts:
         self.rank, self._name = rank, name
 
     def disagreement(self, work: Call, wrong: Sequence[tuple[int, bytes]]) -> Mismatch:
-        mine, theirs = work.describe(), []
+        mine, theirs, wrong = work.describe(), [], sorted(wrong)  # whoever was heard first
         for peer, data in wrong:
             record = unpack(data)
             says = record.describe() if record else "something that is no call"

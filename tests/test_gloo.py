@@ -37,7 +37,7 @@ def plan_of(codec, ranks, monkeypatch):
         spans.append(Span(name, at, numel))
         at += numel
     plan = messages(spans, ByName({"norm": EXACT, "bias": NAMES["int8"]}, Same(codec)), ranks)
-    assert len(plan) == 3
+    assert len(plan) == (3 if codec.back == codec else 6), "means that come back otherwise travel apart"
     return plan
 
 
