@@ -105,7 +105,7 @@ def test_spiky_tensors_travel_in_eight_bits():
             mine[1][4:] *= 1e-3
         group.step(gradients)
     lanes = group.optimizers[0].lanes
-    assert [lanes.choose(name, 4096).spec.split("/")[0] for name in lanes.flat.names] == ["sign", "int8"]
+    assert [lanes.choose(name, 4096).spec.split("/")[0] for name in lanes.flat.names] == ["sign", "fp8"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

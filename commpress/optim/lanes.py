@@ -1,15 +1,16 @@
 """Which tensors are frozen and which live, and what everything is divided by.
 
     live      g travels, eight bits or more an element; m, v and the step are Adam's own
-    frozen    v stands still, and in one bit travels         p = (β1·m + (1 − β1)·g')/s        g' = g within ±κ·√P·s
+    frozen    v stands still, and in one bit travels         p = (β1·m + (1 − β1)·g')/s        g' = g within ±κ·s
               m ← s·mean p,  where √v̂ < low within ±c·√v̂    s = max(√v̂, low) + ε             low² = φ·mean v̂ (of the
                                                                                         tensor, or of all if that is 0)
 
 Why: all that enters m in exact steps enters v too, so |m| ≤ c·√v with c² = (1 − β1)² / ((1 − β2)(1 − β1²/β2)), and no step of
 Adam is longer than some 7.3 learning rates at the usual betas. The noise of one bit enters m alone. So every division has the
 floor ``low``; m keeps within Adam's own bound where it is noise (below the floor), so that exact steps and whoever
-loads the state divide by the true √v without harm; and no rank's gradient counts for more than κ·√P times what the variance
-leads to expect (of P ranks each has √P times the noise of their mean).
+loads the state divide by the true √v without harm; and no rank's gradient counts for more than κ times what the variance
+leads to expect. Of P ranks each has √P times the noise of their mean, so κ is 20, or 5·√P where that is more: steps stay
+within some κ learning rates, whatever the gradients are.
 
 Freezing: a tensor has been live for long enough, all but few of its elements (``UNSEEN``: units that are always off) have had a
 gradient, and its variance is not concentrated in few (``SPIKY``: embeddings, output layers), which one bit would serve badly.
@@ -18,7 +19,7 @@ Tensors of fewer than ``min_numel`` elements travel as they are in either lane, 
 Note: the few. One bit cannot say zero. An element without variance has no momentum, so what it says too much in one step it
 takes back in the next, a fraction of a learning rate to and fro. Its first gradients move it at the floor's rate.
 
-Waking: gradients beyond κ·√P·(√v̂ + ε), in more than ``FEW`` of a frozen tensor's elements, in ``PATIENCE`` more steps than not.
+Waking: gradients beyond κ·(√v̂ + ε), in more than ``FEW`` of a frozen tensor's elements, in ``PATIENCE`` more steps than not.
 This is no longer the tensor whose variance was frozen. Ranks see different gradients, so one that saw it asks in the header of
 its next message, all ranks see that somebody asked, and say once, after that step, which tensors they mean. So all change the
 lane, and with it what messages look like, between the same two steps.
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 SPIKY = 0.2  # (mean √v)² / mean v below this: few elements hold most of the variance (1 if all are equal)
 UNSEEN = 1 / 16  # of a tensor's elements: so many may be without a gradient so far when it freezes
-REACH = 20.0  # κ
+REACH, DEVIATIONS = 20.0, 5.0  # κ is the first, or the second times √P
 FEW = 1 / 64
 PATIENCE = 3
 STATE = ("frozen_at", "thawed_at", "variance_steps")  # of each parameter, as tensors of no dimension
@@ -152,7 +153,8 @@ class Lanes:
         k = 1 / self.correction(i, steps)
         short = (1 - group["betas"][1] ** steps) * k if steps else 1.0  # of v, where nobody corrects it
         mean = float(v.sum(dtype=torch.float64)) / max(v.numel(), 1)  # in float64: the same whatever order it is summed in
-        self.lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], REACH * math.sqrt(self.ranks / short)
+        reach = max(REACH, DEVIATIONS * math.sqrt(self.ranks)) / math.sqrt(short)
+        self.lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], reach
 
     def divisors(self, indices: Sequence[int]) -> np.ndarray:
         """As kernels want them. A tensor without any variance has the floor of the others."""

@@ -72,7 +72,7 @@ class ShardedOneBitAdam(SteppingOptimizer):
         *,
         warmup_steps: int | Literal["auto"] | Freeze = "auto",
         codec: str | Codec | Policy = "sign",
-        spiky_codec: str | Codec | None = "int8",
+        spiky_codec: str | Codec | None = "fp8",
         exact_codec: str | Codec = "none",
         min_numel: int = 256,
         variance_floor: float = 1e-3,
@@ -235,11 +235,19 @@ class ShardedOneBitAdam(SteppingOptimizer):
     def _publish(self, owners: Owners, *, whole: bool) -> Steps[None]:
         """Parameters := master weights, or x := x + w − x as far as that can be said."""
         self.mean.zero_()
-        for x, w, change in self.own(range(len(self.parts)), "master", "mean"):
-            change.copy_(w) if whole else torch.sub(w, x, out=change)
+        for i in range(len(self.parts)):
+            most = torch.inf if whole else self.longest(i)
+            for x, w, change in self.own([i], "master", "mean"):
+                change.copy_(w) if whole else torch.sub(w, x, out=change).clamp_(-most, most)
         yield from owners.spread(self.mean, self.work, key=self._key(), sequence=self._sequences(owners))
         for i, p in enumerate(self._flat.parameters):
             (p.copy_ if whole else p.add_)(self._flat.view(self.work, i))
+
+    def longest(self, i: int) -> float:
+        """The longest way that parameters go in one step: Adam's own bound. What is more of w − x goes in the next."""
+        group = self.lanes.group(i)
+        rate = float(group["lr"]) or self.facts.peak_lr
+        return self.lanes.bound(i) * rate / (1 - group["betas"][0] ** (self.steps_done + 1))
 
     def _clip(self) -> Steps[bool]:
         if self.clipping.max_norm is None:
@@ -272,7 +280,7 @@ class ShardedOneBitAdam(SteppingOptimizer):
                 self._flat.view(self.work, i).div_(self.lanes.divisor(i)).mul_(1 - self.lanes.group(i)["betas"][0])
 
     def cut(self, indices: Sequence[int], gain: float, out: torch.Tensor) -> None:
-        """out := gain·g within ±κ·√P·s. What is not finite stays as it is, for all to see."""
+        """out := gain·g within ±κ·s. What is not finite stays as it is, for all to see."""
         counts = torch.zeros(len(indices), dtype=torch.int64)
         for number, i in enumerate(indices):
             g, into = self._flat.gradient(i), self._flat.view(out, i)

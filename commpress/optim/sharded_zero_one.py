@@ -112,6 +112,12 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
         else:
             self._observe()
 
+    def longest(self, i: int) -> float:
+        """Of all steps of the window."""
+        window = self.windows.after(self.steps_done, self.param_groups)
+        rate = next(rate for (_, at), (rate, _) in zip(self.groups(), window, strict=True) if i in at)
+        return self.lanes.bound(i) * rate if rate > 0 else super().longest(i)
+
     def _gather(self, window: Sequence[tuple[float, float]], carried: Sequence[float]) -> None:
         """Master weights and momentum from the displacement in ``mean``."""
         for (_, at), (rate, kept), share in zip(self.groups(), window, carried, strict=True):
