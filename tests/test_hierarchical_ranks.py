@@ -46,8 +46,9 @@ class Rank:
         residuals = []
         for route, feedbacks in zip(self.plan, self.feedbacks, strict=True):
             for index, feedback in feedbacks.items():
-                feedback.settle(route.between[index].pieces)
-                residuals += [feedback.sent, feedback.reduced]
+                if feedback is not None:  # exact tensors leave nothing behind
+                    feedback.settle(route.between[index].pieces)
+                    residuals += [feedback.sent, feedback.reduced]
         return [t.numpy() for t in self.outputs + residuals]
 
 
