@@ -48,6 +48,12 @@ def test_what_has_no_shape_yet_and_what_comes_twice_is_refused(maker):
         MAKERS[maker]([{"params": [torch.nn.Parameter(torch.ones(2)), tied, tied]}])
 
 
+@pytest.mark.parametrize("maker", MAKERS)
+def test_an_empty_group_is_welcome(maker):
+    """As the Trainer makes one for decayed parameters where LoRA trains none of them."""
+    MAKERS[maker]([{"params": []}, {"params": [torch.nn.Parameter(torch.ones(300))]}])
+
+
 def constructed_over(placements, values, folder):
     """The errors, and what an element-wise optimizer over a store makes of its own part."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -85,9 +85,9 @@ class Offloaded(Wrapper):
         if moments and parse_bytes(device_budget):
             raise InvalidArgument("moments are quantised on the processor: leave device_budget= out")
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
+        places, _ = trainable(self.param_groups, cut=True)
         check_elementwise(optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True)
         self.store, self.prefix, self.commit_every = store, prefix, commit_every
-        places, _ = trainable(self.param_groups, cut=True)
         self.chunks = chunks(places, max(int(chunk_mb * 1e6 / 4), 1), prefix)
         self.streamed = owner_of(places, store)
         self._cut = Cut([p for group in places for p, _, _ in group], clipped=max_grad_norm is not None)

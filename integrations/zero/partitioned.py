@@ -87,12 +87,11 @@ class Partitioned(Wrapper):
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb is {bucket_mb!r}, expected a positive number")
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
-        check_elementwise(
-            optimizer, options, self.param_groups, device=self.param_groups[0]["params"][0].device, in_place=store is not None
-        )
+        places, self._frozen = trainable(self.param_groups)
+        device = next(parameter.device for group in places for parameter, _, _ in group)
+        check_elementwise(optimizer, options, self.param_groups, device=device, in_place=store is not None)
         self.stage = stage
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        places, self._frozen = trainable(self.param_groups)
         transport = own_transport(process_group, timeout=timeout) or Loopback(1).transport(0)
         self.transport = Recorded(transport)
         self.residuals, self.scratch = ResidualStore(), Scratch()
