@@ -170,6 +170,8 @@ MUTANTS = [
         "an exact step of 0/1 Adam divides by the bare root", "commpress/optim/zero_one_adam.py",
         "if self.windows.updates == self.steps_done:\n            super().exact",
         "if True:\n            super().exact", "tests/test_zero_one_adam.py tests/test_lanes.py",
+    ),
+    Mutant(
         "any token is let in at the meeting", "collectives/meeting.py",
         "if secrets.compare_digest(token, self.token):", "if True:", "tests/test_meeting.py",
     ),
