@@ -69,7 +69,7 @@ MUTANTS = [
     ),
     Mutant(
         "an elastic state holds a rank's reduced residual once for all ranks", "collectives/checkpoint.py",
-        "mine += transport.size * reduced[: mine.numel()]", "mine += reduced[: mine.numel()]", "tests/test_resume.py",
+        "mine += size * reduced[: mine.numel()]", "mine += reduced[: mine.numel()]", "tests/test_resume.py",
     ),
     Mutant(
         "any rank's exact state is taken", "collectives/checkpoint.py",
@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     Mutant(
         "one exact step too many", "commpress/optim/windows.py",
-        "        if step < self.warmup:", "        if step <= self.warmup:",
+        "        if step < self.warmup or", "        if step <= self.warmup or",
         "tests/test_zero_one_adam.py tests/test_schedules.py",
     ),
     Mutant(
