@@ -18,8 +18,7 @@ AT_ONCE = 4  # submitted algorithms under way at once, where messages are matche
 class Channel:
     """Numbers, sends, waits and counts for one object that communicates; every rank makes the same calls in the same order.
 
-    Buffers belong to the worker while anything is submitted, else to the caller. ``beside`` is a second worker with buffers of
-    its own over the same transport: two streams of messages that do not wait for each other.
+    Buffers belong to the worker while anything is submitted, else to the caller.
     """
 
     def __init__(
@@ -35,19 +34,13 @@ class Channel:
         self.rank, self.size = transport.rank, transport.size
         self.workspace = Workspace() if workspace is None else workspace
         self.at_once = 1 if transport.ordered else at_once
-        self._name, self._numbers = name, [0]
+        self._name, self._taken = name, 0
         self._worker: Worker | None = None
 
     @classmethod
     def among(cls, process_group: Any = None, *, timeout: timedelta | None = None, **options: Any) -> "Channel":
         """Over a transport of its own among the ranks of ``process_group``, collective; alone without torch.distributed."""
         return cls(own_transport(process_group, timeout=timeout) or Loopback(1).transport(0), **options)
-
-    def beside(self, *, name: str, at_once: int = AT_ONCE) -> "Channel":
-        """Another worker and other buffers; the transport, its numbers and what is counted of it are shared."""
-        other = Channel(self._clock.inner, name=name, at_once=at_once)
-        other._clock, other.transport, other._numbers = self._clock, self.transport, self._numbers
-        return other
 
     @property
     def inner(self) -> Transport:
@@ -58,13 +51,8 @@ class Channel:
 
     def take(self, count: int = 1) -> int:
         """The first of ``count`` sequence numbers."""
-        self._numbers[0] += count
-        return self._numbers[0] - count
-
-    @property
-    def taken(self) -> int:
-        """How many sequence numbers are gone."""
-        return self._numbers[0]
+        self._taken += count
+        return self._taken - count
 
     # ------------------------------------------------------------ work
 

@@ -18,7 +18,7 @@ from commpress.codecs import codec_named, policy_of
 from commpress.collectives.allreduce import Workspace, settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.exchange import Exchanges, Reduce
 from commpress.collectives.transport import Transport
 from commpress.integrations.group_policy import DTYPES, Policy
 from commpress.integrations.group_work import FutureWork
@@ -55,7 +55,7 @@ class _Site:
     def __init__(self, tensor: torch.Tensor, policy: Policy, size: int, workspace: Workspace, *, feedback: bool) -> None:
         exchanges = Exchanges(policy_of(policy.codec), size, workspace, feedback=feedback)
         where = [Span("tensor", 0, tensor.numel())], [tensor.shape]
-        self.exchange: Exchange = exchanges.of(("tensor",), lambda: where, tensor.device)
+        self.exchange = exchanges.of(("tensor",), lambda: where, tensor.device)
         self.scratch: torch.Tensor | None = None
         self.last_backward, self.calls = 0, 0
 
@@ -71,7 +71,7 @@ class GroupReducer:
         self._task, self._backwards, self._nth = -1, 0, 0
         self._sequence = 0  # every rank counts, also a call that the others then refuse
         self._workspace = Workspace()
-        self._dropped: list[Exchange] = []  # whose buffers the worker, which alone touches the workspace, lets go
+        self._dropped: list[Reduce] = []  # whose buffers the worker, which alone touches the workspace, lets go
         self._channel: Channel | None = None
 
     # ------------------------------------------------------------ decide
