@@ -38,7 +38,7 @@ class Message:
 
     @property
     def mean(self) -> Pieces:
-        """How the rows of the mean are laid out: the same elements, in the codecs that bring them back."""
+        """Layout of the mean's rows: the same elements, in the codecs that bring them back."""
         return self.pieces if self.back is None else self.back
 
 
@@ -95,7 +95,7 @@ def _back(pieces: Sequence[Piece], codecs: Sequence[Codec], ranks: int) -> Piece
 
 
 class Share(NamedTuple):
-    """What one tensor sends in every round."""
+    """Cost of one tensor in every round: its codec and bits."""
 
     numel: int
     codec: str

@@ -78,7 +78,7 @@ class Channel:
 
     @property
     def sent_bytes(self) -> int:
-        """What has left this rank, headers included."""
+        """Bytes that have left this rank, headers included."""
         return self.transport.sent_bytes
 
     @property

@@ -31,7 +31,7 @@ class Consensus:
         return self._votes - 1
 
     def agreed(self, finite: bool, device: torch.device, *, number: int | None = None) -> Steps[bool]:
-        """Whether all ranks say so; ``number`` if it was reserved before."""
+        """True on every rank if all ranks say so; ``number`` if it was reserved before."""
         sequence = self.reserve() if number is None else number
         every = yield from gathered([float(finite)], transport=self.transport, sequence=sequence, device=device)
         return bool(every.all())

@@ -340,14 +340,14 @@ class Engine:
                 message.memory = message.receipt = None
 
     def _refuse(self, peer: _Peer, how: str) -> None:
-        """What comes from this peer is of no use: all ranks hear of it."""
+        """Give up on a peer whose bytes are of no use, and tell all ranks."""
         self._damaged.append(peer.rank)
         self._give_up(f"rank {peer.rank} {how}.")
         if peer.open:
             self._hang_up(peer, how)
 
     def _give_up(self, reason: str, *, tell: bool = True) -> None:
-        """What is under way ends, with whichever peer: who waited for one that has given up comes no more to others either."""
+        """End all that is under way, with every peer: a rank that has given up on one no longer answers the others."""
         if self._closed or self._given_up:
             return
         self._given_up = reason
