@@ -100,7 +100,7 @@ class Engine:
                 raise CommunicationError("these connections are closed, or belong to the process that this one was forked from")
             if self._given_up:
                 at_fault = tuple(members.index(r) for r in self._damaged if r in members)
-                kind = Corrupted if at_fault else CommunicationError
+                kind = Corrupted if self._damaged else CommunicationError
                 raise kind(f"these connections failed before: {self._given_up} Build a new process group.", ranks=at_fault)
             self._under_way.add(exchange)
             for peer in [(rank - i) % size for i in range(1, size)]:
@@ -352,7 +352,7 @@ class Engine:
             return
         self._given_up = reason
         for exchange in self._under_way:
-            exchange.given_up = reason
+            exchange.given_up, exchange.damaged = reason, tuple(self._damaged)
         self._changed.notify_all()
         if not tell:
             return

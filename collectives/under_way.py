@@ -71,6 +71,7 @@ class Exchange:
     closed: dict[int, str] = field(default_factory=dict)  # ranks that hung up before the end, and how
     differ: bool = False  # a header is not the one that is due
     given_up: str = ""  # some rank of the mesh uses these connections no more: why
+    damaged: tuple[int, ...] = ()  # ranks whose bytes were the reason, by their numbers on the mesh
     broken: str = ""  # a payload is not as long as its header says
 
     @property
@@ -111,9 +112,10 @@ class Exchange:
         says += [f"{transport.peer(r)} took nothing for {seconds:.1f} s" for r in deaf]
         says += [f"{transport.peer(r)} {self.closed[r]}" for r in sorted(closed)]
         if self.given_up and not closed:
+            told = [transport.members.index(r) for r in self.damaged if r in transport.members]
             silent, deaf, says = [], [], [self.given_up.rstrip(".")]
         transport.failure = f"rank {transport.rank}: " + "; ".join(says) + "."
-        kind = Corrupted if damaged or (DAMAGED in self.given_up and "gave up" not in self.given_up) else PeerFailure
+        kind = Corrupted if damaged or self.damaged else PeerFailure
         return kind(transport.failure, ranks=tuple(told or silent or deaf or sorted(closed)))
 
 

@@ -161,6 +161,19 @@ def test_a_length_that_cannot_be_takes_no_memory(length):
     assert caught.value.ranks == (0,)
 
 
+def test_damage_is_named_by_an_exchange_that_waits_for_somebody_else():
+    """Rank 1 has sent its row, then noise; its row is taken, and rank 2 is what the exchange waits for."""
+    one, two, three = transports(3)
+    numels = [[None] * 3, [8, None, None], [8, None, None]]
+    out, work = post(one, 0, numels)
+    post(two, 0, numels)[1].wait()
+    two.mesh.engine._peers[0].socket.sendall(bytes(200))
+    with pytest.raises(Corrupted, match="rank 1 sent an envelope that came damaged") as caught:
+        work.wait()
+    assert caught.value.ranks == (1,), three
+    assert_came(0, 0, {1: out[1]})
+
+
 def test_a_tag_serves_one_exchange_at_a_time():
     one, other = transports(2)
     numels = [[None, 8], [8, None]]
