@@ -4,24 +4,24 @@ import re
 
 import pytest
 
+import codec_table
+import encoders
+import fsdp as bench_fsdp
+import guard as bench_guard
+import hierarchical as bench_hierarchical
+import loss as bench_loss
+import observe as bench_observe
+import optimizer as bench_optimizer
+import plan as bench_plan
+import powersgd as bench_powersgd
+import simulate as bench_simulate
 from commpress.cli import (
     bench_allreduce,
     bench_alltoall,
     bench_codec,
-    bench_fsdp,
-    bench_guard,
-    bench_hierarchical,
     bench_io,
-    bench_loss,
-    bench_observe,
-    bench_optimizer,
-    bench_plan,
-    bench_powersgd,
-    bench_simulate,
     bench_train,
-    codec_table,
     plan_plot,
-    race,
     simulate,
     simulate_plot,
 )
@@ -87,8 +87,8 @@ def codec(path):
 def raced(path):
     ours = {"candidate": "Numba (commpress)", "threads": 1, "numel": 1 << 20, "seconds": 0.1}
     rows = [ours, {"candidate": "torch.compile", "threads": 1, "failed": "no compiler"}]
-    assert race.judge(rows)[0][1]
-    race.draw(path, rows)
+    assert encoders.judge(rows)[0][1]
+    encoders.draw(path, rows)
     return ["Numba", "torch.compile", "GB of float32 per second"]
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commpress.cli import deepspeed_peer as peer
+import deepspeed_peer as peer
 from commpress.cli import ranks, training
-from commpress.cli.curves import variant_of
 from commpress.errors import InvalidArgument, MissingPackage
+from curves import variant_of
 
 
 def test_names():

@@ -62,14 +62,13 @@ HOMES = {
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.checksum",),
     "prometheus_client": ("commpress.integrations.endpoint",),
-    "deepspeed": ("commpress.cli.io_peers", "commpress.cli.deepspeed_peer"),
+    "deepspeed": ("commpress.cli.io_peers",),
     "aiofiles": ("commpress.tiered_mem.engines*",),
     "transformers": ("commpress.integrations.hf", "commpress.integrations.hf_model"),
     "accelerate": ("commpress.integrations.hf",),
     "lightning": ("commpress.integrations.lightning",),
     "matplotlib": ("commpress.cli*",),
     "tqdm": ("commpress.cli*",),
-    "sklearn": ("commpress.cli*",),
 }
 SHAPELESS = {"utils.py", "common.py", "helpers.py", "base.py"}
 

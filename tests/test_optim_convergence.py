@@ -2,8 +2,8 @@
 
 import pytest
 
-from commpress.cli.bench_convergence import grouped, judge
-from commpress.cli.converge import Run, train
+from converge import Run, train
+from convergence import grouped, judge
 
 pytest.importorskip("sklearn")
 SEEDS = (1, 2, 3)

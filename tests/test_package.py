@@ -19,7 +19,7 @@ def wheel(tmp_path_factory):
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(sources.ROOT / name, copy)
-    for folder in sources.folders():
+    for folder in (*sources.folders(), "benchmarks"):
         shutil.copytree(sources.ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
     built = subprocess.run(command, cwd=out, capture_output=True, text=True, stdin=subprocess.DEVNULL)

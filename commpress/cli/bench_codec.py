@@ -10,8 +10,6 @@ encode moves 12 + bits/8 bytes per element, a copy 8. "naive" is the same arithm
 
   commpress bench codec                            all codecs on 1 and 2 threads, about a minute
   commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
-  commpress bench codec --table                    every codec on the gradients of a small GPT, as in docs/codecs.md
-  commpress bench codec --race                     why Numba: the sign encoder written four other ways
 """
 
 import argparse
@@ -52,11 +50,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--numel", type=int, default=1 << 25, metavar="N", help="floats in the buffer (default 33554432)"
     )
     parser.add_argument("--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)")
-    parser.add_argument(
-        "--race", action="store_true", help="time other ways to write the sign encoder, and nothing else"
-    )
-    parser.add_argument("--table", action="store_true", help="bits, error on real gradients and speed of all codecs")
-    outputs.options(parser, check="the sign codec holds its bars (not with --table or --race)")
+    outputs.options(parser, check="the sign codec holds its bars")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,16 +59,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"--codec has {unknown[0]!r}, expected some of {', '.join(CODECS)}")
     if options.numel < 8 * ROWS or min(threads) < 1:
         raise InvalidArgument(f"--numel must be at least {8 * ROWS} and --threads at least 1")
-    if options.check and not (options.race or ("sign" in names and {1, 2} <= set(threads))):
+    if options.check and not ("sign" in names and {1, 2} <= set(threads)):
         raise InvalidArgument("--check needs the codec sign on 1 and 2 threads")
-    if options.table:
-        from commpress.cli import codec_table
-
-        return codec_table.show(options)
-    if options.race:
-        from commpress.cli import race
-
-        return race.show(options, threads)
     for name in names:
         check_bytes(CODECS[name])
     print(f"bytes equal the reference for {', '.join(names)}\n")

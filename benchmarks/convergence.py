@@ -12,9 +12,9 @@ The bar: the mean final loss of a compressed optimizer lies at most as high as t
 --no-feedback it must not hold. The --json file is written after each run, and a run that it has is not done again: a long
 comparison can be stopped at any time and continued.
 
-  commpress bench convergence --plot convergence.png --check
-  commpress bench convergence --tasks gpt --seeds 1 2 --json runs.json
-  commpress bench convergence --merge runs.json without.json
+  python benchmarks convergence --plot convergence.png --check
+  python benchmarks convergence --tasks gpt --seeds 1 2 --json runs.json
+  python benchmarks convergence --merge runs.json without.json
 """
 
 import argparse
@@ -28,8 +28,8 @@ from pathlib import Path
 from statistics import mean
 
 from commpress.cli import outputs, table
-from commpress.cli.converge import OPTIMIZERS, TASKS, Finished, Run, train
 from commpress.errors import InvalidArgument
+from converge import OPTIMIZERS, TASKS, Finished, Run, train
 
 STEPS = 500
 HEAD = ["task", "optimizer", "final loss", "seeds", "against reference", "bytes", "rounds"]
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def draw(path: str, groups: "Groups") -> None:
-    from commpress.cli import convergence_plot
+    import convergence_plot
 
     convergence_plot.draw(groups, path)
 

@@ -1,4 +1,4 @@
-"""The picture of ``commpress bench convergence``: one panel per task, one line per optimizer, seeds averaged."""
+"""The picture of ``python benchmarks convergence``: one panel per task, one line per optimizer, seeds averaged."""
 
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from commpress.cli import charts
 
 if TYPE_CHECKING:
-    from commpress.cli.bench_convergence import Groups
+    from convergence import Groups
 
 STYLES = {
     "adam": {"color": "#999999", "linewidth": 4.5},

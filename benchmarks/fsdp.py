@@ -13,9 +13,9 @@ turns of a few steps, so that moods of machine and network hit all alike.
 buffer; "MB sent" is what the kernel counted, of everything. --train N --seeds K trains N steps instead and compares held-out
 losses over K seeds: a variant's mean must lie within the spread of plain.
 
-  commpress bench fsdp                                                  4 local processes
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench fsdp --check
-  commpress bench fsdp --train 300 --seeds 5 --width 64 --layers 2
+  python benchmarks fsdp                                                  4 local processes
+  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks fsdp --check
+  python benchmarks fsdp --train 300 --seeds 5 --width 64 --layers 2
 """
 
 import argparse

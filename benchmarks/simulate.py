@@ -4,8 +4,8 @@ Measures links, network stack and kernels as commpress probe does, then all-redu
 figures of before: nothing is fitted to what it is compared with. Ranks that lie on one machine (network namespaces,
 containers, local processes) share its cores in the simulation as well.
 
-  commpress bench simulate --ranks 2
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench simulate --check
+  python benchmarks simulate --ranks 2
+  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks simulate --check
 """
 
 import argparse
@@ -19,7 +19,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from commpress.cli import modelled, outputs, ranks, rounds, table
+import modelled
+from commpress.cli import outputs, ranks, rounds, table
 from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
 from commpress.collectives.transport import own_transport

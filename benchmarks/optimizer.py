@@ -12,8 +12,8 @@ step that is "compressed" or "synchronising". "B/parameter" is what the passes o
 fits into a cache and no more, lines fetched only to be overwritten included; "at copy speed" is how long that takes at
 the speed of copying a buffer, which moves 12 bytes per float.
 
-  commpress bench optimizer
-  commpress bench optimizer --width 512 --layers 8 --threads 2 --check
+  python benchmarks optimizer
+  python benchmarks optimizer --width 512 --layers 8 --threads 2 --check
 """
 
 import argparse

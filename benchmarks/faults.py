@@ -4,9 +4,9 @@ Three local processes form a group over the backend "commpress". The last one is
 shape, dtype, codec, or another operation. The other two report the exception, whom it names, and after how many seconds;
 then both destroy the group, and build another one of the two of them, to show that they can go on.
 
-  commpress faults                        all of it, about three minutes
-  commpress faults --calls all_reduce     one row
-  commpress faults --markdown FILE        as a document
+  python benchmarks faults                        all of it, about three minutes
+  python benchmarks faults --calls all_reduce     one row
+  python benchmarks faults --markdown FILE        as a document
 """
 
 import argparse
@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import table
-from commpress.cli.fault_calls import ANYBODY, CALLS, COMPRESSED, FAULTS, applies, make
 from commpress.errors import CommunicationError, InvalidArgument
 from commpress.integrations.group_policy import Policy
+from fault_calls import ANYBODY, CALLS, COMPRESSED, FAULTS, applies, make
 
 DOCUMENT = """\
 # What survivors see
@@ -125,9 +125,8 @@ def document(cases: list[Case], calls: list[str], faults: list[str], timeout: fl
     cells = {(case.call, case.fault): cell(case) for case in cases}
     lines = [f"| call | {' | '.join(faults)} |", "| --- " * (len(faults) + 1) + "|"]
     lines += [f"| {c} | {' | '.join(cells.get((c, f), '–') for f in faults)} |" for c in calls]
-    return DOCUMENT.format(timeout=timeout, command=f"commpress faults --timeout {timeout:g} --markdown docs/faults.md") + (
-        "\n".join(lines) + "\n"
-    )
+    command = f"python benchmarks faults --timeout {timeout:g} --markdown docs/faults.md"
+    return DOCUMENT.format(timeout=timeout, command=command) + "\n".join(lines) + "\n"
 
 
 def _widths(faults: int) -> list[int]:

@@ -11,8 +11,8 @@ what the launcher says, or --topology. One line per size and codec:
   choice, loss          which of flat and levels the file of --links makes collectives take, and what that costs
                         against the faster of the two
 
-  commpress bench hierarchical --topology 2x2 --codec none,sign                  4 local processes, as if on two nodes
-  torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress bench hierarchical --links links.json --check
+  python benchmarks hierarchical --topology 2x2 --codec none,sign                  4 local processes, as if on two nodes
+  torchrun --nnodes 2 --nproc-per-node 8 ... benchmarks hierarchical --links links.json --check
 """
 
 import argparse

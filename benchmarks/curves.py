@@ -1,4 +1,4 @@
-"""Loss curves of one GPT under several ways of communicating, as ``commpress bench loss`` compares them."""
+"""Loss curves of one GPT under several ways of communicating, as ``python benchmarks loss`` compares them."""
 
 import json
 import re
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import deepspeed_peer, training
+import deepspeed_peer
+from commpress.cli import training
 from commpress.cli.bench_train import ONE_BUCKET, attach
 from commpress.codecs import ByName, codec_named, policy_of
 from commpress.errors import InvalidArgument

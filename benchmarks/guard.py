@@ -3,9 +3,9 @@
 Both run alternately, a few calls back to back each, so that a network's moods hit both; times are medians over turns of the
 slowest rank's. Calls that repeat themselves begin on promises: the difference is a record of 64 bytes beside the data.
 
-  commpress bench guard                                          4 local processes
-  torchrun ... --no-python commpress bench guard                 the ranks of a launcher
-  commpress bench guard --ranks 2 --max-bytes 64MiB              more sizes
+  python benchmarks guard                                          4 local processes
+  torchrun ... benchmarks guard                 the ranks of a launcher
+  python benchmarks guard --ranks 2 --max-bytes 64MiB              more sizes
 """
 
 import argparse

@@ -1,7 +1,10 @@
-"""Why Numba: one task written with the tools at hand, timed in one run.
+"""why Numba: one encoder written with the tools at hand, timed in one run
 
 The task is the sign encoder with residual in place, one mean |c| per 2048 elements: c = x + e, bits of c >= 0, the scales,
-e := c - scale * sign(c). Every candidate fills buffers made beforehand as far as its tool allows.
+e := c - scale * sign(c). Every candidate fills buffers made beforehand as far as its tool allows; all must agree.
+
+  python benchmarks encoders
+  python benchmarks encoders --numel 1048576 --threads 1
 """
 
 import argparse
@@ -86,8 +89,8 @@ def candidates(numel: int) -> dict[str, Task]:
     }
 
 
-def race(numel: int, threads: list[int]) -> Rows:
-    """Print a line per candidate and number of threads; all must agree before any is timed."""
+def compare(numel: int, threads: list[int]) -> Rows:
+    """The rows of the table, printed as they are measured."""
     numel = max(numel // (ROWS * SLICE), 1) * ROWS * SLICE
     x, residual, spare = torch.randn(numel), torch.randn(numel), torch.zeros(numel)
     widths = [max(len(name) for name in candidates(numel)), *map(len, HEAD[1:])]
@@ -105,8 +108,14 @@ def race(numel: int, threads: list[int]) -> Rows:
     return rows
 
 
-def show(options: argparse.Namespace, threads: list[int]) -> int:
-    rows = race(options.numel, threads)
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--numel", type=int, default=1 << 25, metavar="N", help="floats in the buffer (default 33554432)")
+    parser.add_argument("--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)")
+    outputs.options(parser, check="ours takes at most 1.05 of the fastest candidate's time")
+
+
+def run(options: argparse.Namespace) -> int:
+    rows = compare(options.numel, [int(t) for t in options.threads.split(",")])
     return outputs.deliver(options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows))
 
 

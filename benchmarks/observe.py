@@ -7,8 +7,8 @@ Metrics after every step (callback and endpoint, norms every 100 steps) and a Ti
   accounted          what watching does in a step, each part timed alone: spans times the cost of one, plus reading the
                      counters; as a share of an unwatched step
 
-  commpress bench observe                                4 local processes
-  commpress bench observe --ranks 2 --check              exit status 1 if more than 1 % is accounted for
+  python benchmarks observe                                4 local processes
+  python benchmarks observe --ranks 2 --check              exit status 1 if more than 1 % is accounted for
 """
 
 import argparse

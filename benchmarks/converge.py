@@ -1,4 +1,4 @@
-"""One training run of ``commpress bench convergence``: a task, an optimizer, a seed; ranks simulated in one process.
+"""One training run of ``python benchmarks convergence``: a task, an optimizer, a seed; ranks simulated in one process.
 
 The ranks run the production generators in lockstep, so what is compared is what training does, without a network.
 """

@@ -7,14 +7,15 @@ and the step without communication, as commpress plan --links does, and compares
   bf16        torch's bf16_compress_hook; no plan can name it, but it counts as the fastest if it is
   sign, ...   commpress with that codec
 
-  commpress bench plan --ranks 2                                          local processes
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench plan --check
+  python benchmarks plan --ranks 2                                          local processes
+  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks plan --check
 """
 
 import argparse
 from dataclasses import dataclass
 
-from commpress.cli import bench_train, modelled, outputs, ranks, table, training
+import modelled
+from commpress.cli import bench_train, outputs, ranks, table, training
 from commpress.codecs import codec_named
 from commpress.codecs.planned import PLAIN
 from commpress.plan import candidates

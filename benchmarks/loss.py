@@ -17,8 +17,8 @@ Seconds to the target are the sum of the times of the steps up to it, whatever t
                            exact rounds later, and local steps once the rate falls; zero-one-int8-12-every has none of these
   deepspeed-onebit-12, deepspeed-zero-one   of DeepSpeed 0.19.6 under DDP; on CPU with NumPy in place of CuPy
 
-  commpress bench loss --losses curves.json --lr 5e-4,1e-3 --no-times
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench loss --losses curves.json
+  python benchmarks loss --losses curves.json --lr 5e-4,1e-3 --no-times
+  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks loss --losses curves.json
 """
 
 import argparse
@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from commpress.cli import curves as of
+import curves as of
 from commpress.cli import outputs, ranks, table, training
-from commpress.cli.curves import Curve, Settings, Variant, variant_of
 from commpress.errors import InvalidArgument, StateMismatch
+from curves import Curve, Settings, Variant, variant_of
 
 VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-log3-20,zero-one-log3-8"
 WARM = 3  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD and compressed rounds begin after two

@@ -5,8 +5,8 @@ batch_tensors_with_same_shape. Gradients are noise around a common mean of slowl
 of what all steps together still owe over the norm of what they should have brought; "residual" is the largest norm of a
 rank's residual after the first quarter of the steps and after all.
 
-  commpress bench powersgd                       100 matrices of 256x512 on 2 local processes, about a minute
-  commpress bench powersgd --check               exit status 1 if a bar is missed
+  python benchmarks powersgd                       100 matrices of 256x512 on 2 local processes, about a minute
+  python benchmarks powersgd --check               exit status 1 if a bar is missed
 """
 
 import argparse

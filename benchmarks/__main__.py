@@ -1,0 +1,7 @@
+"""The command line of the benchmarks: ``python benchmarks``."""
+
+import sys
+
+from commands import main
+
+sys.exit(main())

@@ -1,0 +1,48 @@
+"""The benchmarks, and the command line that they make."""
+
+import argparse
+from collections.abc import Sequence
+
+import codec_table
+import convergence
+import encoders
+import faults
+import fsdp
+import guard
+import hierarchical
+import loss
+import observe
+import optimizer
+import plan
+import powersgd
+import simulate
+from commpress import cli
+
+DESCRIPTION = """\
+What developers of commpress measure; `commpress bench` has what users measure on their machines.
+
+  python benchmarks fsdp --help                  what it measures, its columns and its options
+  python benchmarks guard --check                exit status 1 unless its bars hold
+  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks fsdp
+
+All take --check, --json FILE and --plot FILE but faults, which writes a document.
+"""
+BENCHMARKS = {
+    "codec_table": codec_table, "convergence": convergence, "encoders": encoders, "faults": faults, "fsdp": fsdp,
+    "guard": guard, "hierarchical": hierarchical, "loss": loss, "observe": observe, "optimizer": optimizer, "plan": plan,
+    "powersgd": powersgd, "simulate": simulate,
+}  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="benchmarks", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = top.add_subparsers(title="benchmarks", metavar="NAME", required=True)
+    for name, benchmark in BENCHMARKS.items():
+        cli.add(names, name, benchmark)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.run(parser(), argv)
