@@ -26,7 +26,9 @@ from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Span
 from commpress.collectives.sketch import keep, next_quanta, plan_sketches
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import cpu, cpu_low_rank, cpu_sketch
+from commpress.kernels.cpu import codec as cpu
+from commpress.kernels.cpu import low_rank as cpu_low_rank
+from commpress.kernels.cpu import sketch as cpu_sketch
 from commpress.kernels.matrices import Matrix, stack
 from commpress.kernels.pieces import Piece, cut
 

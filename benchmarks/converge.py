@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from commpress.cli.gpt import GPT, Block
 from commpress.cli.text import batch, standard_library
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
 from commpress.optim.stepping import SteppingOptimizer
 

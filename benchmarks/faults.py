@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from commpress.cli import table
 from commpress.errors import CommunicationError, InvalidArgument
-from commpress.integrations.group_policy import Policy
+from commpress.integrations.process_group.group_options import Policy
 from fault_calls import ANYBODY, CALLS, COMPRESSED, FAULTS, applies, make
 
 DOCUMENT = """\

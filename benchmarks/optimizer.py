@@ -26,7 +26,7 @@ import torch
 
 from commpress.cli import outputs, table
 from commpress.cli.gpt import GPT
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from commpress.optim.optimizer import CompressedOptimizer, Round

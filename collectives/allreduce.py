@@ -18,7 +18,7 @@ import torch
 from commpress.codecs.codec import Codec, codec_named
 from commpress.collectives.buckets import Message, one_message
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, ASKS, FLAGS, HEADER, NOT_FINITE, Frame, stamp, verify
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic

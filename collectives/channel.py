@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 
 from commpress.collectives.allreduce import Workspace
-from commpress.collectives.loopback import Loopback, Recorded, Timed
-from commpress.collectives.transport import Transport, own_transport
+from commpress.collectives.transports.loopback import Loopback, Recorded, Timed
+from commpress.collectives.transports.transport import Transport, own_transport
 from commpress.work import Steps, Worker, run
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import torch
 from commpress.codecs.family import EXACT
 from commpress.collectives.allreduce import Workspace, reduce_message
 from commpress.collectives.buckets import PIECE, one_message
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch
 from commpress.feedback import Key, Residual, ResidualStore
 from commpress.kernels.pieces import width_of

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from commpress.checksum import checksum_of
-from commpress.collectives.memory import memory_of, rows_in
+from commpress.collectives.transports.memory import memory_of, rows_in
 from commpress.errors import CommunicationError, Corrupted, Mismatch
 
 HEADER = 64

@@ -14,11 +14,11 @@ import torch
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.buckets import PIECE, Message, Span
 from commpress.collectives.checkpoint import Residuals
-from commpress.collectives.hierarchical import Feedbacks, Hierarchy, Route, hierarchy_of, routes
 from commpress.collectives.links import Links, choose
-from commpress.collectives.loopback import Recorded, Timed
 from commpress.collectives.topology import Topology, agree
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.loopback import Recorded, Timed
+from commpress.collectives.transports.transport import Transport
+from commpress.collectives.two_level import Feedbacks, Hierarchy, Route, hierarchy_of, routes
 from commpress.feedback import Key, ResidualStore
 from commpress.kernels.pieces import KEPT, NUMEL, WIDTH
 from commpress.work import run

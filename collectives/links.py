@@ -29,11 +29,11 @@ import numpy as np
 
 from commpress.codecs import Codec, codec_named
 from commpress.codecs.family import EXACT
-from commpress.collectives import hierarchical
+from commpress.collectives import two_level
 from commpress.collectives.buckets import MESSAGE
 from commpress.collectives.frame import HEADER
-from commpress.collectives.hierarchical import share
 from commpress.collectives.topology import Topology
+from commpress.collectives.two_level import share
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import width_of
 
@@ -192,7 +192,7 @@ def hierarchical_seconds(numel: int, codec: str | Codec, links: Links) -> float:
     """Sums inside, two exchanges between the owners of a slice, encoded rows inside; messages overlap."""
     nodes, count = links.topology.nodes, len(links.topology.nodes)
     slices = links.topology.widest
-    messages = max(-(-numel // hierarchical.PIECE), 1)
+    messages = max(-(-numel // two_level.PIECE), 1)
     numel = -(-numel // messages)
     floats, row = _row(EXACT, numel, slices * count) - HEADER, _row(codec, numel, slices * count)
     sums = max(len(n) * (len(n) - 1) * (HEADER + share(slices, len(n)) * count * floats) for n in nodes)

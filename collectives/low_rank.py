@@ -26,7 +26,7 @@ from commpress.codecs.low_rank import LowRankCodec
 from commpress.codecs.policy import Policy
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_message
 from commpress.collectives.buckets import PIECE, Message, Span, one_message
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import low_rank_arithmetic

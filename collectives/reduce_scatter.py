@@ -23,7 +23,7 @@ from commpress.codecs import Codec, Policy
 from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, any_flag, exchange, noise
 from commpress.collectives.buckets import MESSAGE, PIECE, Message, describe
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic
 from commpress.kernels.pieces import COLUMN, KEPT, SHARD, SOURCE, Piece, Pieces, cut

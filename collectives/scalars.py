@@ -7,7 +7,7 @@ import torch
 
 from commpress.collectives.allreduce import Workspace, exchange
 from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.work import Steps
 
 

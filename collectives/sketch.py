@@ -28,10 +28,11 @@ from commpress.codecs.sketch import SketchCodec
 from commpress.collectives.allreduce import Outcome, Workspace, check_buffer, exchange, reduce_message
 from commpress.collectives.buckets import Message, Span, messages, one_message
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import cpu, cpu_sketch
+from commpress.kernels.cpu import codec as cpu
+from commpress.kernels.cpu import sketch as cpu_sketch
 from commpress.kernels.pieces import BLOCK, HASH, KEPT, KIND, NUMEL, SOURCE, Piece, Pieces, cut
 from commpress.work import Steps, overlapped
 

@@ -18,7 +18,7 @@ import torch
 
 from commpress.collectives.allreduce import Workspace, exchange
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch
 from commpress.work import Steps
 

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "compress": "commpress.integrations.ddp",
-    "CompressedState": "commpress.integrations.ddp",
-    "compressed_allreduce_hook": "commpress.integrations.ddp",
-    "AllToAll": "commpress.integrations.all_to_all",
-    "init_process_group": "commpress.integrations.launch",
+    "compress": "commpress.integrations.ddp.hook",
+    "CompressedState": "commpress.integrations.ddp.hook",
+    "compressed_allreduce_hook": "commpress.integrations.ddp.hook",
+    "AllToAll": "commpress.integrations.experts.dispatch",
+    "init_process_group": "commpress.integrations.trainers.launch",
     "Partitioned": "commpress.integrations.zero.partitioned",
     "Offloaded": "commpress.integrations.zero.offloaded",
     "stream": "commpress.integrations.zero.streamed",
     "tile": "commpress.integrations.zero.tiling",
-    "compress_fsdp": "commpress.integrations.fsdp",
-    "compress_hsdp": "commpress.integrations.hsdp",
-    "Difference": "commpress.integrations.shard_weights",
-    "FlatShardState": "commpress.integrations.fsdp1",
-    "compressed_reduce_scatter_hook": "commpress.integrations.fsdp1",
+    "compress_fsdp": "commpress.integrations.fsdp.fsdp2",
+    "compress_hsdp": "commpress.integrations.fsdp.hsdp",
+    "Difference": "commpress.integrations.fsdp.shard_weights",
+    "FlatShardState": "commpress.integrations.fsdp.fsdp1",
+    "compressed_reduce_scatter_hook": "commpress.integrations.fsdp.fsdp1",
     "SignCodec": "commpress.codecs",
     "TernaryCodec": "commpress.codecs",
     "BlockCodec": "commpress.codecs",
@@ -40,25 +40,25 @@ _HOMES = {
     "OneBitLamb": "commpress.optim",
     "ShardedOneBitAdam": "commpress.optim",
     "ShardedZeroOneAdam": "commpress.optim",
-    "overlap": "commpress.integrations.overlap",
-    "save_distributed": "commpress.integrations.distributed_checkpoint",
-    "load_distributed": "commpress.integrations.distributed_checkpoint",
+    "overlap": "commpress.integrations.ddp.overlap",
+    "save_distributed": "commpress.integrations.trainers.distributed_checkpoint",
+    "load_distributed": "commpress.integrations.trainers.distributed_checkpoint",
     "ErrorFeedback": "commpress.feedback",
     "compressed_allreduce": "commpress.collectives.allreduce",
-    "Policy": "commpress.integrations.group_policy",
+    "Policy": "commpress.integrations.process_group.group_options",
     "Topology": "commpress.collectives.topology",
     "load_links": "commpress.collectives.links",
     "TieredStore": "commpress.tiered_mem.store",
-    "Metrics": "commpress.integrations.metrics",
-    "MetricsEndpoint": "commpress.integrations.endpoint",
-    "to_writer": "commpress.integrations.metrics",
+    "Metrics": "commpress.integrations.observe.metrics",
+    "MetricsEndpoint": "commpress.integrations.observe.endpoint",
+    "to_writer": "commpress.integrations.observe.metrics",
     "Timeline": "commpress.timeline",
     "merge_timelines": "commpress.timeline",
-    "watch": "commpress.integrations.watching",
+    "watch": "commpress.integrations.observe.watch",
     "CommpressError": "commpress.errors",
 }
 
-_MODULES = {"hf": "commpress.integrations.hf", "lightning": "commpress.integrations.lightning"}
+_MODULES = {"hf": "commpress.integrations.trainers.hf", "lightning": "commpress.integrations.trainers.lightning"}
 
 if TYPE_CHECKING:
     from commpress.codecs import (
@@ -80,19 +80,19 @@ if TYPE_CHECKING:
     from commpress.collectives.topology import Topology
     from commpress.errors import CommpressError
     from commpress.feedback import ErrorFeedback
-    from commpress.integrations.all_to_all import AllToAll
-    from commpress.integrations.ddp import CompressedState, compress, compressed_allreduce_hook
-    from commpress.integrations.distributed_checkpoint import load_distributed, save_distributed
-    from commpress.integrations.endpoint import MetricsEndpoint
-    from commpress.integrations.fsdp import compress_fsdp
-    from commpress.integrations.fsdp1 import FlatShardState, compressed_reduce_scatter_hook
-    from commpress.integrations.group_policy import Policy
-    from commpress.integrations.hsdp import compress_hsdp
-    from commpress.integrations.launch import init_process_group
-    from commpress.integrations.metrics import Metrics, to_writer
-    from commpress.integrations.overlap import overlap
-    from commpress.integrations.shard_weights import Difference
-    from commpress.integrations.watching import watch
+    from commpress.integrations.ddp.hook import CompressedState, compress, compressed_allreduce_hook
+    from commpress.integrations.ddp.overlap import overlap
+    from commpress.integrations.experts.dispatch import AllToAll
+    from commpress.integrations.fsdp.fsdp1 import FlatShardState, compressed_reduce_scatter_hook
+    from commpress.integrations.fsdp.fsdp2 import compress_fsdp
+    from commpress.integrations.fsdp.hsdp import compress_hsdp
+    from commpress.integrations.fsdp.shard_weights import Difference
+    from commpress.integrations.observe.endpoint import MetricsEndpoint
+    from commpress.integrations.observe.metrics import Metrics, to_writer
+    from commpress.integrations.observe.watch import watch
+    from commpress.integrations.process_group.group_options import Policy
+    from commpress.integrations.trainers.distributed_checkpoint import load_distributed, save_distributed
+    from commpress.integrations.trainers.launch import init_process_group
     from commpress.integrations.zero.offloaded import Offloaded
     from commpress.integrations.zero.partitioned import Partitioned
     from commpress.integrations.zero.streamed import stream

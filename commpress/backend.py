@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from commpress.errors import InvalidArgument
-from commpress.integrations.group_policy import Policy
-from commpress.integrations.process_group import ProcessGroup
+from commpress.integrations.process_group.group import ProcessGroup
+from commpress.integrations.process_group.group_options import Policy
 
 __all__ = ["Policy", "ProcessGroup", "register"]
 

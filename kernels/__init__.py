@@ -29,11 +29,11 @@ def arithmetic(device: Any) -> Any:
     if (given := _INSTEAD.get()) is not None:
         return given
     if device.type == "cpu":
-        from commpress.kernels import cpu
+        from commpress.kernels.cpu import codec as cpu
 
         return cpu
     if device.type == "cuda":
-        from commpress.kernels import cuda
+        from commpress.kernels.cuda import codec as cuda
 
         return cuda
     from commpress.errors import InvalidArgument
@@ -51,9 +51,9 @@ def low_rank_arithmetic(device: Any) -> Any:
     if (given := _INSTEAD.get()) is not None:
         return given
     if device.type == "cpu":
-        from commpress.kernels import cpu_low_rank
+        from commpress.kernels.cpu import low_rank as cpu_low_rank
 
         return cpu_low_rank
-    from commpress.kernels import torch_low_rank
+    from commpress.kernels import low_rank
 
-    return torch_low_rank
+    return low_rank

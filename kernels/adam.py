@@ -57,7 +57,7 @@ class Segments:
 def adam_arithmetic(device: torch.device) -> Any:
     """The module that computes on ``device``: this one or ``cpu_adam``, same names and arguments."""
     if device.type == "cpu":
-        from commpress.kernels import cpu_adam
+        from commpress.kernels.cpu import adam as cpu_adam
 
         return cpu_adam
     import commpress.kernels.adam as torch_path

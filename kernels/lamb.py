@@ -30,7 +30,7 @@ class LayerRule:
 def lamb_arithmetic(device: torch.device) -> Any:
     """The module that computes on ``device``: this one or ``cpu_lamb``, same names and arguments."""
     if device.type == "cpu":
-        from commpress.kernels import cpu_lamb
+        from commpress.kernels.cpu import lamb as cpu_lamb
 
         return cpu_lamb
     import commpress.kernels.lamb as torch_path

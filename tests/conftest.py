@@ -5,8 +5,8 @@ import torch
 
 from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import compressed_allreduce
-from commpress.collectives.loopback import Loopback
-from commpress.kernels import cpu_low_rank as kernels
+from commpress.collectives.transports.loopback import Loopback
+from commpress.kernels.cpu import low_rank as kernels
 from commpress.kernels.matrices import Matrix, stack
 from commpress.work import run
 from mpi_ranks import MpiRanks, mpirun

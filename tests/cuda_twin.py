@@ -1,4 +1,4 @@
-"""The functions of ``commpress.kernels.cuda`` beside their meaning in ``reference``, bit for bit, on any device.
+"""The functions of ``commpress.kernels.cuda.codec`` beside their meaning in ``reference``, bit for bit, on any device.
 
 Every check fills what must not be written with rubbish, puts rows behind an unaligned header, and looks at both after.
 """
@@ -6,7 +6,8 @@ Every check fills what must not be written with rubbish, puts rows behind an una
 import numpy as np
 import torch
 
-from commpress.kernels import cuda, reference
+from commpress.kernels import reference
+from commpress.kernels.cuda import codec as cuda
 from commpress.kernels.pieces import COLUMN, KEPT, SHARD, WIDTH, Piece, Pieces, cut, width_of
 from commpress.kernels.reference import BITS, LOG, RANDOM, SHIFTED, TERNARY, TOP, UNBIASED, family_of, kind_of
 

@@ -20,9 +20,9 @@ import commpress
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.hierarchical import hierarchy_of, reduce_routes, routes
-from commpress.collectives.loopback import Loopback, simulate
 from commpress.collectives.topology import Topology
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.two_level import hierarchy_of, reduce_routes, routes
 from commpress.feedback import ResidualStore
 
 WIDTH, CLASSES, ROWS = 48, 8, 6

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.collectives.allreduce import compressed_allreduce
-from commpress.collectives.loopback import Loopback
+from commpress.collectives.transports.loopback import Loopback
 from commpress.work import run
 
 kept = []  # models, until the interpreter ends

@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "a mean that comes back in another codec forgets that a row stands for several ranks", "collectives/allreduce.py",
-        "factor = ranks / divisor if divisor else 1.0", "factor = 1.0", "tests/test_hierarchical.py",
+        "factor = ranks / divisor if divisor else 1.0", "factor = 1.0", "tests/test_two_level.py",
     ),
     Mutant(
         "all ranks draw the same noise", "collectives/allreduce.py", "rank * 0x85EBCA6B", "0 * rank", "tests/test_allreduce.py",
@@ -63,9 +63,9 @@ MUTANTS = [
         "tests/test_reduce_scatter.py",
     ),
     Mutant(
-        "a node's NaN stays in the node", "collectives/hierarchical.py",
+        "a node's NaN stays in the node", "collectives/two_level.py",
         "flag.fill_(not all(outcome.finite for outcome in outcomes) or bool(flag))", "flag.zero_()",
-        "tests/test_hierarchical.py",
+        "tests/test_two_level.py",
     ),
     Mutant(
         "an elastic state holds a rank's reduced residual once for all ranks", "collectives/checkpoint.py",
@@ -117,27 +117,27 @@ MUTANTS = [
         "                self._write(cut, snapshot)\n                self._sync()", "tests/test_store_crash.py",
     ),
     Mutant(
-        "the loss scale stays in residuals", "integrations/ddp.py",
+        "the loss scale stays in residuals", "integrations/ddp/hook.py",
         "gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0", "gain = 1.0", "tests/test_finite.py",
     ),
     Mutant(
-        "a float16 mean overflows in silence", "integrations/ddp.py",
+        "a float16 mean overflows in silence", "integrations/ddp/hook.py",
         "                finite = bool(torch.isfinite(bucket).all())", "                finite = True", "tests/test_finite.py",
     ),
     Mutant(
-        "two calls of other dtypes agree", "integrations/agreement.py",
+        "two calls of other dtypes agree", "integrations/process_group/records.py",
         "return _LAYOUT.pack(_MAGIC, *self) + bytes(RECORD - SAID)",
         "return _LAYOUT.pack(_MAGIC, *self._replace(dtype=0)) + bytes(RECORD - SAID)", "tests/test_group_faults.py",
     ),
     Mutant(
-        "a gradient counts however far it is from what is usual", "kernels/sources/adam.py",
+        "a gradient counts however far it is from what is usual", "kernels/cpu/sources/adam.py",
         "            new = where_finite(new, within(new, reach * divisor), new)\n"
         "            put((beta * load(m, at, left) + alpha * new) / divisor, out, at, left, stream)",
         "            put((beta * load(m, at, left) + alpha * new) / divisor, out, at, left, stream)",
         "tests/test_optim_arithmetic.py",
     ),
     Mutant(
-        "momentum below the floor is what one bit says", "kernels/sources/adam.py",
+        "momentum below the floor is what one bit says", "kernels/cpu/sources/adam.py",
         "put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, beyond_caches)",
         "put(momentum, m, at, left, beyond_caches)", "tests/test_optim_arithmetic.py tests/test_lanes.py",
     ),
@@ -172,15 +172,15 @@ MUTANTS = [
         "if True:\n            super().exact", "tests/test_zero_one_adam.py tests/test_lanes.py",
     ),
     Mutant(
-        "any token is let in at the meeting", "collectives/meeting.py",
+        "any token is let in at the meeting", "collectives/transports/meeting.py",
         "if secrets.compare_digest(token, self.token):", "if True:", "tests/test_meeting.py",
     ),
     Mutant(
-        "strangers wait without limit", "collectives/meeting.py",
+        "strangers wait without limit", "collectives/transports/meeting.py",
         "if len(self._visitors) >= self._room:", "if False:", "tests/test_meeting.py",
     ),
     Mutant(
-        "a payload shorter than due is taken", "collectives/under_way.py",
+        "a payload shorter than due is taken", "collectives/transports/messages.py",
         "if message.length != len(self.payload):", "if message.length > len(self.payload):", "tests/test_sockets.py",
     ),
     Mutant(
@@ -196,11 +196,11 @@ MUTANTS = [
         "checksum_of(payload, flags)", "checksum_of(payload, 0)", "tests/test_frame.py",
     ),
     Mutant(
-        "lengths from the wire are taken as they come", "collectives/under_way.py",
+        "lengths from the wire are taken as they come", "collectives/transports/messages.py",
         "== told and length <= limit else None", "== told else None", "tests/test_sockets.py",
     ),
     Mutant(
-        "a child keeps its parent's connections", "collectives/forks.py",
+        "a child keeps its parent's connections", "collectives/transports/forks.py",
         "        owner.forked()", "        pass", "tests/test_meeting.py",
     ),
 ]  # fmt: skip

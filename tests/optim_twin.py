@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.kernels.pieces import width_of
 from commpress.optim import lanes
 from commpress.optim.channel import Channel

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpress.codecs import BlockCodec, codec_named
-from commpress.collectives.all_to_all import Way, all_to_all, compressed_all_to_all
+from commpress.collectives.all_to_all.all_to_all import Way, all_to_all, compressed_all_to_all
 from commpress.collectives.frame import HEADER
-from commpress.collectives.loopback import Faulty, Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Faulty, Loopback, Recorded, simulate
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
 from commpress.kernels import reference
 from commpress.work import run

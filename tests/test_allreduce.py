@@ -11,7 +11,7 @@ from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import HEADER
-from commpress.collectives.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.pieces import width_of

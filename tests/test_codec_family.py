@@ -13,10 +13,11 @@ from commpress.codecs.codec import EXAMPLES, NotOfRows
 from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import cpu, reference
+from commpress.kernels import reference
+from commpress.kernels.cpu import codec as cpu
 from commpress.kernels.pieces import Piece, cut
 
 EVERY = {

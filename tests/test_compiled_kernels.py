@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import sources
-from commpress.kernels import compiled, cpu, digest, object_cache
+from commpress.kernels.cpu import codec as cpu
+from commpress.kernels.cpu import compiled, digest, object_cache
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import FP32, INT8, SIGN_L1
 
-SKETCH = "from commpress.kernels import cpu_sketch as s; x = torch.arange(-5.0, 6); t = torch.zeros(33); "
+SKETCH = "from commpress.kernels.cpu import sketch as s; x = torch.arange(-5.0, 6); t = torch.zeros(33); "
 
 
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
@@ -153,7 +154,7 @@ def test_processes_that_race_for_the_cache_get_the_same_code(cache):
 def test_a_sign_exchange_compiles_what_signs_and_casts_need_and_no_more(cache):
     """What a process needs at first decides how long its first step takes."""
     code = (
-        "from commpress.kernels import compiled, cpu; from commpress.kernels.pieces import *\n"
+        "from commpress.kernels.cpu import compiled, codec as cpu; from commpress.kernels.pieces import *\n"
         "made, real = [], compiled.machine_code\n"
         "compiled.machine_code = lambda family, symbol: made.append(symbol) or real(family, symbol)\n"
         f"pieces = cut([Piece(0, 5000, {SIGN_L1}, 2048), Piece(5000, 10, {FP32}, 0)], 2)\n"
@@ -226,21 +227,22 @@ def checkout(tmp_path):
 
 
 SUM = """
-from commpress.kernels import adam, cpu_adam
+from commpress.kernels import adam
+from commpress.kernels.cpu import adam as cpu_adam
 print(cpu_adam.square_sum(adam.Segments([torch.ones(3)], [torch.full((3,), 5.0)], [(0, 3)])))
 """
 
 
 def test_a_changed_helper_in_another_file_changes_what_runs(checkout, cache):
     """Numba's own cache looked at the file of the outer function only, and ran the old code."""
-    (checkout / "kernels" / "bitcode").mkdir()
-    (checkout / "kernels" / "bitcode" / "adam.bc").write_bytes(compiled.bitcode("adam"))
+    (checkout / "kernels" / "cpu" / "bitcode").mkdir()
+    (checkout / "kernels" / "cpu" / "bitcode" / "adam.bc").write_bytes(compiled.bitcode("adam"))
     run = lambda: said(python(SUM, PYTHONPATH=str(checkout.parent)))  # noqa: E731
     assert run() == ("75.0\n", "")
-    lanes = checkout / "kernels" / "sources" / "lanes.py"
-    before = lanes.read_text()
-    lanes.write_text(before.replace("builder.fmul(half, half", "builder.fadd(half, half"))
-    assert lanes.read_text() != before
+    vector = checkout / "kernels" / "cpu" / "sources" / "vector.py"
+    before = vector.read_text()
+    vector.write_text(before.replace("builder.fmul(half, half", "builder.fadd(half, half"))
+    assert vector.read_text() != before
     out, errors = run()
     assert out == "30.0\n"
     assert errors.count("\n") == 1
@@ -258,29 +260,29 @@ def test_without_numba_other_sources_are_refused(checkout, cache):
 
 
 def test_the_digest_is_of_every_source(checkout):
-    ask = [sys.executable, "-c", "from commpress.kernels.digest import digest; print(digest())"]
+    ask = [sys.executable, "-c", "from commpress.kernels.cpu.digest import digest; print(digest())"]
 
     def answer() -> str:
         environment = os.environ | {"PYTHONPATH": str(checkout.parent)}
         return subprocess.run(ask, env=environment, cwd="/", capture_output=True, text=True, check=True).stdout.strip()
 
     assert answer() == digest.digest()  # wherever they lie
-    with (checkout / "kernels" / "sources" / "lanes.py").open("a") as file:
+    with (checkout / "kernels" / "cpu" / "sources" / "vector.py").open("a") as file:
         file.write("\n# changed\n")
     assert answer() != digest.digest()
 
 
 def test_every_file_that_kernels_import_is_in_the_digest():
     code = (
-        "import sys; from commpress.kernels import build, digest; from importlib import import_module\n"
-        "[import_module(f'commpress.kernels.sources.{family}') for family in digest.FAMILIES]\n"
+        "import sys; from commpress.kernels.cpu import build, digest; from importlib import import_module\n"
+        "[import_module(f'commpress.kernels.cpu.sources.{family}') for family in digest.FAMILIES]\n"
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('commpress.kernels.')))\n"
     )
     out, _ = said(python(code))
-    kernels = Path(digest.__file__).parent
-    known = {*(kernels / "sources").glob("*.py"), *(kernels / name for name in digest._BESIDE)}
-    harmless = {kernels / "digest.py", kernels / "object_cache.py"}
-    assert {Path(file) for file in out.split()} - known - harmless == set()
+    kernels = Path(digest.__file__).parent.resolve()
+    known = {*(kernels / "sources").glob("*.py"), *((kernels / name).resolve() for name in digest._BESIDE)}
+    harmless = {kernels / "__init__.py", kernels / "digest.py", kernels / "object_cache.py"}
+    assert {Path(file).resolve() for file in out.split()} - known - harmless == set()
 
 
 def test_every_kernel_belongs_to_a_family_that_is_built():

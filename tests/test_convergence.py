@@ -16,7 +16,7 @@ from commpress.cli.text import batch, standard_library
 from commpress.codecs import ByName, BySize
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.feedback import ResidualStore
 
 RANKS, STEPS, WARM, EXACT, LR, MOMENTUM = 4, 3000, 20, 450, 0.02, 0.9  # those of commpress demo

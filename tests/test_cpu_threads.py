@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.kernels import cpu_openmp, cpu_threads
-from commpress.kernels.compiled import Frames
+from commpress.kernels.cpu import openmp as cpu_openmp
+from commpress.kernels.cpu import threads as cpu_threads
+from commpress.kernels.cpu.compiled import Frames
 
 openmp = pytest.mark.skipif(cpu_openmp.entry() is None, reason="torch has no OpenMP that lets others in")
 
@@ -128,7 +129,7 @@ def test_they_are_the_threads_that_torch_has_started(threads, monkeypatch):
 def test_a_team_that_stays_small_does_all_the_work():
     code = """
 import threading, torch
-from commpress.kernels import cpu_threads
+from commpress.kernels.cpu import threads as cpu_threads
 from test_cpu_threads import split
 cpu_threads._PARALLEL_NUMEL = 10
 torch.set_num_threads(4)

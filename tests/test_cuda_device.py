@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import cuda_twin as twin
-from commpress.kernels import cuda, reference
+from commpress.kernels import reference
+from commpress.kernels.cuda import codec as cuda
 from commpress.kernels.pieces import Piece, cut
 
 if not torch.cuda.is_available():

@@ -16,7 +16,7 @@ from commpress.codecs.policy import Same
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import PIECE, Span, messages
 from commpress.collectives.frame import HEADER
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.pieces import width_of
 from ddp_twin import (

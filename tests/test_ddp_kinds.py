@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.errors import NonFiniteGradient
-from commpress.integrations.counters import Counters
+from commpress.integrations.observe.counters import Counters
 
 ODD = ("double", "complex", "sparse")
 

@@ -7,7 +7,7 @@ import pytest
 
 from commpress.cli import doctor, machine_findings, main, software_findings
 from commpress.cli.finding import Finding, looked_at
-from commpress.kernels import cpu_openmp
+from commpress.kernels.cpu import openmp as cpu_openmp
 
 
 def commpress(*arguments: object) -> int:

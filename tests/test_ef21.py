@@ -7,7 +7,7 @@ from commpress.codecs import ByName, TopKCodec, codec_named, policy_of
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.ef21 import check_codec, reduce_changes
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.feedback import ResidualStore
 

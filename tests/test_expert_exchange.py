@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.nn.functional import all_to_all_single
 
 import commpress
-from commpress.collectives.all_to_all import Way
+from commpress.collectives.all_to_all.all_to_all import Way
 from commpress.errors import InvalidArgument
 from test_all_to_all import bits, expected, rows_of, simulated, splits_of
 

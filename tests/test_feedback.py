@@ -12,7 +12,7 @@ from commpress.codecs.family import EXACT, NAMES
 from commpress.codecs.policy import ByName, Same
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import StateMismatch
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.kernels.pieces import Piece, cut, width_of

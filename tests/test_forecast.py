@@ -5,9 +5,9 @@ from zlib import crc32
 
 import pytest
 
-from commpress.integrations.agreement import RECORD, Record, call
-from commpress.integrations.forecast import AHEAD, NOTHING, Forecast, checksum
-from commpress.integrations.ledger import BATCH, Ledger, Said
+from commpress.integrations.process_group.forecast import AHEAD, NOTHING, Forecast, checksum
+from commpress.integrations.process_group.pending_calls import BATCH, Ledger, Said
+from commpress.integrations.process_group.records import RECORD, Record, call
 
 
 class Call:

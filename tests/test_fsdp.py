@@ -111,7 +111,7 @@ def test_bytes_are_counted_to_the_last(pool):
 
 def count_bytes():
     """What went through the transport against what the counters say."""
-    from commpress.collectives.sockets import SocketTransport
+    from commpress.collectives.transports.sockets import SocketTransport
 
     sent, real = [0], {name: getattr(SocketTransport, name) for name in ("all_to_all", "all_gather")}
 

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from commpress.codecs import SignCodec, codec_named
 from commpress.codecs.family import EXACT, NAMES
 from commpress.codecs.policy import ByName, Same
-from commpress.collectives import buckets, threads
+from commpress.collectives import buckets
 from commpress.collectives.allreduce import Workspace, compressed_allreduce, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.loopback import Loopback, Recorded, simulate
-from commpress.collectives.transport import TorchTransport, own_transport
+from commpress.collectives.transports import gloo_threads as threads
+from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.transport import TorchTransport, own_transport
 from commpress.feedback import ErrorFeedback
 from commpress.work import Worker, run
 from ways import WAYS, transport_by

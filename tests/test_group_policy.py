@@ -13,12 +13,12 @@ from commpress.codecs import SignCodec, policy_of
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.frame import HEADER
-from commpress.collectives.loopback import Loopback, simulate
-from commpress.collectives.sockets import SocketTransport
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.transports.sockets import SocketTransport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
-from commpress.integrations.group_policy import Policy, policy_from
-from commpress.integrations.group_reducer import KEPT_BACKWARDS
+from commpress.integrations.process_group.group_options import Policy, policy_from
+from commpress.integrations.process_group.reducer import KEPT_BACKWARDS
 from group_calls import as_world
 
 # ---------------------------------------------------------------- what a policy says

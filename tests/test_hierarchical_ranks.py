@@ -10,9 +10,9 @@ from commpress.codecs.family import EXACT, NAMES
 from commpress.codecs.policy import Same
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Span
-from commpress.collectives.hierarchical import hierarchy_of, reduce_routes, routes
-from commpress.collectives.loopback import Loopback, simulate
 from commpress.collectives.topology import Topology
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.two_level import hierarchy_of, reduce_routes, routes
 from commpress.errors import CommunicationError, Mismatch
 from commpress.work import run
 from test_gloo import TIMEOUT

@@ -19,16 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 import sources
 from commpress.codecs.family import NAMES
-from commpress.collectives import sockets
-from commpress.collectives.all_to_all import Way, compressed_all_to_all
+from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.frame import HEADER
-from commpress.collectives.hierarchical import hierarchical_allreduce, hierarchy_of
-from commpress.collectives.loopback import Loopback, Recorded, simulate
-from commpress.collectives.part import part_of
-from commpress.collectives.rows import rows_of
 from commpress.collectives.scalars import gathered
 from commpress.collectives.topology import Topology, agree
+from commpress.collectives.transports import sockets
+from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.rows import rows_of
+from commpress.collectives.transports.subset import part_of
+from commpress.collectives.two_level import hierarchical_allreduce, hierarchy_of
 from commpress.errors import CommunicationError, Corrupted
 from ranks import meet
 
@@ -129,7 +129,8 @@ def test_a_changed_bit_is_named_by_whom_it_comes_from(path):
 
 def test_nothing_goes_over_a_transport_but_stamped_and_checked():
     """``exchange`` does both, for rows of one length, and ``Passage`` for others; no other code calls a transport."""
-    wrappers = {"collectives/loopback.py", "collectives/part.py", "collectives/mpi.py", "collectives/passage.py"}
+    transports = {f"collectives/transports/{name}.py" for name in ("loopback", "subset", "mpi")}
+    wrappers = transports | {"collectives/all_to_all/executor.py"}
     others = {"commpress/cli/probe.py"}  # times bare transports
     found = set()
     for path in sources.files():
@@ -148,7 +149,7 @@ def test_nothing_goes_over_a_transport_but_stamped_and_checked():
                 if whose in ("transport", "inner", "inside", "link", "between"):
                     found.add(path.as_posix())
     assert found - others == wrappers & found
-    assert "collectives/passage.py" in found
+    assert "collectives/all_to_all/executor.py" in found
 
 
 # ---------------------------------------------------------------- below the transport, on real ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, lanes, zero_one_adam
 from optim_twin import Replicas, equal, flat, mean, noise, owed, start, state_of
 

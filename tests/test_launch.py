@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from commpress.errors import InvalidArgument
-from commpress.integrations.launch import Place, first_host, own_address, place
+from commpress.integrations.trainers.launch import Place, first_host, own_address, place
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {

@@ -10,11 +10,12 @@ import commpress
 from commpress.codecs import LowRankCodec, codec_named, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Span
-from commpress.collectives.loopback import Loopback, Recorded, simulate
 from commpress.collectives.low_rank import matrices_of, plan_matrices, reduce_matrices
+from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import cpu_low_rank, torch_low_rank
+from commpress.kernels import low_rank as torch_low_rank
+from commpress.kernels.cpu import low_rank as cpu_low_rank
 from commpress.kernels.matrices import Matrix, stack
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commpress.collectives import meeting as meetings
-from commpress.collectives.meeting import HELLO, PING, STRANGERS, WELCOME, Door, Meeting
-from commpress.collectives.sockets import Mesh, SocketTransport
+from commpress.collectives.transports import meeting as meetings
+from commpress.collectives.transports.meeting import HELLO, PING, STRANGERS, WELCOME, Door, Meeting
+from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.errors import CommunicationError, PeerFailure
-from commpress.integrations.lines import Lines
+from commpress.integrations.process_group.control_connections import Lines
 from group_calls import as_world
 from test_faults import PATIENT, caught, reduce
 from ways import transport_by

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.errors import InvalidArgument, MissingPackage
-from commpress.integrations.endpoint import AT_ONCE
-from commpress.integrations.metrics import StepMetrics, by_layer, to_writer
+from commpress.integrations.observe.endpoint import AT_ONCE
+from commpress.integrations.observe.metrics import StepMetrics, by_layer, to_writer
 
 MANY = 100  # clients that ask half a question
 
@@ -261,7 +261,7 @@ def test_a_port_that_is_taken_is_refused(endpoint):
 
 def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.delitem(sys.modules, "commpress.integrations.endpoint")
+    monkeypatch.delitem(sys.modules, "commpress.integrations.observe.endpoint")
     monkeypatch.delattr(commpress, "MetricsEndpoint", raising=False)
     with pytest.raises(MissingPackage, match=re.escape("pip install 'commpress[metrics]'")):
         commpress.MetricsEndpoint  # noqa: B018

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 import commpress.backend
 from commpress.codecs.family import NAMES
-from commpress.collectives.all_to_all import Way
+from commpress.collectives.all_to_all.all_to_all import Way
 from commpress.collectives.frame import HEADER, Frame, pack_rows
-from commpress.collectives.hierarchical import hierarchy_of
-from commpress.collectives.mpi import MpiTransport, Staged
-from commpress.collectives.rows import Rows
 from commpress.collectives.topology import Topology
+from commpress.collectives.transports.mpi import MpiTransport, Staged
+from commpress.collectives.transports.rows import Rows
+from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
-from commpress.integrations.all_to_all import AllToAll
+from commpress.integrations.experts.dispatch import AllToAll
 from commpress.work import run
 from mpi_ranks import MpiRanks, command, environment, mpirun
 from test_all_to_all import ORDERS, exchanged, rows_of, simulated, splits_of
@@ -221,7 +221,7 @@ def test_a_training_script_under_mpirun(tmp_path, compiled):
 def test_a_missing_mpi_is_named_with_its_cure(tmp_path):
     code = (
         "import sys; sys.modules['mpi4py'] = None\n"
-        "from commpress.collectives.mpi import mpi\n"
+        "from commpress.collectives.transports.mpi import mpi\n"
         "from commpress.errors import MissingPackage\n"
         "try:\n    mpi()\nexcept MissingPackage as error:\n    print(error)\n"
     )

@@ -17,7 +17,7 @@ import test_group_policy
 import test_optim_gloo
 import test_partitioned
 from commpress.backend import Policy, ProcessGroup
-from commpress.collectives.mpi import MpiTransport
+from commpress.collectives.transports.mpi import MpiTransport
 from commpress.errors import InvalidArgument, Mismatch
 from mpi_world import MpiWorld
 from test_process_group import assert_same, old_and_new_names
@@ -222,7 +222,7 @@ def disagree_and_rebuild():
 
 
 def kind_of_transport():
-    from commpress.collectives.transport import own_transport
+    from commpress.collectives.transports.transport import own_transport
 
     transport = own_transport()
     return type(transport) is MpiTransport and transport.timeout == dist.group.WORLD.timeout

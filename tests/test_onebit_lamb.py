@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from commpress.errors import InvalidArgument
-from commpress.kernels import cpu_lamb, lamb
+from commpress.kernels import lamb
+from commpress.kernels.cpu import lamb as cpu_lamb
 from commpress.optim import OneBitLamb, onebit_lamb
 from commpress.optim.flat import Flat
 from optim_twin import SHAPES, Replicas, boundless, equal, flat, mean, noise, start, state_of

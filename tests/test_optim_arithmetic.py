@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.kernels import adam, cpu_adam, cpu_threads
+from commpress.kernels import adam
+from commpress.kernels.cpu import adam as cpu_adam
+from commpress.kernels.cpu import threads as cpu_threads
 from commpress.optim.flat import Flat
 from optim_twin import start
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import sources
-from commpress.kernels.digest import FAMILIES
+from commpress.kernels.cpu.digest import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_the_folders_and_nothing_else(wheel):
     packed = {Path(name) for name in wheel.namelist() if not name.split("/")[0].endswith(".dist-info")}
-    made = {Path("commpress/kernels/bitcode", f"{family}.bc") for family in FAMILIES}
+    made = {Path("commpress/kernels/cpu/bitcode", f"{family}.bc") for family in FAMILIES}
     expected = {sources.installed(path) for path in sources.files()} | made
     assert sorted(expected - packed) == [], "not in the wheel: list the package or its data in pyproject.toml"
     assert sorted(packed - expected) == [], "in the wheel, but in none of the folders"
@@ -55,7 +55,8 @@ import torch, commpress
 from commpress.cli.bench_codec import check_bytes
 from commpress.codecs import SignCodec
 from commpress.codecs.family import NAMES
-from commpress.kernels import adam, cpu_adam
+from commpress.kernels import adam
+from commpress.kernels.cpu import adam as cpu_adam
 for codec in (SignCodec(), SignCodec(block=0), NAMES["int8"], NAMES["log3"]):
     check_bytes(codec)
 x, g, m, ours, theirs = torch.randn(5, 1000)

@@ -12,7 +12,7 @@ from commpress.codecs.planned import load_plan
 from commpress.collectives.links import Link, Links, Stack
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
-from commpress.integrations.group_policy import policy_from
+from commpress.integrations.process_group.group_options import policy_from
 from commpress.plan.candidates import Settings, candidates, plan_of, recommended
 from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link
 from commpress.plan.costs import device_costs

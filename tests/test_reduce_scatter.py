@@ -13,8 +13,8 @@ from commpress.codecs.family import NAMES
 from commpress.collectives import reduce_scatter
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.frame import HEADER
-from commpress.collectives.loopback import Loopback, Recorded, simulate
 from commpress.collectives.reduce_scatter import Part, deals, decode_rows, gather_rows, reduce_rows
+from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.reference import row_bytes
 

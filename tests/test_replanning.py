@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.errors import InvalidArgument
-from commpress.integrations.replanning import Ruled
+from commpress.integrations.ddp.replanning import Ruled
 from commpress.plan.choice import OPTIONS, assign_by, errors_of
 
 QUIET, LOUD = "0.weight", "1.weight"

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commpress.integrations.ring import Fold, chunk
+from commpress.integrations.process_group.ring_order import Fold, chunk
 
 SIZES = [1, 2, 5, 7, 21, 64, 1000, 4099, 700_001, 3_000_000]
 

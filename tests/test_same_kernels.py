@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import commpress
-from commpress.collectives import same_kernels
+from commpress.collectives.transports import same_kernels
 from commpress.errors import Mismatch
 
 OTHERS = "ffffffffffff" + 20 * "0"

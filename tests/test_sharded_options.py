@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.optim import ShardedOneBitAdam, ShardedZeroOneAdam
 from optim_twin import SHAPES, Replicas, flat, mean, noise, start

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.collectives.loopback import simulate
+from commpress.collectives.transports.loopback import simulate
 from commpress.optim import ShardedZeroOneAdam
 from commpress.schedules import DoublingIntervals
 from optim_twin import SHAPES, Replicas, flat, mean, noise, start

@@ -12,11 +12,11 @@ from commpress.codecs.low_rank import LowRankCodec
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.frame import HEADER
-from commpress.collectives.hierarchical import Hierarchy, hierarchy_of, reduce_routes, routes
 from commpress.collectives.links import FIRST, Link, Links, Stack
-from commpress.collectives.loopback import Loopback, Recorded, simulate
 from commpress.collectives.low_rank import RowsOnly, matrices_of, plan_matrices, reduce_matrices
 from commpress.collectives.topology import Topology
+from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.two_level import Hierarchy, hierarchy_of, reduce_routes, routes
 from commpress.plan import ring
 from commpress.plan.clock import Clock, Cores, Line
 from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link, parse_nodes

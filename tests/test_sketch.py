@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from commpress.codecs import ByName, SketchCodec, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Span
-from commpress.collectives.loopback import Loopback, Recorded, simulate
 from commpress.collectives.sketch import SketchPlan, load_quanta, plan_sketches, reduce_sketch
+from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import cpu_sketch
+from commpress.kernels.cpu import sketch as cpu_sketch
 
 
 def sparse(numel, count, seed):

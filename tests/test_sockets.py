@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.collectives import engine
 from commpress.collectives.frame import HEADER, Frame, pack_rows
-from commpress.collectives.memory import LONGEST
-from commpress.collectives.rows import Rows
-from commpress.collectives.sockets import Mesh, SocketTransport
-from commpress.collectives.under_way import envelope
+from commpress.collectives.transports import engine
+from commpress.collectives.transports.memory import LONGEST
+from commpress.collectives.transports.messages import envelope
+from commpress.collectives.transports.rows import Rows
+from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument, PeerFailure
 
 PATIENT = timedelta(seconds=60)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commpress.collectives.loopback import Loopback, simulate
 from commpress.collectives.topology import PLACE, Place, Topology, agree, place, slurm_tasks, topology_of
-from commpress.collectives.transport import TorchTransport
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.transports.transport import TorchTransport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch
 from commpress.work import run
 from test_gloo import TIMEOUT

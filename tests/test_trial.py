@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.codecs.planned import Planned, load_plan
 from commpress.errors import InvalidArgument
-from commpress.integrations.trial import UNTIMED, WAYS, Trial, trial_of
+from commpress.integrations.ddp.trial import UNTIMED, WAYS, Trial, trial_of
 
 # ---------------------------------------------------------------- the trial alone
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.collectives.loopback import simulate
+from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam, ZeroOneAdam
 from commpress.optim.optimizer import Round

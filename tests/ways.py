@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from commpress.collectives.transport import TorchTransport, socket_transport
+from commpress.collectives.transports.transport import TorchTransport, socket_transport
 
 WAYS = ("sockets", "messages", "collectives")  # our own connections; Gloo point to point; torch's collectives
 

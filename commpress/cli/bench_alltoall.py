@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from commpress.cli import outputs, ranks, rounds, sizes, table
 from commpress.codecs import codec_named
-from commpress.collectives.all_to_all import Way, compressed_all_to_all
-from commpress.collectives.loopback import Recorded
+from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
 from commpress.collectives.topology import Topology
-from commpress.collectives.transport import Transport, own_transport
+from commpress.collectives.transports.loopback import Recorded
+from commpress.collectives.transports.transport import Transport, own_transport
 from commpress.errors import InvalidArgument
 from commpress.work import run as drive
 
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
     inner: Any
     if settings.mpi:
-        from commpress.collectives.mpi import MpiTransport
+        from commpress.collectives.transports.mpi import MpiTransport
 
         inner = MpiTransport(timeout=PATIENT)
     else:

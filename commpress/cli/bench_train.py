@@ -29,7 +29,7 @@ from commpress.cli import outputs, ranks, table, training
 from commpress.cli.train import bf16_hook
 from commpress.codecs.family import NAMES
 from commpress.errors import InvalidArgument
-from commpress.integrations.trial import AUTO, Trial
+from commpress.integrations.ddp.trial import AUTO, Trial
 
 VARIANTS = "compute,plain,bf16,powersgd1,sign"
 # MB. PowerSGD chains collectives in callbacks: with several buckets ranks may issue them in different orders.

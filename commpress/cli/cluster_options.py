@@ -160,7 +160,7 @@ def configured(path: str) -> Model:
         raise InvalidArgument(f"{path} is no JSON ({error}), expected the config.json of a model") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise InvalidArgument(f"{path} names no model_type, expected the config.json of a Hugging Face model")
-    from commpress.integrations.hf_model import model_from_config
+    from commpress.integrations.trainers.hf_model import model_from_config
 
     with torch.device("meta"):
         return Model.of(model_from_config(content))

@@ -27,10 +27,10 @@ from commpress.cli.trials import TRIED, trials
 from commpress.codecs import codec_named
 from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
-from commpress.collectives.hierarchical import Hierarchy, hierarchy_of
 from commpress.collectives.links import FIRST, Link, Links, Stack, Trial
 from commpress.collectives.topology import Topology, agree
-from commpress.collectives.transport import Divisible, Transport, own_transport
+from commpress.collectives.transports.transport import Divisible, Transport, own_transport
+from commpress.collectives.two_level import Hierarchy, hierarchy_of
 from commpress.errors import InvalidArgument
 from commpress.kernels import instead
 from commpress.plan.costs import ROWS, encoding

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.errors import InvalidArgument
-from commpress.integrations.launch import init_process_group, place
+from commpress.integrations.trainers.launch import init_process_group, place
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Report = Callable[..., None]

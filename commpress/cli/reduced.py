@@ -9,7 +9,7 @@ import torch
 from commpress.codecs import policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
 from commpress.collectives.buckets import Message, Span, messages
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic
 from commpress.work import run as drive

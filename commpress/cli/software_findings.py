@@ -55,7 +55,7 @@ def kernels() -> list[Finding]:
 
 def kernel_cache() -> Finding:
     """Where compiled kernels are kept from one process to the next."""
-    from commpress.kernels import object_cache
+    from commpress.kernels.cpu import object_cache
 
     if (folder := object_cache.writable()) is not None:
         return Finding("ok", f"compiled kernels are kept in {folder}")
@@ -66,7 +66,7 @@ def kernel_cache() -> Finding:
 
 
 def kernel_threads() -> Finding:
-    from commpress.kernels import cpu_openmp
+    from commpress.kernels.cpu import openmp as cpu_openmp
 
     if cpu_openmp.entry() is not None:
         return Finding("ok", "the CPU kernels run on the threads of torch")

@@ -5,10 +5,10 @@ from functools import partial
 
 from commpress.cli import rounds
 from commpress.cli.reduced import Reduced
-from commpress.collectives.hierarchical import Hierarchy, reduce_routes, routes
 from commpress.collectives.links import Trial
-from commpress.collectives.loopback import Recorded
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.loopback import Recorded
+from commpress.collectives.transports.transport import Transport
+from commpress.collectives.two_level import Hierarchy, reduce_routes, routes
 from commpress.work import run as drive
 
 TURN = 7  # calls back to back of one way before the next has its turn

@@ -8,7 +8,7 @@ import torch
 from commpress.codecs.policy import Policy
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, reduce_message, settle
 from commpress.collectives.buckets import Message, Share, Span, messages, share
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.optim.flat import Flat
 from commpress.work import Steps

@@ -19,7 +19,7 @@ from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.consensus import AgreeOver
 from commpress.collectives.scalars import gathered
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import check_feedback
 from commpress.kernels.adam import adam_arithmetic

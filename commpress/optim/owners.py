@@ -14,7 +14,7 @@ from commpress.codecs.policy import Policy
 from commpress.collectives.allreduce import Outcome, Workspace, any_flag, exchange, noise
 from commpress.collectives.buckets import Message, Share, Span, messages, share
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, ASKS, FLAGS, HEADER, Frame
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.kernels import arithmetic
 from commpress.kernels.pieces import BLOCK, HASH, KIND, NUMEL, SHARD, WIDTH, Piece, Pieces, cut

@@ -35,7 +35,7 @@ from commpress.codecs.policy import Same
 from commpress.collectives.allreduce import settle
 from commpress.collectives.consensus import AgreeOver
 from commpress.collectives.scalars import gathered
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import check_feedback
 from commpress.kernels.adam import adam_arithmetic

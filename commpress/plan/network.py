@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from commpress.collectives.frame import HEADER
-from commpress.collectives.rows import Rows
+from commpress.collectives.transports.rows import Rows
 from commpress.plan.clock import Clock, Cores, Line, Process, Signal
 from commpress.plan.cluster import Class, Classes, Cluster
 from commpress.plan.costs import Ledger

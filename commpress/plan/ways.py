@@ -12,8 +12,8 @@ import torch
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.hierarchical import hierarchy_of, reduce_routes, routes
 from commpress.collectives.low_rank import Plan, RowsOnly, matrices_of, plan_matrices, reduce_matrices
+from commpress.collectives.two_level import hierarchy_of, reduce_routes, routes
 from commpress.plan.costs import Costs
 from commpress.plan.model import Bucket, Model
 from commpress.plan.network import SizedTransport

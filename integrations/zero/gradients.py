@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from commpress.collectives.allreduce import settle
 from commpress.collectives.reduce_scatter import reduce_rows
-from commpress.collectives.transport import Transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import Layout, Reduction
 from commpress.integrations.zero.scratch import Scratch

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from commpress.collectives.loopback import Loopback, Recorded
 from commpress.collectives.scalars import gathered
-from commpress.collectives.transport import own_transport
+from commpress.collectives.transports.loopback import Loopback, Recorded
+from commpress.collectives.transports.transport import own_transport
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero import whole_values
 from commpress.integrations.zero.allocation import return_large_blocks

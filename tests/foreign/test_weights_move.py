@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import commpress
-from commpress.collectives.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, simulate
 from tiny_models import MODELS, loss_of
 
 RANKS, WARMUP, LATE, STEPS, PEAK = 2, 12, 18, 48, 1e-3

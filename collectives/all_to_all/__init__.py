@@ -1,0 +1,1 @@
+"""All-to-all: its steps, its routes and their executor."""

@@ -1,0 +1,110 @@
+"""Walks a plan of an all-to-all: copies, sends, receives, and checks what came."""
+
+import ctypes
+import threading
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from commpress.collectives.all_to_all.routes import Copy, Hop, Plan, Share, Span
+from commpress.collectives.frame import Frame, pack_rows, stamp_rows, verify_rows
+from commpress.collectives.transports.rows import Rows
+from commpress.collectives.transports.transport import Transport
+from commpress.work import Steps
+
+_SMALL = 64 << 10  # bytes: below, a call of torch takes longer than the copy
+
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # uint8[n], contiguous: what goes, what comes, scratch
+
+
+class Scratch:
+    """Bytes that outlive a call: a fresh allocation costs ten times a copy."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.device, list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, device: torch.device) -> torch.Tensor:
+        """uint8[numel], aligned to 64 bytes or so, its content whatever was there before."""
+        with self._lock:
+            free = self._free.setdefault(device, [])
+            for i, buffer in enumerate(free):
+                if buffer.numel() >= numel:
+                    return free.pop(i)[:numel]
+        length = 1 << max(numel - 1, 4095).bit_length()
+        if device.type == "cpu":  # NumPy asks for huge pages, torch does not
+            return torch.from_numpy(np.empty(length, np.uint8))[:numel]
+        return torch.empty(length, dtype=torch.uint8, device=device)[:numel]
+
+    def give(self, *buffers: torch.Tensor) -> None:
+        """Back, once nothing reads or writes them; a buffer of an operation that failed is never given."""
+        for buffer in buffers:
+            whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
+            with self._lock:
+                free = self._free.setdefault(buffer.device, [])
+                free.append(whole)
+                free.sort(key=torch.Tensor.numel)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What all hops of one operation on one rank share. ``what`` describes it; lengths and step are filled in."""
+
+    what: Frame
+    transport: Transport
+    scratch: Scratch
+    checksum: bool = False  # although the transport does not check by itself
+
+    def walk(self, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> Steps[None]:
+        held = self.scratch.take(plan.held, inp.device)
+        for hop in plan.hops:
+            yield from self._take(hop, (inp, out, held))
+        self.scratch.give(held)
+
+    def _take(self, hop: Hop, buffers: Buffers) -> Steps[None]:
+        _copy(hop.before, buffers)
+        outgoing = {r: _part(buffers, span) for r, span in hop.sent.items()}
+        incoming = {r: _part(buffers, span) for r, span in hop.received.items()}
+        device, size = buffers[0].device, self.transport.size
+        frames: dict[Share, Frame] = {}  # one for all messages that are alike
+        wanted = self._frames(hop.due, hop.operation, frames)
+        expected = pack_rows(wanted, size)
+        same = hop.said == hop.due
+        headers = (expected.clone() if same else pack_rows(self._frames(hop.said, hop.operation, frames), size)).to(device)
+        if self.checked:
+            stamp_rows(headers, outgoing)
+        answers = torch.zeros_like(headers)
+        tag = 2 * self.what.sequence + hop.lane
+        yield self.transport.exchange(Rows(answers, incoming), Rows(headers, outgoing), expected.to(device), tag)
+        verify_rows(answers, incoming, wanted, expected, self.transport)
+        _copy(hop.after, buffers)
+
+    @property
+    def checked(self) -> bool:
+        return self.transport.checks or self.checksum
+
+    def _frames(self, shares: Mapping[int, Share], operation: int, made: dict[Share, Frame]) -> dict[int, Frame]:
+        """The label tells how the blocks of a message divide its bytes."""
+        for share in set(shares.values()) - made.keys():
+            divided = zlib.crc32(share.divided, self.what.label)
+            made[share] = self.what._replace(
+                operation=operation, numel=share.numel, label=divided, back=share.back, checked=self.checked
+            )
+        return {r: made[share] for r, share in shares.items()}
+
+
+def _part(buffers: Buffers, span: Span) -> torch.Tensor:
+    return buffers[span.buffer][span.start : span.stop]
+
+
+def _copy(copies: Iterable[Copy], buffers: Buffers) -> None:
+    starts = [b.data_ptr() for b in buffers] if buffers[0].device.type == "cpu" else None
+    for to, source in copies:
+        count = to.stop - to.start
+        if starts and count < _SMALL:
+            ctypes.memmove(starts[to.buffer] + to.start, starts[source.buffer] + source.start, count)
+        else:
+            _part(buffers, to).copy_(_part(buffers, source))

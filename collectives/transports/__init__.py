@@ -1,0 +1,1 @@
+"""Ways in which bytes move between ranks."""

@@ -1,0 +1,232 @@
+"""All ranks in one process, and wrappers that record, break or delay any transport.
+
+``simulate`` steps one generator per rank in lockstep: what it runs is the production code, bit for bit.
+"""
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from commpress.collectives.frame import HEADER, same
+from commpress.collectives.transports.rows import Rows, rows_of
+from commpress.collectives.transports.transport import Transport
+from commpress.errors import PeerFailure
+from commpress.work import Steps, Work
+
+T = TypeVar("T")
+
+
+class Loopback:
+    """A switch between ``size`` ranks of this process; ``transport(rank)`` is one rank's end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sent: dict[tuple[int, int, int], deque[_Delivery]] = defaultdict(deque)  # by tag, sender and receiver
+        self.wanted: dict[tuple[int, int, int], deque[_Delivery]] = defaultdict(deque)
+        self.parts: dict[tuple[int, ...], Loopback] = {}
+
+    def transport(self, rank: int) -> "LoopbackTransport":
+        return LoopbackTransport(self, rank)
+
+    def transports(self) -> list["LoopbackTransport"]:
+        return [self.transport(r) for r in range(self.size)]
+
+
+class LoopbackTransport:
+    ordered, checks = False, True
+
+    def __init__(self, switch: Loopback, rank: int) -> None:
+        self.switch, self.rank, self.size = switch, rank, switch.size
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        return self.exchange(rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        return self.all_to_all(out, inp.expand(self.size, -1), tag)
+
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        work, sent, received = _Delivery(self, out, inp, wanted, tag), self.switch.sent, self.switch.wanted
+        for r in inp.payloads:
+            sent[tag, self.rank, r].append(work)
+        for r in out.payloads:
+            received[tag, r, self.rank].append(work)
+        for key in [(tag, self.rank, r) for r in inp.payloads] + [(tag, r, self.rank) for r in out.payloads]:
+            if sent[key] and received[key]:  # now and not in wait: who goes on may use its rows for something else
+                received[key].popleft().deliver(sent[key].popleft())
+        return work
+
+    def abandon(self, reason: str) -> None:
+        """All ranks are of one process: nobody needs to be told."""
+
+    def subset(self, ranks: Sequence[int]) -> "LoopbackTransport | None":
+        members = tuple(sorted(ranks))
+        if self.rank not in members:
+            return None
+        part = self.switch.parts.setdefault(members, Loopback(len(members)))
+        return part.transport(members.index(self.rank))
+
+
+class _Delivery:
+    def __init__(self, transport: LoopbackTransport, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> None:
+        self.transport, self.out, self.inp, self.wanted, self.tag = transport, out, inp, wanted, tag
+        self.missing, self.kept = set(out.payloads), set(inp.payloads)
+
+    def wait(self) -> None:
+        if silent := tuple(sorted(self.missing | self.kept)):
+            me = self.transport.rank
+            raise PeerFailure(f"rank {me}: no message number {self.tag} from ranks {list(silent)}.", ranks=silent)
+
+    def deliver(self, sender: "_Delivery") -> None:
+        """Like Gloo: a header is always delivered, a payload only behind a header that is wanted."""
+        me, r = self.transport.rank, sender.transport.rank
+        self.missing.discard(r)
+        sender.kept.discard(me)
+        header = sender.inp.headers[me]
+        self.out.headers[r] = header
+        if same(self.wanted[r].numpy().tobytes(), header.numpy().tobytes()):
+            self.out.payloads[r].copy_(sender.inp.payloads[me])
+
+
+def simulate(ranks: Sequence[Steps[T]]) -> list[T]:
+    """Step one algorithm per rank in turn, each to its next wait, and return all results.
+
+    A rank that waits in vain has its turn again after the others; when nobody can go on, the first failure is raised.
+    """
+    waits: dict[int, Work] = {}
+    results: dict[int, T] = {}
+    ready = dict(enumerate(ranks))
+    while ready:
+        for r, steps in ready.items():
+            try:
+                waits[r] = next(steps)
+            except StopIteration as stop:
+                results[r] = stop.value
+        ready, failures = {}, []
+        for r in sorted(waits):
+            try:
+                waits[r].wait()
+                del waits[r]
+                ready[r] = ranks[r]
+            except PeerFailure as failure:
+                failures.append(failure)
+        if failures and not ready:
+            raise failures[0]
+    return [results[r] for r in sorted(results)]
+
+
+# ---------------------------------------------------------------- wrappers
+
+
+class _Wrapper:
+    """A transport in front of another one."""
+
+    inner: Transport
+    rank: int
+    size: int
+    ordered: bool
+    checks: bool
+
+    def _stand_for(self, inner: Transport) -> None:
+        self.rank, self.size, self.ordered, self.checks = inner.rank, inner.size, inner.ordered, inner.checks
+
+    def abandon(self, reason: str) -> None:
+        self.inner.abandon(reason)
+
+
+@dataclass
+class Recorded(_Wrapper):
+    """Counts what leaves this rank: messages and bytes, headers included, own row not."""
+
+    inner: Transport
+    messages: int = 0
+    sent_bytes: int = 0
+    operations: list[str] = field(default_factory=list)
+    messages_to: Counter[int] = field(default_factory=Counter)  # by rank
+    bytes_to: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._stand_for(self.inner)
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        self._count("all_to_all", dict.fromkeys(range(self.size), inp.shape[1]))
+        return self.inner.all_to_all(out, inp, tag)
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        self._count("all_gather", dict.fromkeys(range(self.size), inp.shape[1]))
+        return self.inner.all_gather(out, inp, tag)
+
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        self._count("exchange", {r: HEADER + payload.numel() for r, payload in inp.payloads.items()})
+        return self.inner.exchange(out, inp, wanted, tag)
+
+    def _count(self, operation: str, lengths: dict[int, int]) -> None:
+        for rank, length in lengths.items():
+            if rank != self.rank:
+                self.messages += 1
+                self.sent_bytes += length
+                self.messages_to[rank] += 1
+                self.bytes_to[rank] += length
+        self.operations.append(operation)
+
+
+class Faulty(_Wrapper):
+    """Works ``after`` times, then lets ``fault(rows)`` spoil what this rank sends, or raises if it is an error."""
+
+    def __init__(self, inner: Transport, *, after: int, fault: Callable[[torch.Tensor], object] | Exception) -> None:
+        self.inner, self.left, self.fault = inner, after, fault
+        self._stand_for(inner)
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        self._maybe(inp)
+        return self.inner.all_to_all(out, inp, tag)
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        self._maybe(inp)
+        return self.inner.all_gather(out, inp, tag)
+
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        self._maybe(inp.headers)
+        return self.inner.exchange(out, inp, wanted, tag)
+
+    def _maybe(self, inp: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            if isinstance(self.fault, Exception):
+                raise self.fault
+            self.fault(inp)
+
+
+@dataclass
+class Timed(_Wrapper):
+    """Adds up the seconds spent waiting for the wire."""
+
+    inner: Transport
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._stand_for(self.inner)
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        return _TimedWork(self, self.inner.all_to_all(out, inp, tag))
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        return _TimedWork(self, self.inner.all_gather(out, inp, tag))
+
+    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        return _TimedWork(self, self.inner.exchange(out, inp, wanted, tag))
+
+
+class _TimedWork:
+    def __init__(self, timed: Timed, work: Work) -> None:
+        self.timed, self.work = timed, work
+
+    def wait(self) -> None:
+        start = time.perf_counter()
+        try:
+            self.work.wait()
+        finally:
+            self.timed.seconds += time.perf_counter() - start

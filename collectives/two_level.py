@@ -1,0 +1,345 @@
+"""The hierarchical all-reduce: sums inside a node travel as float32, what crosses between nodes is compressed.
+
+    S = sum over the node's ranks of x      each rank its slices of it            (all-to-all inside, float32)
+    y = Q(scale·S + e)   z = Σ y / divisor + s   o = Q(z)                         (``average_rows`` between nodes)
+    o to the node's other ranks             still encoded: the same bits for all  (all-gather inside)
+
+A message is dealt out in ``slices``, as many as the largest node has ranks, and each slice in one row per node. In a node
+every rank owns the same number of slices, rounded up, and reduces each with the owners of that slice in the other nodes.
+So in a smaller node a rank owns several slices, or its last ranks none; no node sends more than another.
+
+Note: the divisor. Nodes send sums, because nodes of different size must not weigh the same, multiplied by the power of
+two next to 1 / (ranks per node), which costs no rounding and brings them to the size of averages. With the codec
+``none`` the mean is thus (sum of all) / P with one rounding of the quotient, as in the flat all-reduce.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+from commpress.codecs import Codec, Policy, codec_named, policy_of
+from commpress.collectives.allreduce import Outcome, Workspace, any_flag, average_rows, check_buffer, exchange
+from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
+from commpress.collectives.topology import Topology
+from commpress.collectives.transports.subset import part_of
+from commpress.collectives.transports.transport import Transport
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback
+from commpress.kernels import arithmetic
+from commpress.kernels.pieces import BLOCK, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH, Piece, Pieces, cut
+from commpress.kernels.reference import FP32
+from commpress.work import Steps, Work, overlapped
+
+T = TypeVar("T")
+
+PIECE = 1 << 21  # elements of a piece, and of a message: one is summed inside the node while another is between nodes
+ALONGSIDE = 3  # messages under way at once: to their owners, between nodes, on the way back
+
+Feedbacks = Mapping[int, ErrorFeedback | None]  # of one message, by slice
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """One rank's two ways to its peers."""
+
+    topology: Topology
+    inside: Transport  # among the ranks of its node
+    between: Mapping[int, Transport]  # by slice: among its owners, one in each node
+
+    @property
+    def slices(self) -> int:
+        return self.topology.widest
+
+    @property
+    def rows(self) -> int:
+        """Rows of a message."""
+        return self.slices * len(self.topology.nodes)
+
+    @property
+    def share(self) -> int:
+        """Slices that a rank of this node owns, unless it is one of the last."""
+        return share(self.slices, self.inside.size)
+
+    @property
+    def scale(self) -> float:
+        return 2.0 ** -round(math.log2(self.topology.size / len(self.topology.nodes)))
+
+    @property
+    def divisor(self) -> float:
+        return self.topology.size * self.scale
+
+
+def share(slices: int, ranks: int) -> int:
+    return -(-slices // ranks)
+
+
+def owners(topology: Topology, index: int) -> list[int]:
+    """The owner of slice ``index`` in each node."""
+    return [node[index // share(topology.widest, len(node))] for node in topology.nodes]
+
+
+def hierarchy_of(topology: Topology, transport: Transport) -> Hierarchy:
+    """Divide ``transport`` along the nodes; collective, in the same order on every rank."""
+    if topology.size != transport.size:
+        raise InvalidArgument(
+            f"topology {str(topology)!r} has {topology.size} ranks, the transport has {transport.size}: name them all"
+        )
+    nodes = [part_of(transport, node) for node in topology.nodes]
+    slices = [part_of(transport, owners(topology, index)) for index in range(topology.widest)]
+    (inside,) = filter(None, nodes)
+    return Hierarchy(topology, inside, {index: owned for index, owned in enumerate(slices) if owned})
+
+
+# ---------------------------------------------------------------- one message
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How one message travels on one rank."""
+
+    message: Message  # all its rows
+    inside: Pieces  # the same pieces in float32, one row per rank of the node
+    between: Mapping[int, Message]  # the own slices, one row per node
+
+    def zeros(self, device: torch.device | str = "cpu") -> Feedbacks:
+        return {
+            index: ErrorFeedback.zeros(m.pieces, device) if m.pieces.kept else None for index, m in self.between.items()
+        }
+
+
+def routes(spans: Sequence[Span], policy: Policy, hierarchy: Hierarchy, *, feedback: bool = True) -> list[Route]:
+    """Cut ``spans`` into messages and say how each travels."""
+    cut_up = messages(spans, policy, hierarchy.rows, feedback=feedback, piece=PIECE, message=PIECE)
+    return [route(message, hierarchy) for message in cut_up]
+
+
+def route(message: Message, hierarchy: Hierarchy) -> Route:
+    table, nodes, count = message.pieces.table, len(hierarchy.topology.nodes), hierarchy.share
+    inside = cut(
+        [Piece(int(line[SOURCE]), int(line[NUMEL]), FP32, 0, 0, False) for line in table],
+        hierarchy.inside.size,
+        widths=[count * nodes * int(line[WIDTH]) for line in table],
+    )
+    between = {}
+    for index in hierarchy.between:
+        keys, pieces = [], []
+        for (name, offset), line, sum_ in zip(message.keys, table, inside.table, strict=True):
+            slice_ = nodes * int(line[WIDTH])
+            start, first = index * slice_, (index % count) * slice_
+            numel = min(max(int(line[NUMEL]) - start, 0), slice_)
+            mark = int(line[HASH]) ^ (index * 0x9E3779B1 & 0xFFFFFFFF)
+            keep = bool(line[KEPT] >= 0) and numel > 0
+            pieces.append(Piece(int(sum_[SHARD]) + first, numel, int(line[KIND]), int(line[BLOCK]), mark, keep))
+            keys.append((name, offset + start))
+        label = zlib.crc32(index.to_bytes(4, "little"), message.label)
+        cut_up = cut(pieces, nodes, widths=[int(line[WIDTH]) for line in table])
+        between[index] = Message(tuple(keys), cut_up, message.codec, label, _back(message, pieces, nodes))
+    return Route(message, inside, between)
+
+
+def _back(message: Message, pieces: Sequence[Piece], nodes: int) -> Pieces | None:
+    if message.back is None:
+        return None
+    lines = zip(pieces, message.back.table, strict=True)
+    there = [piece._replace(kind=int(line[KIND]), block=int(line[BLOCK])) for piece, line in lines]
+    return cut(there, nodes, widths=[int(line[WIDTH]) for line in message.back.table])
+
+
+# ---------------------------------------------------------------- the algorithm
+
+
+def hierarchical_allreduce(
+    buffer: torch.Tensor,
+    feedbacks: Sequence[Feedbacks] | None = None,
+    *,
+    codec: str | Codec,
+    hierarchy: Hierarchy,
+    sequence: int = 0,
+) -> Steps[bool]:
+    """Replace ``buffer`` (float32, contiguous) by the mean over all ranks, compressed between nodes by ``codec``.
+
+    Returns whether all ranks were finite; if not, buffer and feedback are unchanged. ``feedbacks``: what ``feedback_for``
+    made. Uses as many sequence numbers as there are messages, one for each ``PIECE`` elements.
+    """
+    check_buffer(buffer)
+    plan = routes(
+        [Span("", 0, buffer.numel())], policy_of(codec_named(codec)), hierarchy, feedback=feedbacks is not None
+    )
+    copy = buffer.clone() if len(plan) > 1 else None  # a later message may turn out not to be finite
+    outcomes = yield from reduce_routes(
+        buffer, feedbacks or [{}] * len(plan), plan=plan, hierarchy=hierarchy, workspace=Workspace(), sequence=sequence,
+        key=sequence,
+    )  # fmt: skip
+    finite = all(outcome.finite for outcome in outcomes)
+    if finite:
+        for outcome in outcomes:
+            outcome.commit()
+    elif copy is not None:
+        buffer.copy_(copy)
+    return finite
+
+
+def feedback_for(
+    numel: int, codec: str | Codec, hierarchy: Hierarchy, device: torch.device | str = "cpu"
+) -> list[Feedbacks]:
+    """Zero residuals of this rank for buffers of ``numel`` elements: about numel / ranks per node of them."""
+    plan = routes([Span("", 0, numel)], policy_of(codec_named(codec)), hierarchy)
+    return [route.zeros(device) for route in plan]
+
+
+def reduce_routes(
+    buffer: torch.Tensor,
+    feedbacks: Sequence[Feedbacks],
+    *,
+    plan: Sequence[Route],
+    hierarchy: Hierarchy,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+) -> Steps[list[Outcome]]:
+    """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome for each slice."""
+    jobs = (
+        reduce_route(
+            buffer, feedback, route=route, hierarchy=hierarchy, workspace=workspace, sequence=sequence + i, key=key, gain=gain
+        )
+        for i, (route, feedback) in enumerate(zip(plan, feedbacks, strict=True))
+    )  # fmt: skip
+    every = yield from overlapped(jobs, limit=ALONGSIDE)
+    return [outcome for outcomes in every for outcome in outcomes]
+
+
+def reduce_route(
+    buffer: torch.Tensor,
+    feedbacks: Feedbacks,
+    *,
+    route: Route,
+    hierarchy: Hierarchy,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+) -> Steps[list[Outcome]]:
+    """One message: sum inside, average the own slices between nodes, gather inside, decode."""
+    inside, message, flag = hierarchy.inside, route.message, torch.zeros(1, dtype=torch.uint8, device=buffer.device)
+    sums = yield from _sum_inside(buffer, flag, route, inside, workspace, sequence)
+    total = _floats(sums[0])
+    for part in route.between.values():
+        _mark(total, part, flag)
+    averaged = yield from _abreast([
+        average_rows(
+            total, feedbacks.get(index), message=part, transport=hierarchy.between[index], workspace=workspace,
+            sequence=sequence * hierarchy.slices + index, key=key, gain=gain * hierarchy.scale, divisor=hierarchy.divisor,
+        )
+        for index, part in route.between.items()
+    ])  # fmt: skip
+    workspace.give_wires(sums)
+    outcomes = [outcome for _, outcome in averaged] or [Outcome(message, True, None, None, workspace)]
+    flag.fill_(not all(outcome.finite for outcome in outcomes) or bool(flag))
+    every = yield from _gather_inside([rows for rows, _ in averaged], flag, route, hierarchy, workspace, sequence)
+
+    start = perf_counter()
+    finite = not bool(any_flag(every))
+    if finite:
+        rows = every.view(-1, HEADER + message.mean.row_bytes)[: hierarchy.rows]
+        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.mean, gain=1.0 / gain)
+    workspace.decoded(start)
+    workspace.give_wires(every)
+    for outcome in outcomes:
+        outcome.finite = finite
+    return outcomes
+
+
+def _sum_inside(
+    buffer: torch.Tensor, flag: torch.Tensor, route: Route, inside: Transport, workspace: Workspace, sequence: int
+) -> Steps[torch.Tensor]:
+    """Rows of which the first becomes this rank's slices, summed in the order of local ranks."""
+    size = HEADER + route.inside.row_bytes
+    outbox, inbox = (workspace.rows(size, inside.size, buffer.device) for _ in range(2))
+    start = perf_counter()
+    arithmetic(buffer.device).encode(buffer, outbox[:, HEADER:], flag, route.inside)
+    workspace.encoded(start)
+    frame = Frame(
+        ALL_TO_ALL, inside.size, route.message.codec, route.message.pieces.numel, sequence, route.message.label
+    )
+    yield from exchange(inside.all_to_all, inbox, outbox, frame, flag, inside, workspace)
+    workspace.give_wires(outbox)
+    start = perf_counter()
+    flag.copy_(any_flag(inbox))
+    total = _floats(inbox[0])
+    for row in inbox[1:]:
+        total += _floats(row)
+    workspace.encoded(start)
+    return inbox
+
+
+def _gather_inside(
+    own: Sequence[torch.Tensor],
+    flag: torch.Tensor,
+    route: Route,
+    hierarchy: Hierarchy,
+    workspace: Workspace,
+    sequence: int,
+) -> Steps[torch.Tensor]:
+    """The encoded rows of all slices, from their owners in this node; the first header of each owner is the only true one."""
+    inside, message = hierarchy.inside, route.message
+    size = hierarchy.share * len(hierarchy.topology.nodes) * (HEADER + message.mean.row_bytes)
+    if len(own) == hierarchy.share == 1:
+        reply = own[0].view(1, -1)
+    else:
+        reply = workspace.rows(size, 1, flag.device)
+        for i, rows in enumerate(own):
+            reply[0, i * rows.numel() : (i + 1) * rows.numel()] = rows.view(-1)
+    every = workspace.rows(size, inside.size, flag.device)
+    frame = Frame(ALL_GATHER, inside.size, message.codec, message.pieces.numel, sequence, message.label)
+    yield from exchange(inside.all_gather, every, reply, frame, flag, inside, workspace)
+    workspace.give_wires(*own)
+    if not (len(own) == hierarchy.share == 1):
+        workspace.give_wires(reply)
+    return every
+
+
+def _abreast(jobs: Sequence[Steps[T]]) -> Steps[list[T]]:
+    """The two exchanges of each job side by side, and two waits in all however many jobs there are, or none.
+
+    Note: the same waits on every rank. A wait blocks the thread, and with it what other messages would send next. Where every
+    rank goes through the same phases of the same messages in the same order, whoever is waited for has sent before it waits
+    itself. So a rank of several slices must not wait more often than one of a single slice, and buckets go one by one.
+    """
+    for _ in range(2):
+        yield _All([next(job) for job in jobs])
+    results = []
+    for job in jobs:
+        try:
+            next(job)
+            raise AssertionError("more than two exchanges")
+        except StopIteration as stop:
+            results.append(stop.value)
+    return results
+
+
+class _All:
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def _floats(row: torch.Tensor) -> torch.Tensor:
+    return row[HEADER:].view(torch.float32)
+
+
+def _mark(total: torch.Tensor, part: Message, flag: torch.Tensor) -> None:
+    """Spoil the sum if a rank of this node was not finite, also in elements of other owners: so all nodes hear of it."""
+    for line in part.pieces.table:
+        if line[NUMEL] > 0:
+            total[line[SOURCE] : line[SOURCE] + 1].masked_fill_(flag.bool(), math.nan)
+            return

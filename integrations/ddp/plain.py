@@ -1,0 +1,65 @@
+"""torch's own all-reduce behind the hook: for steps that a trial or a plan leaves uncompressed, and for what no codec knows."""
+
+import torch
+import torch.distributed as dist
+
+from commpress.integrations.ddp.layouts import Layouts
+from commpress.integrations.observe.counters import Counters
+from commpress.work import Done, Work
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Plain:
+    """As torch's own hook does it. The first step after a trial carries what compression still owes."""
+
+    def __init__(self, group: dist.ProcessGroup, counters: Counters, layouts: Layouts) -> None:
+        self.group, self.counters, self.layouts = group, counters, layouts
+        self.sent_bytes = 0  # as a ring sends them
+        self.owing = False  # the next step has residuals to pay
+
+    @staticmethod
+    def compressible(bucket: dist.GradBucket) -> bool:
+        """Whether codecs know such gradients; else their bucket travels as torch sends it: float64, complex, sparse.
+
+        Complex gradients come as pairs of real numbers.
+        """
+        buffer = bucket.buffer()
+        return not buffer.is_sparse and buffer.dtype in DTYPES and not any(p.is_complex() for p in bucket.parameters())
+
+    def reduce(self, bucket: dist.GradBucket, *, last: bool) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        if self.owing:
+            if self.compressible(bucket):
+                for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                    self.layouts.pay(parameter, gradient.view(-1), self.group.rank())
+            self.owing = not last
+        self._count(buffer)
+        if last:
+            self.counters.steps, self.counters.plain_steps = self.counters.steps + 1, self.counters.plain_steps + 1
+        work = dist.all_reduce(buffer.div_(self.group.size()), group=self.group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def average(self, buffer: torch.Tensor) -> Work:
+        """Begin it, in the order of the calls, among the group's other collectives."""
+        size = self.group.size()
+        if size == 1:
+            return Done()
+        self._count(buffer)
+        self.counters.plain_elements += values_of(buffer).numel()
+        return dist.all_reduce(buffer.div_(size), group=self.group, async_op=True)
+
+    def _count(self, buffer: torch.Tensor) -> None:
+        size, numel = self.group.size(), values_of(buffer).numel()
+        nbytes = 2 * (size - 1) * numel * buffer.element_size() // size
+        if buffer.is_sparse:  # everybody's, with their places
+            nbytes = (size - 1) * (buffer._values().nbytes + buffer._indices().nbytes)
+        self.sent_bytes += nbytes
+        self.counters.wire_bytes += nbytes
+        self.counters.logical_bytes += 8 * (size - 1) * numel // size
+        self.counters.exact_elements += numel
+
+
+def values_of(buffer: torch.Tensor) -> torch.Tensor:
+    """Its elements; of a sparse one those that it has."""
+    return buffer._values() if buffer.is_sparse else buffer

@@ -1,0 +1,1 @@
+"""Layers whose experts lie on different ranks."""

@@ -1,0 +1,1 @@
+"""FSDP2, hybrid sharding and the older FullyShardedDataParallel."""

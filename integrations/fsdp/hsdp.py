@@ -1,0 +1,145 @@
+"""Hybrid sharding with FSDP2: shards inside a node as torch sends them, replicas between nodes averaged compressed."""
+
+import logging
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from commpress.codecs import Codec, Policy
+from commpress.collectives.allreduce import Workspace, settle
+from commpress.collectives.buckets import Span
+from commpress.collectives.channel import Channel
+from commpress.collectives.checkpoint import exact_state, residuals_of
+from commpress.collectives.exchange import Exchanges, Tensors
+from commpress.errors import InvalidArgument
+from commpress.feedback import check_feedback
+from commpress.integrations.fsdp.fsdp2 import MIN_NUMEL
+from commpress.integrations.fsdp.param_groups import Unit, units_of
+from commpress.integrations.fsdp.roles import check_dtype, policy_for
+from commpress.integrations.observe.counters import Counters
+
+log = logging.getLogger("commpress")
+
+
+def compress_hsdp(
+    model: nn.Module,
+    replicate: DeviceMesh | dist.ProcessGroup,
+    gradients: str | Codec | Policy = "int8",
+    *,
+    min_numel: int = MIN_NUMEL,
+    error_feedback: bool = True,
+    on_nonfinite: Literal["skip", "propagate"] = "skip",
+    timeout: timedelta | None = None,
+    checksum: bool = False,
+    seed: int = 0,
+) -> "ReplicatedState":
+    """Average gradients over ``replicate`` too, compressed; returns the state, which holds residuals and counters.
+
+    Shard over one dimension of a mesh and pass the other here: ``fully_shard(module, mesh=mesh["shard"])`` and
+    ``compress_hsdp(model, mesh["replicate"])``. (On a mesh of two dimensions torch averages over replicas itself and offers
+    no way in.) Replicas must start with equal weights. Residuals are of this rank's shard: 4 bytes per parameter, divided
+    by the ranks of a node, and as much again divided by the replicas.
+    """
+    if on_nonfinite not in ("skip", "propagate"):
+        raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'propagate'")
+    group = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
+    return ReplicatedState(
+        units_of(model), group, policy_for(model, gradients, min_numel=min_numel), error_feedback=error_feedback,
+        on_nonfinite=on_nonfinite, timeout=timeout, checksum=checksum, seed=seed,
+    )  # fmt: skip
+
+
+class ReplicatedState:
+    """What the hooks of all units share. See ``compress_hsdp``."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        group: dist.ProcessGroup,
+        policy: Policy,
+        *,
+        error_feedback: bool,
+        on_nonfinite: str,
+        timeout: timedelta | None,
+        checksum: bool,
+        seed: int,
+    ) -> None:
+        check_feedback(error_feedback)
+        self.on_nonfinite, self.seed, self.step, self.counters = on_nonfinite, seed, 0, Counters()
+        self.channel = Channel.among(group, timeout=timeout, workspace=Workspace(checksum=checksum))
+        whole = {name: p.numel() for unit in units for name, p in zip(unit.names, unit.parameters, strict=True)}
+        self.exchanges = Exchanges(
+            _OfWhole(policy, whole), self.channel.size, self.channel.workspace, feedback=error_feedback, seed=seed
+        )
+        for unit in units:
+            if any(p.requires_grad for p in unit.parameters):
+                unit.module.set_all_reduce_hook(_Average(unit, self))
+
+    def average(self, unit: "_Average", shard: torch.Tensor) -> None:
+        check_dtype(shard, f"the gradients of {unit.unit.name}")
+        if shard.numel() != unit.numel:
+            raise InvalidArgument(
+                f"{shard.numel()} gradients of {unit.unit.name} came, expected {unit.numel}: parameters without a gradient are "
+                "left out. Call model.set_reduce_scatter_unused_params(True) (torch 2.13)"
+            )
+        if unit.calls >= self.step:
+            self.step = unit.calls + 1
+        buffer = shard if shard.dtype == torch.float32 else shard.float()
+        exchange, key = unit.exchange, self.seed * 1_000_003 + unit.calls
+        sequence = self.channel.take(exchange.sequences)
+        outcomes = self.channel.run(exchange.steps(self.channel, buffer, sequence=sequence, key=key))
+        unit.calls += 1
+        finite = all(outcome.finite for outcome in outcomes)
+        settle(outcomes, taken=finite)
+        if not finite:
+            self.counters.skipped_buckets += 1
+            log.warning("gradients of %s held NaN or infinity in some replica", unit.unit.name)
+            shard.fill_(0.0 if self.on_nonfinite == "skip" else float("nan"))
+        elif buffer is not shard:
+            shard.copy_(buffer)
+        self.counters.bucket(sum(m.pieces.numel for m in exchange.messages), exchange.messages, self.channel.size)
+        self.counters.steps, self.counters.wire_bytes = self.step, self.channel.sent_bytes
+        self.counters.wire_seconds = self.channel.waited
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, for a bitwise resume with the same mesh: every rank saves and loads its own."""
+        return exact_state(self.exchanges.residuals, self.channel.transport, self.step) | self.exchanges.choices()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        step, residuals = residuals_of([state], self.channel.transport)
+        self.exchanges.load_choices(state)
+        self.exchanges.residuals.load(residuals)
+        self.step = step
+
+
+class _Average:
+    """torch calls it with what a unit's reduce-scatter left on this rank."""
+
+    def __init__(self, unit: Unit, owner: ReplicatedState) -> None:
+        self.unit, self.owner, self.calls = unit, owner, 0
+        self.numel = sum(part.width for part in unit.parts(trainable=True))
+        self.exchange = owner.exchanges.of(unit.names, self._tensors, unit.parameters[0].device)
+
+    def _tensors(self) -> Tensors:
+        """This rank's shard of every parameter that has one."""
+        shards = {name: p.to_local() for name, p in zip(self.unit.names, self.unit.parameters, strict=True)}
+        parts = [part for part in self.unit.parts(trainable=True) if shards[part.name].numel()]
+        spans = [Span(part.name, part.at, shards[part.name].numel()) for part in parts]
+        return spans, [shards[part.name].shape for part in parts]
+
+    def __call__(self, shard: torch.Tensor) -> None:
+        self.owner.average(self, shard)
+
+
+class _OfWhole:
+    """Chooses by the size of the whole parameter, so that all ranks of a node choose alike."""
+
+    def __init__(self, policy: Policy, numels: dict[str, int]) -> None:
+        self.policy, self.numels = policy, numels
+
+    def choose(self, name: str, numel: int) -> Codec:
+        return self.policy.choose(name, self.numels[name])

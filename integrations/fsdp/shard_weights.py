@@ -1,0 +1,206 @@
+"""FSDP2's all-gather of parameters, compressed: one object per unit. The sharded parameters themselves are only read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import Codec, Policy, codec_named, policy_of
+from commpress.collectives.reduce_scatter import Deal, deals, decode_rows, gather_rows
+from commpress.collectives.transports.transport import Transport
+from commpress.integrations.fsdp.param_groups import Unit
+from commpress.integrations.fsdp.roles import Lossless, check_dtype
+from commpress.kernels import knows
+from commpress.torch_private import all_gather_single, fsdp_communication
+from commpress.work import Steps, run
+
+_AllGather, _ = fsdp_communication()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Weights travel as differences from what all ranks hold already, in ``codec``; where nothing changed, not at all.
+
+    What is lost is part of the next difference, so errors do not add up. Every rank keeps a copy of all parameters in the
+    dtype in which they are gathered: memory that full sharding saves. After loading other weights, ``forget`` the copies
+    (``ShardedState.forget_weights``) or let them converge in a few steps.
+    """
+
+    codec: str | Codec = "int4"
+
+    def __post_init__(self) -> None:
+        codec_named(self.codec)
+
+
+class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
+    """Gathers the parameters of one unit; every rank, the owner too, gets the decoded ones.
+
+    Note: when nothing is sent. Weights do not change between forward and backward, so backward takes what forward has
+    received, and no rank needs to ask. In forward they have changed if gradients were reduced meanwhile. Else (evaluation,
+    accumulation, frozen parameters) each rank looks, and a header to everybody says whether any rank's have.
+    """
+
+    def __init__(
+        self, unit: Unit, owner: Any, policy: Policy, transport: Transport, *, difference: bool, keep: bool
+    ) -> None:
+        self.unit, self.owner, self.policy, self.transport = unit, owner, policy, transport
+        self.difference = difference
+        self.parts = unit.parts(trainable=False)
+        self.stride = sum(part.width for part in self.parts)
+        self.held: torch.Tensor | None = None  # what all ranks hold, with ``difference``
+        self.restored: torch.Tensor | None = None  # the own row of it, from a checkpoint
+        self._rows: list[torch.Tensor] = []  # what came last, still encoded, without ``difference``
+        self._last: torch.Tensor | None = None  # the own row when it was last sent
+        self._reduced = -1  # how often gradients had been reduced then
+        exact = [part for part in self.parts if policy.choose(part.name, part.numel).lossless]
+        self.keep = keep and len(exact) < len(self.parts)  # what saves nothing is not worth memory
+        self._values = [slice(part.at, part.at + part.width) for part in exact]  # what never travels as a difference
+        self._plans: dict[tuple[torch.dtype, bool], list[Deal]] = {}
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        check_dtype(input_tensor, f"the parameters of {self.unit.name}")
+        if group.size() != self.unit.ranks:  # between forward and backward, among the ranks of a node: exact
+            self.owner.gathered_exactly(output_tensor, group.size())
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        backward = torch._C._current_graph_task_id() >= 0
+        if not backward:
+            self.owner.ahead.met(self.unit)
+        reduced = self.owner.reductions(self.unit)
+        fresh, self._reduced = reduced != self._reduced, reduced
+        steps = self._difference if self.difference else self._whole
+        sequence = self.owner.sequence(2 + 2 * len(self._plan(input_tensor.dtype)))
+        job = steps(input_tensor, output_tensor, sequence, self.owner.key(), backward, fresh)
+        worker = self.owner.worker
+        if worker is None:
+            run(job)
+            return None
+        return _Pending(worker.submit(job))
+
+    # ------------------------------------------------------------ steps
+
+    def _whole(
+        self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int, backward: bool, fresh: bool
+    ) -> Steps[None]:
+        plan, workspace = self._plan(row.dtype), self.owner.gathering
+        keep, kept = self.keep and self.unit.gathered_twice, bool(self._rows)
+        changed = not kept or (yield from self._changed(row, sequence, backward, fresh))
+        whole = out if knows(out.device, out.dtype) else self.owner.borrow(out.numel(), torch.float32, out.device)
+        if changed:
+            workspace.give_wires(*self._rows)
+            self._rows = []
+            if keep:
+                self._note(row)
+            yield from self._gathered(row, whole, plan, sequence + 1, key, kept=self._rows if keep else None)
+        else:
+            decode_rows(self._rows, whole, plan=plan, workspace=workspace)
+        if whole is not out:
+            out.copy_(whole)
+            self.owner.give_back(whole)
+        headers = int(kept and not backward and not fresh)
+        self.owner.gathered(out, plan if changed else [], self.transport, headers=headers)
+
+    def _difference(
+        self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int, backward: bool, fresh: bool
+    ) -> Steps[None]:
+        plan, exact = self._plan(row.dtype), self._plan(row.dtype, exact=True)
+        direct = knows(out.device, out.dtype)
+        step = out if direct else self.owner.borrow(out.numel(), torch.float32, out.device)
+        sent: list[Deal] = []
+        if self.held is None:
+            whole = row if self.restored is None else self.restored.to(row)
+            row = row.clone()  # a view of ``out``
+            yield from self._gathered(whole, step, exact, sequence, key)
+            self.held, self.restored = torch.empty_like(out).copy_(step), None
+            self._note(whole)
+            sent, sequence, backward, fresh = exact, sequence + len(exact), False, False
+        changed = yield from self._changed(row, sequence, backward, fresh)
+        finite = True
+        if changed:
+            rows = self.held.view(self.unit.ranks, -1)
+            for columns in self._values:
+                rows[:, columns] = 0
+            base = rows[self.transport.rank].float()
+            self._note(row)
+            if direct:
+                finite = yield from self._gathered(row.float(), self.held, plan, sequence + 1, key, base=base, add=True)
+            else:
+                finite = yield from self._gathered(row.float(), step, plan, sequence + 1, key, base=base)
+                self.held.add_(step)
+        out.copy_(self.held)
+        if not direct:
+            self.owner.give_back(step)
+        headers = int(not backward and not fresh)
+        self.owner.gathered(out, [*sent, *(plan if changed else [])], self.transport, headers=headers)
+        if not finite:
+            self.forget()
+
+    def _changed(self, row: torch.Tensor, sequence: int, backward: bool, fresh: bool) -> Steps[bool]:
+        """Whether any rank's weights differ from what was sent last. See the class's note."""
+        if backward or fresh:
+            return fresh and not backward
+        same = self._last is not None and torch.equal(row, self._last)
+        return (yield from self.owner.any_rank(not same, self.transport, sequence))
+
+    def _gathered(
+        self, row: torch.Tensor, out: torch.Tensor, plan: list[Deal], sequence: int, key: int, **options: Any
+    ) -> Steps[bool]:
+        """``gather_rows`` of any dtype; whether all was finite."""
+        wide = row
+        if not knows(row.device, row.dtype):
+            wide = self.owner.borrow(row.numel(), torch.float32, row.device).copy_(row)
+        finite = yield from gather_rows(
+            wide, out, plan=plan, transport=self.transport, workspace=self.owner.gathering, sequence=sequence, key=key,
+            **options,
+        )  # fmt: skip
+        if wide is not row:
+            self.owner.give_back(wide)
+        return all(finite)
+
+    def _note(self, row: torch.Tensor) -> None:
+        """Remember the own row, which is a view of what will be overwritten."""
+        if self._last is None or self._last.dtype != row.dtype:
+            self._last = torch.empty_like(row)
+        self._last.copy_(row)
+
+    def own_row(self) -> torch.Tensor | None:
+        """This rank's part of what all hold: with all ranks' parts, and nothing else, it comes back bit for bit."""
+        if self.held is None:
+            return self.restored
+        return self.held.view(self.unit.ranks, -1)[self.transport.rank].clone()
+
+    def forget(self) -> None:
+        """The next gather sends all weights, with ``difference`` exactly."""
+        self.held = self.restored = self._last = None
+        self._rows, self._reduced = [], -1
+
+    def _plan(self, dtype: torch.dtype, *, exact: bool = False) -> list[Deal]:
+        if (dtype, exact) not in self._plans:
+            policy = policy_of("none") if exact else self.policy
+            self._plans[dtype, exact] = deals(
+                self.parts, Lossless(policy, dtype), rank=self.transport.rank, ranks=self.unit.ranks, stride=self.stride,
+                feedback=False,
+            )  # fmt: skip
+        return self._plans[dtype, exact]
+
+
+class _Pending(dist.Work):
+    """FSDP2 waits for what an all-gather returns before it copies the parameters out, also where it did not ask for it."""
+
+    def __init__(self, future: torch.futures.Future[None]) -> None:
+        super().__init__()
+        self.future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.future.wait()
+        return True

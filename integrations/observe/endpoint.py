@@ -1,0 +1,207 @@
+"""Metrics over HTTP, in the formats of ``prometheus_client``. Off unless made; on this machine only unless told otherwise.
+
+    endpoint = commpress.MetricsEndpoint(port=9400 + dist.get_rank())
+    metrics = commpress.Metrics(state, to=[endpoint])          # curl http://127.0.0.1:9400/metrics
+"""
+
+import ipaddress
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from socketserver import ThreadingMixIn
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from commpress.errors import InvalidArgument, MissingPackage
+from commpress.integrations.observe.metrics import TOTALS, StepMetrics
+
+try:
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+except ModuleNotFoundError as error:
+    raise MissingPackage("MetricsEndpoint needs prometheus_client: pip install 'commpress[metrics]'") from error
+
+log = logging.getLogger("commpress")
+
+AT_ONCE = 8  # connections, a thread each
+_LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]*\Z")
+HELP = {
+    "steps": "Steps taken.",
+    "logical_bytes": "Bytes that float32 ring all-reduces would have sent.",
+    "wire_bytes": "Bytes this rank sent.",
+    "between_bytes": "Bytes of them that left the node, where there is a topology.",
+    "skipped_steps": "Steps skipped because gradients were not finite.",
+    "encode_seconds": "Seconds in kernels that encode.",
+    "wire_seconds": "Seconds spent waiting for peers in the background.",
+    "decode_seconds": "Seconds in kernels that decode.",
+    "disk_read_bytes": "Bytes the tiered store read from disk.",
+    "disk_written_bytes": "Bytes the tiered store wrote to disk.",
+    "stalls": "Times a tensor of the tiered store had to be waited for.",
+    "stall_seconds": "Seconds spent so.",
+    "step_seconds": "Seconds of the last step.",
+    "compression_error": "Relative error of one encoding, by group of parameters.",
+    "bits": "Bits that an optimizer sends of each element in a compressed round, by group of parameters.",
+    "owed_norm": "Norm of what compression has left behind on this rank, by group of parameters.",
+}
+
+
+class MetricsEndpoint:
+    """A sink of ``Metrics``. Port 0 takes a free one; ``url`` says where. ``labels`` are put on every line, as rank="3".
+
+    ``host``: an address of this machine to listen on, of IPv4 or IPv6; "0.0.0.0" or "::" for all of them. Whoever can reach it
+    can read the figures: nobody is asked who he is. ``timeout``: seconds after which a client that has not finished is cut off.
+    """
+
+    def __init__(
+        self, port: int = 0, *, host: str = "127.0.0.1", labels: dict[str, object] | None = None, timeout: float = 10.0
+    ) -> None:
+        if not timeout > 0:
+            raise InvalidArgument(f"timeout is {timeout!r}, expected seconds above 0")
+        self._labels = {name: str(value) for name, value in (labels or {}).items()}
+        for name in self._labels:
+            if not _LABEL.match(name) or name == "group":
+                raise InvalidArgument(
+                    f"labels have {name!r}, expected names of letters, digits and _ that do not begin with a digit or __, "
+                    "and not 'group', which names groups of parameters"
+                )
+        self._totals: dict[str, float] = dict.fromkeys(("steps", *TOTALS), 0)
+        self._shown: tuple[dict[str, float], StepMetrics | None] = (dict(self._totals), None)
+        registry = CollectorRegistry()
+        registry.register(self)  # whatever has collect()
+        self._server = _serve(host, port, make_wsgi_app(registry), timeout)
+        self.host, self.port = host, self._server.server_port
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+        if not self._server.inside:
+            log.warning("metrics can be read by whoever reaches %s: nobody is asked who he is there", self.url)
+        threading.Thread(target=self._server.serve_forever, name="commpress-metrics", daemon=True).start()
+
+    def __call__(self, sample: StepMetrics) -> None:
+        self._totals["steps"] += sample.steps
+        for name in TOTALS:
+            self._totals[name] += getattr(sample, name)
+        self._shown = (dict(self._totals), sample)  # readers get the old pair or the new one
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def collect(self) -> Iterator[Metric]:
+        """What a registry of ``prometheus_client`` asks for."""
+        totals, last = self._shown
+        for name, value in totals.items():
+            yield self._family(CounterMetricFamily, name, [({}, value)])
+        if last is not None:
+            yield self._family(GaugeMetricFamily, "step_seconds", [({}, last.seconds / last.steps)])
+            for name, groups in (("compression_error", last.errors), ("bits", last.bits), ("owed_norm", last.owed)):
+                if groups:
+                    yield self._family(GaugeMetricFamily, name, [({"group": g}, v) for g, v in groups.items()])
+
+    def _family(self, kind: type[Any], name: str, values: list[tuple[dict[str, str], float]]) -> Metric:
+        family = kind(f"commpress_{name}", HELP[name], labels=[*self._labels, *values[0][0]])
+        for labels, value in values:
+            family.add_metric([*self._labels.values(), *labels.values()], value)
+        return family
+
+
+# ---------------------------------------------------------------- the server
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per connection, and never more than ``AT_ONCE``: the oldest connection makes room, a slow one is cut off."""
+
+    daemon_threads = True
+    request_queue_size = 64
+    inside = False  # listens on loopback only
+    timeout_of_clients = 10.0
+
+    def server_bind(self) -> None:
+        self._clients: dict[socket.socket, float] = {}  # and when they came, oldest first
+        self._room, self._changing = threading.Semaphore(AT_ONCE), threading.Lock()
+        super().server_bind()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        while not self._room.acquire(blocking=False):
+            self._cut(before=float("inf"), most=1)
+            if self._room.acquire(timeout=0.1):
+                break
+        with self._changing:
+            self._clients[request] = monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Called by ``serve_forever`` twice a second, and after every connection."""
+        self._cut(before=monotonic() - self.timeout_of_clients, most=AT_ONCE)
+
+    def _cut(self, *, before: float, most: int) -> None:
+        with self._changing:  # a socket that is closed meanwhile would give its number to another
+            for request in [r for r, came in self._clients.items() if came < before][:most]:
+                _shut(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._changing:
+            held = self._clients.pop(request, None) is not None
+            super().shutdown_request(request)
+        if held:
+            self._room.release()
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._cut(before=float("inf"), most=AT_ONCE)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A library does not print."""
+        log.debug("a reader of metrics went away: %s", client_address, exc_info=True)
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Nothing: a library does not print."""
+
+
+def _shut(request: socket.socket) -> None:
+    """Wake the thread that reads from it or writes to it."""
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        log.debug("a reader of metrics had gone already: %s", error)
+
+
+def _serve(host: str, port: int, answer: Callable[..., Iterable[bytes]], timeout: float) -> _Server:
+    try:
+        if not host:
+            raise OSError("an empty name")
+        (family, *_, (address, *_)), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        kind = type("Server", (_Server,), {"address_family": family, "timeout_of_clients": timeout})
+        server: Any = make_server(str(address), port, answer, kind, _Silent)
+    except (OSError, OverflowError) as error:
+        raise InvalidArgument(
+            f"host is {host!r} and port {port}, and the system does not let this process listen there ({error}): expected an "
+            "address of this machine such as 127.0.0.1, ::1 or 0.0.0.0, and a free port, or 0 for any"
+        ) from error
+    server.inside = _is_loopback(str(address))
+    if server.inside:
+        server.set_app(_asked_by_address(answer))
+    return server
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return address == "localhost"
+
+
+def _asked_by_address(answer: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """On loopback: a page of another site must not read this through a name of its own that it points here."""
+
+    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if _is_loopback(urlsplit("//" + environ.get("HTTP_HOST", "")).hostname or ""):
+            return answer(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"asked by a name that is not this machine's loopback\n"]
+
+    return checked

@@ -1,0 +1,204 @@
+"""What every step cost, for people and programs that watch a run.
+
+    metrics = commpress.Metrics(state, store=store, to=[print, commpress.MetricsEndpoint(), commpress.to_writer(writer)])
+    for batch in data:
+        ...
+        optimizer.step()
+        metrics.step()
+
+The numbers are differences of counters that are kept anyway, read by the thread that trains when the step is over: nothing is
+added to the step itself.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+from commpress.errors import InvalidArgument
+from commpress.feedback import ResidualStore
+from commpress.integrations.observe.watch import workspaces_of
+
+NORMS_EVERY = 100  # steps: a norm reads all residuals once
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One rank's figures of the step that has just ended, or of ``steps`` steps since the last sample.
+
+    Bytes are those this rank sent; ``logical_bytes`` what float32 ring all-reduces would have sent. ``wire_seconds`` is time
+    spent waiting for peers in the background (DDP and FSDP1; zero where it is not measured). ``errors`` and ``owed`` are by
+    group of parameters, as last measured: relative error of one encoding (mean over the group's tensors), and norm of what
+    compression has left behind on this rank. ``bits``, likewise: what an optimizer sends of each element in a compressed round.
+    """
+
+    step: int
+    steps: int
+    seconds: float
+    logical_bytes: int = 0
+    wire_bytes: int = 0
+    between_bytes: int = 0
+    skipped_steps: int = 0
+    encode_seconds: float = 0.0
+    wire_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    stalls: int = 0
+    stall_seconds: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    owed: dict[str, float] = field(default_factory=dict)
+    bits: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def scalars(self) -> dict[str, float]:
+        """Flat: ``wire_bytes``, ``error/blocks.0`` and so on."""
+        numbers = {name: value for name, value in asdict(self).items() if name not in ("step", "errors", "owed", "bits")}
+        groups = {
+            f"{figure}/{name}": value
+            for figure, of in (("error", self.errors), ("owed", self.owed), ("bits", self.bits))
+            for name, value in of.items()
+        }
+        return numbers | {"ratio": self.ratio} | groups
+
+
+Sink = Callable[[StepMetrics], object]
+TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:14]  # logical_bytes … stall_seconds: what adds up
+
+
+class Metrics:
+    """``state`` is what ``compress`` or ``compress_fsdp`` returned, or an optimizer of ours; ``to`` gets every sample.
+
+    - ``every``: steps from one sample to the next.
+    - ``norms_every``: steps between measurements of ``owed``; 0 never.
+    - ``group``: parameter name → group; by default the first number in it and what stands before: "blocks.0".
+    """
+
+    def __init__(
+        self,
+        state: Any = None,
+        *,
+        store: Any = None,
+        to: Sequence[Sink] = (),
+        every: int = 1,
+        norms_every: int = NORMS_EVERY,
+        group: Callable[[str], str] | None = None,
+    ) -> None:
+        if state is None and store is None:
+            raise InvalidArgument("state and store are both None, expected one of them: there is nothing to measure")
+        if state is not None and not hasattr(state, "counters") and not hasattr(state, "gradients"):
+            raise InvalidArgument(
+                f"state is a {type(state).__name__}, expected what commpress.compress or compress_fsdp returned, or an "
+                "optimizer of commpress"
+            )
+        if every < 1 or norms_every < 0:
+            raise InvalidArgument(f"every is {every} and norms_every {norms_every}, expected at least 1 and 0")
+        self.state, self.store, self.to = state, store, list(to)
+        self.every, self.norms_every, self.group = every, norms_every, group or by_layer
+        self.steps_done = 0
+        self.last: StepMetrics | None = None
+        self._owed: dict[str, float] = {}
+        self._seen, self._since, self._at = self._totals(), 0, perf_counter()
+
+    def step(self) -> StepMetrics | None:
+        """The step is over. Returns the sample, if this step ends one, after every sink has had it."""
+        self.steps_done += 1
+        self._since += 1
+        if self.norms_every and self.steps_done % self.norms_every == 0:
+            self._owed = owed(self.state, self.group)
+        if self._since < self.every:
+            return None
+        totals, now = self._totals(), perf_counter()
+        passed = {name: totals[name] - self._seen[name] for name in totals}
+        sample = StepMetrics(
+            self.steps_done, self._since, now - self._at, **passed, errors=errors(self.state, self.group), owed=self._owed,
+            bits=bits(self.state, self.group),
+        )  # fmt: skip
+        self._seen, self._since, self._at = totals, 0, now
+        self.last = sample
+        for sink in self.to:
+            sink(sample)
+        return sample
+
+    def _totals(self) -> dict[str, Any]:
+        totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
+        if self.state is not None:
+            for counters in _counters(self.state):
+                for name in ("logical_bytes", "wire_bytes", "between_bytes", "skipped_steps", "wire_seconds"):
+                    totals[name] += getattr(counters, name, 0)
+            for workspace in workspaces_of(self.state):
+                totals["encode_seconds"] += workspace.encode_seconds
+                totals["decode_seconds"] += workspace.decode_seconds
+        if self.store is not None:
+            totals["disk_read_bytes"], totals["disk_written_bytes"] = self.store.traffic()
+            totals["stalls"], totals["stall_seconds"] = self.store.counters.misses, self.store.counters.stall_seconds
+        return totals
+
+
+def _counters(state: Any) -> list[Any]:
+    return [state.counters] if hasattr(state, "counters") else [state.gradients, state.weights]
+
+
+# ---------------------------------------------------------------- by group
+
+
+def by_layer(name: str) -> str:
+    """'module.blocks.0.qkv.weight' → 'module.blocks.0', 'head.weight' → 'head'."""
+    numbered = re.match(r"(?:\D*\.)?\d+(?=\.|$)", name)
+    return numbered[0] if numbered else name.rpartition(".")[0] or name
+
+
+def errors(state: Any, group: Callable[[str], str]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for counters in _counters(state) if state is not None else ():
+        for name, error in getattr(counters, "errors", {}).items():
+            found.setdefault(group(name), []).append(error)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def bits(state: Any, group: Callable[[str], str]) -> dict[str, float]:
+    """By group, of what an optimizer sends in a compressed round."""
+    sent: dict[str, float] = {}
+    numel: dict[str, int] = {}
+    for counters in _counters(state) if state is not None else ():
+        for name, share in getattr(counters, "shares", {}).items():
+            sent[group(name)] = sent.get(group(name), 0.0) + share.bits * share.numel
+            numel[group(name)] = numel.get(group(name), 0) + share.numel
+    return {name: value / max(numel[name], 1) for name, value in sent.items()}
+
+
+def owed(state: Any, group: Callable[[str], str]) -> dict[str, float]:
+    """‖sent residual‖ by group, of this rank. Between steps only: lazy residuals are settled."""
+    squares: dict[str, float] = {}
+    for store in stores_of(state):
+        if store.ef21:  # estimates: nothing is owed
+            continue
+        for (name, _), sent, _ in store.places():
+            squares[group(name)] = squares.get(group(name), 0.0) + float(sent.square().sum())
+    return {name: value**0.5 for name, value in squares.items()}
+
+
+def stores_of(state: Any) -> list[ResidualStore]:
+    """Its own and those of its channels, each once."""
+    if state is None:
+        return []
+    parts = [state, *vars(state).values()]
+    found = [store for part in parts if isinstance(store := getattr(part, "residuals", None), ResidualStore)]
+    return list({id(store): store for store in found}.values())
+
+
+# ---------------------------------------------------------------- where they go
+
+
+def to_writer(writer: Any, prefix: str = "commpress/") -> Sink:
+    """Into TensorBoard, or whatever has ``add_scalar(tag, value, step)``."""
+
+    def write(sample: StepMetrics) -> None:
+        for name, value in sample.scalars().items():
+            writer.add_scalar(prefix + name, value, sample.step)
+
+    return write

@@ -1,0 +1,175 @@
+"""The ``Work`` of one call on a commpress group: said, agreed and issued, finished, or failed with a typed error."""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from commpress.integrations.process_group.records import Record, unpack
+
+if TYPE_CHECKING:
+    from commpress.integrations.process_group.guard import Guard
+
+_ZERO = timedelta(0)
+FIRST_SLICE, LAST_SLICE = timedelta(seconds=0.01), timedelta(seconds=0.5)
+_TOO_SHORT = "Operation timed out!"  # what torch says of the wait; Gloo's own timeout reads otherwise
+
+
+class GroupWork(dist.Work):
+    """``issue`` starts the call on the transport and returns its work; the guard calls it once all ranks agree."""
+
+    def __init__(self, guard: "Guard | None", issue: Callable[["GroupWork"], Any], tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.guard, self.issue, self.tensors = guard, issue, tensors
+        self.settled, self.deadline = False, 0.0
+        self.number, self.call, self.foreseeable = -1, 0, False  # of a collective: ``ledger``
+        self.expected: dict[int, bytes] = {}  # what each peer must say
+        self.record: Record | None = None
+        self.sliced = False  # may be waited for again
+        self.source = -1  # of a receive from any source
+        self.inner: Any = None
+        self.error: Exception | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._done = False
+
+    def start(self) -> None:
+        """Called once, by the guard under its lock."""
+        try:
+            self.inner = self.issue(self)
+        except Exception as error:  # what the transport says to its caller, the caller shall hear
+            self.fail(error)
+            return
+        self.issue = _issued
+        self.settled = True
+        if self._future is not None:
+            _chain(self.inner.get_future(), self._future)
+
+    def fail(self, error: Exception) -> None:
+        self.error, self.settled = error, True
+        if self._future is not None:
+            self._future.set_exception(error)
+
+    def describe(self) -> str:
+        return self.record.describe() if self.record else described(self.expected)
+
+    # ------------------------------------------------------------ torch.distributed.Work
+
+    def wait(self, timeout: timedelta = _ZERO) -> bool:
+        if self.guard is not None and not self.settled:
+            self.guard.settle(self, _deadline(timeout))
+        if self.error is not None:
+            raise self.error
+        if not self._done:
+            self._finish(timeout)
+        return True
+
+    def _finish(self, timeout: timedelta) -> None:
+        """Wait for the data.
+
+        Note: in slices, each twice as long as the one before. When data is late, the guard looks at what peers have said.
+        A collective may be waited for again after a wait that was too short; a wait for a send or a receive may not, but that
+        one waits for its peer alone.
+        """
+        slices, limit = self.sliced and timeout == _ZERO, FIRST_SLICE
+        while True:
+            try:
+                self.inner.wait(limit) if slices else self.inner.wait(*([timeout] if timeout > _ZERO else []))
+            except Exception as error:
+                if slices and self.guard is not None and _TOO_SHORT in str(error) and self.guard.look():
+                    limit = min(2 * limit, LAST_SLICE)
+                    continue
+                told = self.guard.explain(error, self) if self.guard is not None else error
+                if told is error:
+                    raise
+                self.error = told
+                raise told from error
+            self._done = True
+            return
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done or self.error is not None or (self.settled and self.inner.is_completed())
+
+    def is_success(self) -> bool:
+        return self.error is None and (self._done or (self.settled and self.inner.is_success()))
+
+    def exception(self) -> Any:
+        return self.error if self.error is not None or self.inner is None else self.inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        if self.inner is not None and self.error is None:
+            return self.inner.result()
+        return list(self.tensors)
+
+    def source_rank(self) -> int:
+        return self.source if self.source >= 0 else self.inner._source_rank()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            if self.settled and self.error is None:
+                return self.inner.get_future()
+            self._future = torch.futures.Future()
+            if self.error is not None:
+                self._future.set_exception(self.error)
+        return self._future
+
+
+class FutureWork:
+    """The part of ``Work`` that ``GroupWork`` needs, over a future."""
+
+    def __init__(self, future: torch.futures.Future[Any], tensors: Sequence[torch.Tensor]) -> None:
+        self.future, self.tensors = future, tensors
+
+    def wait(self, timeout: timedelta = _ZERO) -> None:
+        self.future.wait()
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+    is_success = is_completed
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self.tensors)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.future
+
+
+def described(expected: dict[int, bytes]) -> str:
+    """The call of which peers are expected to say this."""
+    record = unpack(next(iter(expected.values())))
+    assert record is not None
+    return record.mirrored().describe()
+
+
+def profiling() -> bool:
+    """Whether a profiler runs: it sees only what the thread issues that it was started on."""
+    return torch.autograd._profiler_enabled()
+
+
+def _issued(work: GroupWork) -> Any:
+    raise AssertionError("a call is issued once")
+
+
+def _deadline(timeout: timedelta) -> float | None:
+    return time.monotonic() + timeout.total_seconds() if timeout > _ZERO else None
+
+
+def _chain(source: torch.futures.Future[Any], target: torch.futures.Future[Any]) -> None:
+    def pass_on(done: torch.futures.Future[Any]) -> None:
+        try:
+            target.set_result(done.value())
+        except Exception as error:
+            target.set_exception(error)
+
+    source.add_done_callback(pass_on)

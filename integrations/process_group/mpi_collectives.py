@@ -1,0 +1,373 @@
+"""The collectives of a process group over MPI (mpi4py), in Python: torch's wheels are built without MPI.
+
+Bytes go point to point, from and into the tensors themselves; sums are torch's own arithmetic in the order of Gloo's ring
+(``ring``), so no dtype needs an MPI type and results have Gloo's bits. Lengths are not checked here: the guard of the group has
+compared them, which is as well, because Open MPI writes past the end of a receive that is too short.
+"""
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpress.collectives.all_to_all.executor import Scratch
+from commpress.collectives.transports.mpi import host_buffer, mpi
+from commpress.errors import InvalidArgument
+from commpress.integrations.process_group.host_memory import Joined, Landing, contiguous, flat_of, numbers_of
+from commpress.integrations.process_group.mpi_progress import MpiWork, Progress, Steps
+from commpress.integrations.process_group.ring_order import Fold, bounds, chunk
+
+Tensors = Sequence[torch.Tensor]
+SMALL = 1 << 14  # bytes: shorter buffers are reduced by everybody, in one round
+_TAGS = 1 << 14
+_CPU = torch.device("cpu")
+
+
+class MpiGroup:
+    """What ``ProcessGroup`` needs of the group inside it, on communicators of its own; made by all its ranks together.
+
+    ``communicator`` carries nothing: others make copies of it, in the same order on every rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
+        self._mpi, self.rank, self.size, self.seconds = mpi(), rank, size, limit.total_seconds()
+        self.communicator = self._communicator(store)
+        self._data, self._pairs = self.communicator.Dup(), self.communicator.Dup()
+        self._progress, self._scratch, self._calls = Progress(), Scratch(), 0
+        weakref.finalize(self, self._progress.close)
+
+    def _communicator(self, store: dist.Store) -> Any:
+        """Of these ranks alone; each says where MPI has put it."""
+        world = self._mpi.COMM_WORLD
+        store.set(f"mpi/{self.rank}", str(world.Get_rank()))
+        places = [int(store.get(f"mpi/{r}")) for r in range(self.size)]
+        if len(set(places)) < self.size or max(places) >= world.Get_size():
+            raise InvalidArgument(
+                f"the ranks of this group are {places} of {world.Get_size()} in MPI, expected one process each: start all of "
+                "them with one mpirun"
+            )
+        comm = world.Create_group(world.Get_group().Incl(places))
+        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return comm
+
+    # ------------------------------------------------------------ collectives
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> MpiWork:
+        if tensors[0].layout is torch.sparse_coo and len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
+            return self._begin("all_reduce", self._sparse_sum(tensors[0]), tensors, opts)
+        _dense(tensors)
+        return self._begin("all_reduce", self._all_reduce(tensors, opts), tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> MpiWork:
+        _dense(tensors)
+        return self._begin("reduce", self._reduce(tensors[0], opts), tensors, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MpiWork:
+        for output, row in zip(outputs, inputs, strict=True):
+            self._fit("reduce_scatter", row, output)
+        return self._begin("reduce_scatter", self._reduce_scatter(outputs, inputs, opts, whole=False), outputs, opts)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MpiWork:
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> MpiWork:
+        rows = [self._dealt(i) for i in inputs]
+        for output, row in zip(outputs, rows, strict=True):
+            self._fit("reduce_scatter", row, output)
+        return self._begin("reduce_scatter", self._reduce_scatter(outputs, rows, opts, whole=True), outputs, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> MpiWork:
+        return self._begin("broadcast", self._broadcast(tensors[0], opts.rootRank), tensors, opts)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> MpiWork:
+        for row, given in zip(outputs, inputs, strict=True):
+            self._fit("all_gather", row, given)
+        outgoing = {r: list(inputs) for r in range(self.size)}
+        incoming = {r: [row[r] for row in outputs] for r in range(self.size)}
+        return self._begin("all_gather", self._move(outgoing, incoming), [t for row in outputs for t in row], opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> MpiWork:
+        """``outputs[r][i]`` := input i of rank r."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MpiWork:
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> MpiWork:
+        return self.allgather([self._dealt(contiguous(o)) for o in outputs], inputs, opts)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> MpiWork:
+        incoming: dict[int, Tensors] = {}
+        if self.rank == opts.rootRank:
+            self._fit("gather", outputs[0], inputs[0])
+            incoming = {r: [t] for r, t in enumerate(outputs[0])}
+        return self._begin("gather", self._move({opts.rootRank: inputs}, incoming), inputs, opts)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> MpiWork:
+        outgoing: dict[int, Tensors] = {}
+        if self.rank == opts.rootRank:
+            self._fit("scatter", inputs[0], outputs[0])
+            outgoing = {r: [t] for r, t in enumerate(inputs[0])}
+        return self._begin("scatter", self._move(outgoing, {opts.rootRank: outputs}), outputs, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> MpiWork:
+        dtypes = {t.dtype for t in (*inputs, *outputs)}
+        if len(inputs) != self.size or len(outputs) != self.size or len(dtypes) > 1:
+            raise InvalidArgument(f"an all_to_all takes and gives {self.size} tensors of one dtype: one for each rank")
+        if inputs[self.rank].numel() != outputs[self.rank].numel():
+            raise InvalidArgument(f"rank {self.rank} sends itself another number of elements than it expects from itself")
+        outgoing, incoming = ({r: [t] for r, t in enumerate(tensors)} for tensors in (inputs, outputs))
+        return self._begin("all_to_all", self._move(outgoing, incoming), outputs, opts)
+
+    def alltoall_base(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int], opts: Any
+    ) -> MpiWork:
+        outs, ins = self._split(contiguous(output), output_splits), self._split(input, input_splits)
+        return self.alltoall(outs, ins, opts)
+
+    def barrier(self, opts: Any) -> MpiWork:
+        return self._begin("barrier", self._barrier(), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+        """Rank 0 hears from every rank and then answers; it says who is missing: the first, or all of them."""
+        seconds = timeout.total_seconds() if timeout is not None else self.seconds
+        end = time.monotonic() + seconds
+
+        def token(to: Sequence[int], of: Sequence[int]) -> MpiWork:
+            outgoing, incoming = ({r: [torch.zeros(1, dtype=torch.uint8)] for r in ranks} for ranks in (to, of))
+            return self._begin("monitored_barrier", self._move(outgoing, incoming, _TAGS), [])
+
+        if self.rank:
+            missing = [0] if not _waited(token([0], []), end) or not _waited(token([], [0]), end + seconds) else []
+        else:
+            works = {r: token([], [r]) for r in range(1, self.size)}
+            missing = [r for r, work in works.items() if not _waited(work, end)]
+        if missing:
+            self._progress.give_up("a monitored barrier failed")
+            text = ", ".join(map(str, missing if wait_all_ranks else missing[:1]))
+            raise RuntimeError(f"ranks {text} did not come to the monitored barrier within {seconds:g} s")
+        if self.rank == 0:
+            token(range(1, self.size), []).wait()
+
+    # ------------------------------------------------------------ point to point
+
+    def send(self, tensors: Tensors, peer: int, tag: int) -> MpiWork:
+        return self._begin("send", self._send(tensors[0], peer, tag), tensors)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> MpiWork:
+        return self._begin("recv", self._receive(tensors[0], peer, tag), tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> MpiWork:
+        """In a group of one rank; else the guard knows the source before this is called."""
+        work = self.recv(tensors, 0, tag)
+        work.source = 0
+        return work
+
+    # ------------------------------------------------------------ their steps
+
+    def _move(self, outgoing: Mapping[int, Tensors], incoming: Mapping[int, Tensors], tag: int | None = None) -> Steps:
+        """Tensors to and from each rank; those for this rank itself are copied."""
+        landings = {r: [Landing(t) for t in tensors] for r, tensors in incoming.items()}
+        sent = {r: [flat_of(t) for t in tensors] for r, tensors in outgoing.items()}
+        yield self._swap(sent, {r: [x.space for x in row] for r, row in landings.items()}, self._tag(tag))
+        for row in landings.values():
+            for landing in row:
+                landing.settle()
+
+    def _swap(self, outgoing: Mapping[int, Tensors], incoming: Mapping[int, Tensors], tag: int) -> list[Any]:
+        """Receives first; each rank begins with its neighbour, so that not all send to the same one."""
+        comm, me, size = self._data, self.rank, self.size
+        requests = []
+        for r in ((me - i) % size for i in range(1, size)):
+            requests += [comm.Irecv(self._bytes(t), r, tag) for t in incoming.get(r, ()) if t.numel()]
+        for r in ((me + i) % size for i in range(1, size)):
+            requests += [comm.Isend(self._bytes(t), r, tag) for t in outgoing.get(r, ()) if t.numel()]
+        if me in incoming:
+            for target, source in zip(incoming[me], outgoing[me], strict=True):
+                target.copy_(source)
+        return requests
+
+    def _all_reduce(self, tensors: Tensors, opts: Any) -> Steps:
+        landing = Joined(tensors) if len(tensors) > 1 else Landing(tensors[0])
+        buffer, tag = landing.space, self._tag()
+        fold, per_rank = self._fold(buffer, opts)
+        every = range(self.size)
+        if buffer.nbytes <= SMALL:
+            parts, held = self._parts(buffer.numel(), buffer)
+            yield self._swap({r: [buffer] for r in every}, self._others(parts), tag)
+            fold(self._with(buffer, parts), buffer, 0, per_rank)
+        else:
+            low, high = bounds(self.rank, buffer.numel(), per_rank)
+            chunks = [buffer[slice(*bounds(r, buffer.numel(), per_rank))] for r in every]
+            mine = buffer[low:high]
+            parts, held = self._parts(high - low, buffer)
+            yield self._swap({r: [c] for r, c in enumerate(chunks)}, self._others(parts), tag)
+            fold(self._with(mine, parts), mine, low, per_rank)
+            yield self._swap({r: [mine] for r in every}, {r: [c] for r, c in enumerate(chunks)}, tag)
+        self._scratch.give(held)
+        landing.settle()
+
+    def _sparse_sum(self, tensor: torch.Tensor) -> Steps:
+        """Everybody hears everybody's indices and values, and adds in the order of the ranks."""
+        mine, tag = tensor.detach().cpu().coalesce(), self._tag()
+        others = [r for r in range(self.size) if r != self.rank]
+        count = torch.tensor([mine._nnz()])
+        counts = [count if r == self.rank else torch.empty_like(count) for r in range(self.size)]
+        yield self._swap({r: [count] for r in others}, {r: [counts[r]] for r in others}, tag)
+        sent = [mine.indices().contiguous(), mine.values().contiguous()]
+        every = [
+            sent if r == self.rank else [t.new_empty(shape) for t, shape in zip(sent, _shapes(mine, int(n)), strict=True)]
+            for r, n in enumerate(counts)
+        ]
+        outgoing = [t.view(-1) for t in sent]
+        yield self._swap({r: outgoing for r in others}, {r: [t.view(-1) for t in every[r]] for r in others}, tag)
+        total, *rest = (torch.sparse_coo_tensor(i, v, mine.shape, check_invariants=False) for i, v in every)
+        for part in rest:
+            total.add_(part)
+        tensor.copy_(total.coalesce())
+
+    def _reduce(self, tensor: torch.Tensor, opts: Any) -> Steps:
+        landing, root, tag = Landing(tensor), opts.rootRank, self._tag()
+        buffer = landing.space
+        fold, per_rank = self._fold(buffer, opts, even=False)
+        chunks = [slice(*bounds(r, buffer.numel(), per_rank)) for r in range(self.size)]
+        mine = buffer[chunks[self.rank]]
+        parts, held = self._parts(mine.numel(), buffer)
+        yield self._swap({r: [buffer[c]] for r, c in enumerate(chunks)}, self._others(parts), tag)
+        total = torch.empty_like(mine) if self.rank != root else mine  # only the root's tensor changes
+        fold(self._with(mine, parts), total, chunks[self.rank].start, per_rank)
+        arriving = {r: [buffer[c]] for r, c in enumerate(chunks)} if self.rank == root else {}
+        yield self._swap({root: [total]}, arriving, tag)
+        self._scratch.give(held)
+        if self.rank == root:
+            landing.settle()
+
+    def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *, whole: bool) -> Steps:
+        """``outputs[i]`` := the reduction of every rank's ``inputs[i][me]``.
+
+        The order of adding is that of an all-reduce of all ``inputs[i]`` side by side (``whole``), or of each by itself.
+        """
+        landings, tag = [Landing(t) for t in outputs], self._tag()
+        rows = [[flat_of(t) for t in row] for row in inputs]
+        parts, held = zip(*(self._parts(x.space.numel(), x.space) for x in landings), strict=True)
+        incoming = {r: [p[r] for p in parts] for r in range(self.size) if r != self.rank}
+        outgoing = {r: [row[r] for row in rows] for r in range(self.size) if r != self.rank}
+        yield self._swap(outgoing, incoming, tag)
+        for landing, row, part in zip(landings, rows, parts, strict=True):
+            space = landing.space
+            fold, per_rank = self._fold(space, opts, numel=space.numel() * (self.size if whole else 1))
+            start = self.rank * space.numel() if whole else 0
+            fold(self._with(numbers_of(row[self.rank]), part), space, start, per_rank)
+            landing.settle()
+        self._scratch.give(*held)
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> Steps:
+        landing = Landing(tensor)
+        if tensor.numel():
+            yield [self._data.Ibcast(self._bytes(landing.space), root)]
+        if self.rank != root:
+            landing.settle()
+
+    def _barrier(self) -> Steps:
+        yield [self._data.Ibarrier()]
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Steps:
+        flat = flat_of(tensor)  # lives until it is sent
+        yield [self._pairs.Isend(self._bytes(flat), peer, tag)]
+
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Steps:
+        landing = Landing(tensor)
+        yield [self._pairs.Irecv(self._bytes(landing.space), peer, tag)]
+        landing.settle()
+
+    # ------------------------------------------------------------ parts of steps
+
+    def _begin(self, name: str, steps: Steps, tensors: Tensors, opts: Any = None) -> MpiWork:
+        asked = getattr(opts, "timeout", timedelta()).total_seconds()
+        return self._progress.start(name, steps, tensors, asked if asked > 0 else self.seconds)
+
+    def _tag(self, given: int | None = None) -> int:
+        """Of an operation: every rank begins them in the same order."""
+        if given is not None:
+            return given
+        self._calls += 1
+        return self._calls % _TAGS
+
+    def _bytes(self, flat: torch.Tensor) -> list[Any]:
+        return host_buffer(self._mpi, flat)
+
+    def _fold(self, space: torch.Tensor, opts: Any, *, numel: int = -1, even: bool = True) -> tuple[Fold, int]:
+        fold = Fold(int(opts.reduceOp.op), space.dtype, self.size)
+        return fold, chunk(space.numel() if numel < 0 else numel, space.itemsize, self.size, even=even)
+
+    def _parts(self, numel: int, like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Room for as many numbers of every rank; also what to give back."""
+        held = self._scratch.take(self.size * numel * like.itemsize, _CPU)
+        return list(held.view(like.dtype).split(numel) if numel else [held.view(like.dtype)] * self.size), held
+
+    def _others(self, parts: Tensors) -> dict[int, Tensors]:
+        return {r: [part] for r, part in enumerate(parts) if r != self.rank}
+
+    def _with(self, mine: torch.Tensor, parts: Tensors) -> Tensors:
+        return [mine if r == self.rank else part for r, part in enumerate(parts)]
+
+    def _dealt(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Its elements dealt out evenly to the ranks, in order."""
+        numel, rest = divmod(tensor.numel(), self.size)
+        if rest:
+            raise InvalidArgument(f"{tensor.numel()} elements cannot be dealt out evenly to {self.size} ranks")
+        flat = tensor.reshape(-1)
+        return [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
+
+    def _split(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
+        if not splits:
+            return self._dealt(tensor)
+        if len(splits) != self.size or sum(splits) != len(tensor):
+            raise InvalidArgument(f"splits are {splits}, expected {self.size} numbers that add up to {len(tensor)} rows")
+        return list(tensor.split(splits))
+
+    def _fit(self, name: str, tensors: Tensors, like: torch.Tensor) -> None:
+        if len(tensors) != self.size or any(t.numel() != like.numel() or t.dtype != like.dtype for t in tensors):
+            raise InvalidArgument(
+                f"{name} has a tensor of {like.numel()} {like.dtype} and a list of {[t.numel() for t in tensors]} elements: "
+                f"expected as many of the same dtype for each of {self.size} ranks"
+            )
+
+    # ------------------------------------------------------------ life
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def abort(self) -> None:
+        self._progress.give_up("a peer died or stopped")
+
+    def shutdown(self) -> None:
+        """Free the communicators, unless MPI may still need them."""
+        self._progress.close()
+        if not self._progress.left and not self._mpi.Is_finalized():
+            for comm in (self._data, self._pairs, self.communicator):
+                if comm != self._mpi.COMM_NULL:
+                    comm.Free()
+
+
+def _dense(tensors: Tensors) -> None:
+    if any(t.layout is not torch.strided for t in tensors):
+        raise InvalidArgument("of sparse tensors only the sum of one at a time is offered over MPI: densify these")
+
+
+def _shapes(tensor: torch.Tensor, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the indices and values of a sparse tensor like this one with ``count`` entries."""
+    return (tensor.sparse_dim(), count), (count, *tensor.values().shape[1:])
+
+
+def _waited(work: MpiWork, end: float) -> bool:
+    try:
+        return work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+    except RuntimeError:
+        return False

@@ -1,0 +1,202 @@
+"""Operations over MPI that go on while nobody waits: MPI moves data only while it is asked.
+
+An operation is a generator that yields the requests it waits for. Whoever waits for one asks for all; a thread asks while
+nobody does, so that futures are set and a backward pass overlaps with its reductions.
+"""
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Generator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from commpress.collectives.transports.mpi import EAGER, NAP, mpi
+
+Steps = Generator[list[Any], None, None]  # requests of MPI
+_ZERO = timedelta(0)
+
+
+class Progress:
+    """What one process has under way on one group."""
+
+    def __init__(self) -> None:
+        self.mpi = mpi()
+        self._lock = threading.Lock()  # held by whoever asks MPI
+        self._idle = threading.Condition()
+        self._pending: list[MpiWork] = []
+        self._kept: list[MpiWork] = []  # given up, with buffers that MPI may still touch
+        self._waiting = 0  # threads that ask on their own behalf
+        self._thread: threading.Thread | None = None
+        self._over = ""
+
+    def start(self, name: str, steps: Steps, tensors: Sequence[torch.Tensor], seconds: float) -> "MpiWork":
+        work = MpiWork(self, name, steps, tensors, time.monotonic() + seconds)
+        with self._lock:
+            if self._over:
+                raise RuntimeError(f"{name} over MPI: {self._over}")
+            if not work.advance():
+                self._pending.append(work)
+        if work.settled:
+            work.tell()
+        elif not self._waiting:
+            self._watch()
+        return work
+
+    def ask(self) -> bool:
+        """Whether anything ended."""
+        with self._lock:
+            ended = [work for work in self._pending if work.advance()]
+            if ended:
+                self._pending = [work for work in self._pending if not work.settled]
+        for work in ended:  # not under the lock: what hangs on a future may call the group
+            work.tell()
+        return bool(ended)
+
+    def drive(self, work: "MpiWork", until: float) -> None:
+        with self._idle:
+            self._waiting += 1
+        try:
+            start = time.monotonic()
+            while not work.settled and (now := time.monotonic()) < until:
+                if self.ask():
+                    start = now
+                elif now - start < EAGER:
+                    os.sched_yield()
+                else:
+                    time.sleep(NAP)
+        finally:
+            with self._idle:
+                self._waiting -= 1
+            if self._pending:
+                self._watch()
+
+    def _watch(self) -> None:
+        with self._idle:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="commpress-mpi", daemon=True)
+                self._thread.start()
+            self._idle.notify()
+
+    def _loop(self) -> None:
+        while not self._over:
+            with self._idle:
+                if not self._over and (self._waiting or not self._pending):
+                    self._idle.wait()
+            time.sleep(NAP)
+            if not self._waiting:
+                self.ask()
+
+    def give_up(self, why: str) -> None:
+        """End what is under way with an error.
+
+        MPI cannot take back what a lost peer has not taken, and ``MPI_Finalize`` would wait for it for ever: so the end of
+        this process aborts the MPI job.
+        """
+        atexit.register(self.mpi.COMM_WORLD.Abort, 1)
+        self._end(why)
+
+    def close(self) -> None:
+        self._end("the group was destroyed")
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            self._over = self._over or why
+            lost, self._pending = self._pending, []
+            self._kept += lost
+            for work in lost:
+                work.fail(RuntimeError(f"{work.name} over MPI was aborted: {why}"))
+        for work in lost:
+            work.tell()
+        with self._idle:
+            self._idle.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5)
+
+    @property
+    def left(self) -> bool:
+        """Whether MPI may still touch buffers of operations that were given up."""
+        return bool(self._kept)
+
+
+class MpiWork:
+    """The part of torch's ``Work`` that ``GroupWork`` needs."""
+
+    def __init__(
+        self, progress: Progress, name: str, steps: Steps, tensors: Sequence[torch.Tensor], deadline: float
+    ) -> None:
+        self.progress, self.name, self.tensors, self.deadline = progress, name, list(tensors), deadline
+        self.settled, self.source = False, -1
+        self.error: Exception | None = None
+        self._steps: Steps | None = steps
+        self._requests: list[Any] = []
+        self._future: torch.futures.Future[Any] | None = None
+        self._telling, self._told = threading.Lock(), False
+
+    def advance(self) -> bool:
+        """Go on as far as it goes without waiting; whether it has ended. Under the lock of ``Progress``."""
+        try:
+            while not self._requests or self.progress.mpi.Request.Testall(self._requests):
+                with torch.inference_mode():  # tensors made in that mode may be written in that mode only
+                    self._requests = next(self._steps)  # type: ignore[arg-type]
+        except StopIteration:
+            self._steps, self.settled = None, True
+        except Exception as error:  # the waiting thread shall hear it, not whoever happens to ask
+            self.fail(error)
+        return self.settled
+
+    def fail(self, error: Exception) -> None:
+        self.error, self.settled = error, True
+
+    def tell(self) -> None:
+        """Set the future, if anybody has asked for one; once."""
+        with self._telling:
+            future, told = self._future, self._told
+            self._told = told or future is not None
+        if future is None or told:
+            return
+        if self.error is None:
+            future.set_result(self.tensors)
+        else:
+            future.set_exception(self.error)
+
+    def wait(self, timeout: timedelta = _ZERO) -> bool:
+        if not self.settled:
+            limit = time.monotonic() + timeout.total_seconds() if timeout > _ZERO else self.deadline
+            self.progress.drive(self, min(limit, self.deadline))
+        if self.error is not None:
+            raise self.error
+        if not self.settled and time.monotonic() < self.deadline:
+            raise RuntimeError("Operation timed out!")  # as Gloo says of a wait that was too short
+        if not self.settled:
+            raise RuntimeError(f"{self.name} over MPI reached its timeout: a peer timed out or died")
+        return True
+
+    def is_completed(self) -> bool:
+        if not self.settled:
+            self.progress.ask()
+        return self.settled
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.error is None
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        return self.tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._telling:
+            if self._future is None:
+                self._future = torch.futures.Future()
+            future = self._future
+        if self.settled:
+            self.tell()
+        return future
+
+    def _source_rank(self) -> int:
+        return self.source

@@ -1,0 +1,174 @@
+"""The compressed all-reduce of a process group: residuals per call site, and counters of what was left alone.
+
+Note: the call site. DDP reduces its buckets in the same order in every backward, so the n-th compressed call of a backward
+with so many elements of that dtype is one site and keeps one residual. After DDP has rebuilt its buckets, at its first
+step, sites change and what the old ones still owed is dropped. The hook (``commpress.compress``) keys residuals by parameter
+and loses nothing. Two models that train over one group need one group each. Outside a backward there is no such
+order: ``only="everything"`` compresses there without residuals.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import codec_named, policy_of
+from commpress.collectives.allreduce import Workspace, settle
+from commpress.collectives.buckets import Span
+from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchanges, Reduce
+from commpress.collectives.transports.transport import Transport
+from commpress.integrations.process_group.calls import FutureWork
+from commpress.integrations.process_group.group_options import DTYPES, Policy
+from commpress.work import Steps
+
+KEPT_BACKWARDS = 8  # a site that has not come for so many backwards is let go
+
+
+@dataclass
+class GroupCounters:
+    """All-reduces of one rank since the group was made."""
+
+    compressed_calls: int = 0
+    compressed_elements: int = 0
+    logical_bytes: int = 0  # what a float32 ring sends for the compressed calls: 8·(P−1)/P per element
+    wire_bytes: int = 0  # what they sent, headers included
+    skipped_calls: int = 0  # NaN or infinity somewhere: the result is NaN on all ranks, no residual changed
+    dropped_sites: int = 0  # call sites that did not come again; what they owed is lost
+    exact_calls: dict[str, int] = field(default_factory=dict)  # why a call was left alone → how many
+    exact_elements: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than float32, of the compressed calls."""
+        return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+class _Site:
+    """One call site: how its tensor crosses, what is owed."""
+
+    def __init__(self, tensor: torch.Tensor, policy: Policy, size: int, workspace: Workspace, *, feedback: bool) -> None:
+        exchanges = Exchanges(policy_of(policy.codec), size, workspace, feedback=feedback)
+        where = [Span("tensor", 0, tensor.numel())], [tensor.shape]
+        self.exchange = exchanges.of(("tensor",), lambda: where, tensor.device)
+        self.scratch: torch.Tensor | None = None
+        self.last_backward, self.calls = 0, 0
+
+
+class GroupReducer:
+    """Decides, reduces, counts. Its channel exists from the first compressed call on."""
+
+    def __init__(self, policy: Policy | None, rank: int, size: int, transport: Callable[[], Transport]) -> None:
+        self.policy, self.counters = policy, GroupCounters()
+        self._rank, self._size, self._private = rank, size, transport
+        self._codec = codec_named(policy.codec).spec.encode() if policy is not None else b""
+        self._sites: dict[tuple[object, ...], _Site] = {}
+        self._task, self._backwards, self._nth = -1, 0, 0
+        self._sequence = 0  # every rank counts, also a call that the others then refuse
+        self._workspace = Workspace()
+        self._dropped: list[Reduce] = []  # whose buffers the worker, which alone touches the workspace, lets go
+        self._channel: Channel | None = None
+
+    # ------------------------------------------------------------ decide
+
+    def codec_for(self, tensors: Any, op: Any) -> bytes | None:
+        """The codec if this all-reduce is to be compressed; otherwise count why not."""
+        reason = self._why_not(tensors, op)
+        if reason is None:
+            return self._codec
+        self.left_alone(tensors, reason)
+        return None
+
+    def left_alone(self, tensors: Any, reason: str) -> None:
+        calls, elements = self.counters.exact_calls, self.counters.exact_elements
+        calls[reason] = calls.get(reason, 0) + 1
+        elements[reason] = elements.get(reason, 0) + sum(t.numel() for t in tensors)
+
+    def _why_not(self, tensors: Any, op: Any) -> str | None:
+        policy = self.policy
+        if policy is None:
+            return "no policy"
+        if self._size == 1 or len(tensors) != 1:
+            return "one rank" if self._size == 1 else "several tensors"
+        if policy.only == "gradients" and torch._C._current_graph_task_id() < 0:
+            return "not in a backward"
+        tensor = tensors[0]
+        if tensor.dtype not in DTYPES:
+            return "dtype"
+        if not policy.accepts(op):
+            return "reduction"
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.layout is not torch.strided:
+            return "layout or device"
+        return "small" if tensor.numel() < policy.min_numel else None
+
+    # ------------------------------------------------------------ reduce
+
+    def steps(self, tensor: torch.Tensor, op: Any) -> Callable[[], FutureWork]:
+        """Fix site and order now, in the order of the calls; the result starts the reduction once all ranks agree."""
+        site = self._site(tensor)
+        sequence, self._sequence = self._sequence, self._sequence + site.exchange.sequences
+        key, site.calls = site.calls, site.calls + 1
+        total = op == dist.ReduceOp.SUM
+
+        def start() -> FutureWork:
+            if self._channel is None:
+                self._channel = Channel(self._private(), name="commpress-group", workspace=self._workspace)
+            steps = self._reduce(self._channel, tensor, site, sequence, key, total)
+            return FutureWork(self._channel.submit(steps, waits=site.exchange.waits), [tensor])
+
+        return start
+
+    def _site(self, tensor: torch.Tensor) -> _Site:
+        assert self.policy is not None
+        task = torch._C._current_graph_task_id()
+        if task >= 0 and task != self._task:
+            self._task, self._nth, self._backwards = task, 0, self._backwards + 1
+            self._forget_old_sites()
+        key = (self._nth if task >= 0 else -1, tensor.numel())
+        self._nth += task >= 0
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = _Site(tensor, self.policy, self._size, self._workspace, feedback=task >= 0)
+        site.last_backward = self._backwards
+        return site
+
+    def _forget_old_sites(self) -> None:
+        for key in [k for k, s in self._sites.items() if s.last_backward < self._backwards - KEPT_BACKWARDS]:
+            self.counters.dropped_sites += 1
+            self._dropped.append(self._sites.pop(key).exchange)
+
+    def _reduce(
+        self, channel: Channel, tensor: torch.Tensor, site: _Site, sequence: int, key: int, total: bool
+    ) -> Steps[list[torch.Tensor]]:
+        while self._dropped:
+            self._dropped.pop().forget(self._workspace)
+        buffer = tensor.detach().view(-1)
+        if tensor.dtype != torch.float32:
+            if site.scratch is None:
+                site.scratch = torch.empty(tensor.numel(), dtype=torch.float32)
+            buffer = site.scratch.copy_(buffer)
+        outcomes = yield from site.exchange.steps(channel, buffer, sequence=sequence, key=key)
+        finite = all(outcome.finite for outcome in outcomes)
+        if finite and total:
+            buffer *= self._size
+        if buffer.data_ptr() != tensor.data_ptr():
+            tensor.detach().view(-1).copy_(buffer)
+        if not finite:
+            tensor.detach().fill_(float("nan"))
+        settle(outcomes, taken=finite)
+        counters = self.counters
+        counters.compressed_calls += 1
+        counters.skipped_calls += not finite
+        counters.compressed_elements += tensor.numel()
+        counters.logical_bytes += 8 * (self._size - 1) * tensor.numel() // self._size
+        counters.wire_bytes = channel.sent_bytes
+        return [tensor]
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()

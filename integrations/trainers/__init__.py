@@ -1,0 +1,1 @@
+"""Other people's trainers, launchers and checkpoints."""

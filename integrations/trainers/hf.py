@@ -1,0 +1,229 @@
+"""Hugging Face: a Trainer callback and an Accelerate handler.
+
+    Trainer(..., callbacks=[Compress(codec="sign")])                                              gradients, any optimizer
+    Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}), callbacks=[Compress()])    momentum
+    DistributedCompression(codec="sign").attach(accelerator)                                      gradients, Accelerate
+"""
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+from commpress.errors import InvalidArgument
+from commpress.integrations.ddp.hook import CompressedState, compress
+from commpress.integrations.ddp.overlap import averages, overlap
+from commpress.integrations.observe.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
+from commpress.integrations.trainers.rank_files import load_gradients, load_rank, save_rank
+from commpress.optim.stepping import SteppingOptimizer
+
+log = logging.getLogger("commpress")
+
+SUMS = ("steps", "wire_bytes", "encode_seconds", "wire_seconds", "decode_seconds")
+
+
+class Compress(TrainerCallback):
+    """Compress what a Trainer's ranks send each other.
+
+    With an optimizer that averages gradients itself (``OneBitAdam`` and its kin, whole or sharded) its rounds replace DDP's
+    averaging, and ``args.max_grad_norm`` becomes the optimizer's (pass 0 there to overlap rounds with backward). With any
+    other optimizer gradients are compressed by ``codec`` and ``options``, which are those of ``commpress.compress``.
+
+    Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it. Logs get bytes sent per
+    step, how many times fewer that is than float32, milliseconds of encoding, waiting and decoding, and the relative size of
+    what compression still owes. ``metrics`` are sinks of ``commpress.Metrics``: each gets every step's figures.
+    """
+
+    def __init__(self, codec: Any = "sign", *, metrics: Sequence[Sink] = (), **options: Any) -> None:
+        self.codec, self.options, self.sinks = codec, options, metrics
+        self.state: CompressedState | SteppingOptimizer | None = None
+        self._optimizer: SteppingOptimizer | None = None
+        self._resume: Path | None = None
+        self._handle: Any = None
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._clip: float | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._metrics: Metrics | None = None
+        self._since: Counter[str] = Counter()  # the last log: sums
+
+    # ------------------------------------------------------------ attaching
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
+        self._scaler = getattr(things["optimizer"], "scaler", None)
+        if isinstance(optimizer, SteppingOptimizer):
+            optimizer.grad_scaler = self._scaler
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            log.warning("there is one rank: nothing is compressed")
+            return
+        self._optimizer = optimizer if averages(optimizer) else None
+        if self._optimizer is not None and args.max_grad_norm:
+            self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
+            args.max_grad_norm = 0  # gradients are local: the Trainer would clip each rank by a factor of its own
+        self._resume = _folder(args, state) if state.global_step else None
+        if self._optimizer is not None and self._resume is not None:
+            self._load(self._optimizer)
+        self._handle = things["model"].register_forward_pre_hook(self._attach)
+
+    @torch.compiler.disable  # sockets, threads and files are nothing to trace
+    def _attach(self, model: torch.nn.Module, inputs: Any) -> None:
+        """In the first forward: only there the wrapper around the model can be asked for."""
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is None:
+            return
+        self._handle.remove()
+        again = self._ddp is not None and self._ddp() is ddp  # another train(): a Trainer keeps its DDP model
+        self._ddp = weakref.ref(ddp)
+        if self._optimizer is not None:
+            self.state = overlap(ddp, self._optimizer)
+        else:
+            if not again or not isinstance(self.state, CompressedState):
+                self.state = compress(ddp, self.codec, **{"grad_scaler": self._scaler} | self.options)
+            if self._resume is not None:
+                self._load(self.state)
+        self._metrics = Metrics(self.state, to=[self._add, *self.sinks], norms_every=NORMS_EVERY if self.sinks else 0)
+
+    def _add(self, sample: StepMetrics) -> None:
+        self._since.update({name: getattr(sample, name) for name in SUMS})
+
+    # ------------------------------------------------------------ while training
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        """What is saved or evaluated is what all ranks agree on."""
+        if self._handle is not None and self.state is None:
+            raise InvalidArgument(
+                "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off, or this callback out"
+            )
+        if self._metrics is not None:
+            self._metrics.step()
+        synchronize = getattr(self._optimizer, "synchronize", None)
+        if synchronize is not None and self.state is not None and (control.should_save or control.should_evaluate):
+            synchronize()
+
+    def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if self.state is None:
+            return
+        own = self.state.state_dict()
+        if isinstance(self.state, SteppingOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
+            own = {"commpress": own["commpress"]}
+        save_rank(own, _folder(args, state))
+
+    def _load(self, into: CompressedState | SteppingOptimizer) -> None:
+        assert self._resume is not None
+        if isinstance(into, CompressedState):
+            load_gradients(into, self._resume)
+        elif (own := load_rank(self._resume)) is not None:
+            into.load_rank_state(own["commpress"])
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any) -> None:
+        if self.state is None or logs is None or "loss" not in logs:
+            return
+        counters = self.state.counters
+        steps = max(self._since["steps"], 1)
+        numbers = {"commpress/bytes_per_step": self._since["wire_bytes"] / steps, "commpress/ratio": round(counters.ratio, 3)}
+        for part in ("encode", "wire", "decode"):
+            numbers[f"commpress/{part}_ms"] = 1e3 * self._since[f"{part}_seconds"] / steps
+        self._since.clear()
+        if isinstance(self.state, SteppingOptimizer):
+            numbers["commpress/owed"] = self.state.owed()
+        elif self.state.counters.errors:
+            errors = self.state.counters.errors.values()
+            numbers["commpress/error"] = sum(errors) / len(errors)
+        logs.update(numbers)
+        if state.log_history:
+            state.log_history[-1].update(numbers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if isinstance(self.state, SteppingOptimizer) and hasattr(self.state, "synchronize"):
+            self.state.synchronize()
+        if self._clip is not None:
+            args.max_grad_norm = self._clip
+        if self.state is not None and state.is_world_process_zero:
+            log.info(self.state.counters.summary())
+
+
+def report_first(trainer: Any) -> None:
+    """Let TensorBoard and the like log our numbers: callbacks are asked in order, and a Trainer puts its reporters first."""
+    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, Compress))
+
+
+def _folder(args: Any, state: Any) -> Path:
+    given = Path(args.resume_from_checkpoint) if isinstance(args.resume_from_checkpoint, str) else None
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    return folder if given is None or folder.exists() else given
+
+
+class RankFiles:
+    """Accelerate's ``save_state`` and ``load_state`` with what each rank's compressed optimizer has apart from the others.
+
+    ``RankFiles(optimizer).attach(accelerator)`` once, before either. Accelerate itself saves the optimizer of rank 0 only;
+    ``commpress-<rank>.pt`` lies beside it.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer: SteppingOptimizer = getattr(optimizer, "optimizer", optimizer)
+        self._folder = Path()
+
+    def attach(self, accelerator: Any) -> "RankFiles":
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._look)
+        accelerator.register_for_checkpointing(self)  # what it is told to load comes after the optimizers
+        return self
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
+        save_rank({"commpress": self.optimizer.rank_state()}, Path(folder))
+
+    def _look(self, models: Any, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, nothing: dict[str, Any]) -> None:
+        if (own := load_rank(self._folder)) is not None:
+            self.optimizer.load_rank_state(own["commpress"])
+
+
+class DistributedCompression(DistributedDataParallelKwargs):
+    """``DistributedCompression(codec="sign").attach(accelerator)`` before ``prepare``; ``ddp`` are arguments of DDP itself."""
+
+    def __init__(self, codec: Any = "sign", *, ddp: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**(ddp or {}))
+        self.codec, self.options = codec, options
+        self.state: CompressedState | None = None
+        self._accelerator: Any = None
+
+    def attach(self, accelerator: Any) -> "DistributedCompression":
+        """Not as one of ``kwargs_handlers``: Accelerate takes only its own classes there.
+
+        ``accelerator.save_state`` writes a file per rank, ``commpress-<rank>.pt``, and ``load_state`` after ``prepare`` reads
+        it, on another number of ranks too.
+        """
+        accelerator.ddp_handler, self._accelerator = self, accelerator
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._load)
+        return self
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
+        if self.state is not None:
+            save_rank(self.state.state_dict(), Path(folder))
+
+    def _load(self, models: Any, folder: str) -> None:
+        if self.state is not None:
+            load_gradients(self.state, Path(folder))
+
+    def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        own = ("codec", "options", "state", "_accelerator")
+        return {key: value for key, value in super().to_dict(*args, **kwargs).items() if key not in own}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        scaler = getattr(self._accelerator, "scaler", None)
+        self.state = compress(model, self.codec, **dict[str, Any](grad_scaler=scaler) | self.options)

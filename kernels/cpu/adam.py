@@ -1,0 +1,73 @@
+"""The optimizers' arithmetic on CPU: one pass over memory per call, no loop over tensors in Python.
+
+Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
+having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
+elements do (``put``): ``blend`` then moves 12, ``aim`` 16, ``land`` 20, ``accumulate`` 20, or 16 if there is no u, ``wander``
+36, or 32 where a window begins, and ``square_sum`` 4. The root of the variance is taken in each pass anew: to keep
+what is divided by would be four bytes more per parameter, and one more thing that may be out of date.
+
+The loops are in ``sources.adam``. Every function is that of ``adam`` with the same name; results do not depend on the number of
+threads.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from commpress.kernels.adam import Segments
+from commpress.kernels.adam import descend as descend
+from commpress.kernels.adam import observe as observe
+from commpress.kernels.cpu.compiled import Kernel, Kernels
+from commpress.kernels.cpu.threads import split
+
+loops = Kernels("adam")
+
+PAST = 1 << 22  # a call that handles so many elements leaves none of them in a cache
+
+
+def _run(kernel: Kernel, segments: Segments, *args: Any) -> list[int]:
+    return split(kernel, segments.numel, segments.numel, segments.table, *args, segments.numel >= PAST)
+
+
+def _array(buffer: torch.Tensor) -> np.ndarray | None:
+    return buffer.numpy() if buffer.numel() else None
+
+
+def _none(segments: Segments) -> np.ndarray:
+    return np.zeros(len(segments.table), np.int64)
+
+
+def blend(segments, m, out, *, beta, gain):
+    _run(loops.blend, segments, m.numpy(), out.numpy(), *map(np.float32, (beta, (1 - beta) * gain)))
+
+
+def aim(segments, m, v, out, divisors, *, beta, gain):
+    counts, buffers = _none(segments), (b.numpy() for b in (m, v, out))
+    _run(loops.aim, segments, divisors, *buffers, counts, *map(np.float32, (beta, 1 - beta, gain)))
+    return torch.from_numpy(counts)
+
+
+def land(segments, p, v, m, a, divisors, *, step, keep, share, most):
+    buffers, scalars = (b.numpy() for b in (p, v, m)), map(np.float32, (step, keep, share, most))
+    _run(loops.land, segments, divisors, *buffers, _array(a), *scalars)
+
+
+def accumulate(segments, m, u, v, out, divisors=None, *, beta, gain, lr, keep):
+    counts, scalars = _none(segments), map(np.float32, (beta, 1 - beta, gain, lr, keep))
+    lines = np.zeros((len(counts), 4), np.float32) if divisors is None else divisors
+    if m.numel():
+        _run(loops.accumulate, segments, lines, m.numpy(), *map(_array, (u, v)), out.numpy(), counts, *scalars)
+    return torch.from_numpy(counts)
+
+
+def wander(segments, m, u, a, v, divisors, *, beta, gain, lr, keep, kept, begins):
+    counts, buffers = _none(segments), [b.numpy() for b in (m, u, a, v)]
+    scalars = map(np.float32, (beta, 1 - beta, gain, lr, keep, kept))
+    return not any(_run(loops.wander, segments, divisors, *buffers, counts, *scalars, begins)), torch.from_numpy(counts)
+
+
+def square_sum(segments):
+    totals = np.empty(len(segments.table))
+    split(loops.square_sums, len(totals), segments.numel, segments.table, totals)
+    return float(totals.sum())

@@ -1,0 +1,103 @@
+"""The fast CPU path: Numba, one pass over memory, block by block in the first-level cache.
+
+Each call walks the blocks of a message; a block is loaded (input + residual, or the mean of P decoded rows), scaled,
+packed and stored before the next one is touched, so that a float is read once and a residual written once. Results are
+those of ``reference`` bit for bit. ``docs/kernels.md`` says why Numba.
+"""
+
+import numpy as np
+import torch
+
+from commpress.kernels.cpu.compiled import Kernels
+from commpress.kernels.cpu.threads import split
+from commpress.kernels.pieces import Pieces
+
+loops = Kernels("codec")
+
+_LARGE = 1 << 20  # from here the caches will not keep a buffer until somebody reads it
+_NONE = np.empty(0, np.float32)
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+def _floats(tensor: torch.Tensor | None) -> np.ndarray:
+    """float32 as such, bfloat16 as uint16."""
+    if tensor is None:
+        return _NONE
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def _bytes(wire: torch.Tensor) -> np.ndarray:
+    """All rows as one flat byte array, the gaps between rows included."""
+    rows, width = wire.shape
+    return wire.as_strided(((rows - 1) * wire.stride(0) + width,), (1,)).numpy()
+
+
+def _mixed(pieces: Pieces) -> bool | None:
+    """None for signs and casts, for which there is a smaller kernel."""
+    return None if pieces.plain else True
+
+
+def _encode_any(x, gain, wires, wire, flag, pieces, rank, key, residual, new_residual, residual_scale, new_scale):
+    rows, stride, flat = wire.shape[0], wire.stride(0), _bytes(wire)
+    blocks = rows * pieces.blocks
+    partial = np.empty(blocks, np.float32) if pieces.row_scales else _NONE
+    inbox, in_stride, senders = (_NO_BYTES, 0, 0) if wires is None else (_bytes(wires), wires.stride(0), wires.shape[0])
+    finite = all(
+        split(
+            loops.encode, blocks, pieces.numel // (senders or 1), _floats(x), np.float32(gain), inbox, in_stride, senders,
+            rank, _floats(residual), _floats(residual_scale), _floats(new_residual), flat, stride, partial,
+            pieces.table, rows, np.uint32(key), _mixed(pieces),
+        )
+    )  # fmt: skip
+    if pieces.row_scales:
+        scales = torch.empty(len(pieces.table) * rows, dtype=torch.float32) if new_scale is None else new_scale
+        table = pieces.table
+        finite = loops.finish_rows(partial, table, rows, senders, rank, flat, stride, scales.numpy()) and finite
+        if new_residual is not None and new_scale is None:
+            settle(new_residual, scales, pieces, shard=senders > 0)
+    if not finite:
+        flag.fill_(1)
+
+
+def encode(
+    x, wire, flag, pieces, *, gain=1.0, key=0, residual=None, new_residual=None, residual_scale=None, new_scale=None
+):
+    """wire := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
+
+    x float32[n] or bfloat16[n]; wire uint8[rows, row_bytes], gaps between rows allowed; residual, new_residual
+    float32[pieces.kept], which may be one tensor. With ``new_scale`` float32[pieces · rows] the residual of pieces with one
+    scale per row is lazy: new_residual := c there, and c − scale · sgn(c) is formed when it comes back with ``residual_scale``.
+    """
+    _encode_any(x, gain, None, wire, flag, pieces, 0, key, residual, new_residual, residual_scale, new_scale)
+
+
+def serve(
+    wires, wire, flag, pieces, rank, *, divisor=0.0, key=0, residual=None, new_residual=None, residual_scale=None,
+    new_scale=None,
+):  # fmt: skip
+    """Average the P rows, add the residual and encode the one row that goes back; the mean never reaches memory.
+
+    The sum is divided by ``divisor`` (0: by P): a row may stand for several ranks.
+    Residuals are float32[pieces.shard], lazy scales float32[pieces].
+    """
+    _encode_any(None, divisor or wires.shape[0], wires, wire, flag, pieces, rank, key, residual, new_residual,
+                residual_scale, new_scale)  # fmt: skip
+
+
+def decode(wire, out, pieces, *, gain=1.0, add=False):
+    """out[n] := or += all rows; each scale is multiplied by ``gain`` before it meets a code. float32 or bfloat16."""
+    rows = wire.shape[0]
+    past = not add and pieces.numel >= _LARGE
+    split(loops.decode, rows * pieces.blocks, pieces.numel, _bytes(wire), wire.stride(0), _floats(out), np.float32(gain), add,
+          past, 0, 0, pieces.table, rows, _mixed(pieces))  # fmt: skip
+
+
+def decode_mean(wires, out, pieces, rank):
+    """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
+    split(loops.decode, pieces.blocks, pieces.numel, _bytes(wires), wires.stride(0), _floats(out), np.float32(1), False,
+          False, wires.shape[0], rank, pieces.table, 1, _mixed(pieces))  # fmt: skip
+
+
+def settle(value, scale, pieces, *, shard=False):
+    """Turn a lazy residual into a plain one, in place: v −= scale · sgn(v)."""
+    loops.settle(value.numpy(), scale.numpy(), pieces.table, 1 if shard else pieces.rows, shard)

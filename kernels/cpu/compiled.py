@@ -1,0 +1,271 @@
+"""Kernels as machine code: bitcode that Numba made when the package was built, finished by LLVM for this very processor.
+
+A kernel is compiled when it is first called, and what came of it is kept (``object_cache``). Without bitcode of these very
+sources (a checkout in which somebody works) Numba makes it now.
+"""
+
+import ctypes
+import json
+import logging
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from hashlib import blake2b
+from threading import RLock
+from typing import Any, NamedTuple
+
+import llvmlite
+import llvmlite.binding as llvm
+import numpy as np
+import torch
+
+from commpress.errors import MissingPackage
+from commpress.kernels.cpu import object_cache
+from commpress.kernels.cpu.digest import FOLDER, LLVM, digest, kept_name
+from commpress.kernels.cpu.kinds import HALVES, NOTHING, Kind
+
+log = logging.getLogger("commpress")
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_compiling = RLock()
+
+
+# ---------------------------------------------------------------- calls
+
+
+class Frames(NamedTuple):
+    """Calls of one kernel, each with a part of the work."""
+
+    function: Any
+    slots: Any  # those of all calls, one frame behind the other
+    size: int  # bytes of a frame
+    calls: int
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.slots)
+
+    def run(self, i: int) -> None:
+        """One call, without Python's lock."""
+        self.function(self.address + i * self.size)
+
+    def results(self) -> list[int]:
+        ends = [struct.unpack_from("qq", self.slots, (i + 1) * self.size - 16) for i in range(self.calls)]
+        if any(failed for failed, _ in ends):
+            raise MemoryError("a kernel failed: it found no memory to work with, or arrays whose lengths do not fit")
+        return [result for _, result in ends]
+
+
+class _Variant(NamedTuple):
+    function: Any
+    frame: struct.Struct
+
+
+class Kernel:
+    """A kernel, called with numbers, None and contiguous tensors or arrays on the CPU; its declaration says which."""
+
+    def __init__(self, family: str, name: str) -> None:
+        self.family, self.name = family, name
+        self._variants: dict[tuple[Any, ...], _Variant] = {}
+
+    def __call__(self, *args: Any) -> int:
+        frames = self.frames(args)
+        frames.run(0)
+        return frames.results()[0]
+
+    def frames(self, args: Sequence[Any], parts: Sequence[tuple[int, ...]] = ((),)) -> Frames:
+        """A call for each of the ``parts``, which are its last arguments. Arrays must live until the calls are over."""
+        key: list[Any] = []  # what tells variants apart
+        values: list[Any] = []
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                if not (value.is_cpu and value.is_contiguous()):
+                    raise TypeError(f"kernel {self.name} got a tensor on {value.device} of strides {value.stride()}")
+                key.append(value.dtype)
+                values += (value.data_ptr(), value.numel())
+            elif isinstance(value, np.ndarray):
+                if not value.flags.c_contiguous:
+                    raise TypeError(f"kernel {self.name} got an array of strides {value.strides}")
+                key.append((value.dtype, value.ndim))
+                values += (value.ctypes.data, *value.shape)
+            elif value is None:
+                key.append(None)
+            else:
+                key.append(0)
+                values.append(value)
+        kind = tuple(key)
+        variant = self._variants.get(kind) or self._compiled(kind, len(parts[0]))
+        packed = b"".join([variant.frame.pack(*values, *part, 0, 0) for part in parts])
+        return Frames(variant.function, ctypes.create_string_buffer(packed, len(packed)), variant.frame.size, len(parts))
+
+    def _compiled(self, key: tuple[Any, ...], more: int) -> _Variant:
+        kinds = [_kind(part) for part in key] + [Kind("number")] * more
+        for i, declared in enumerate(_family(self.family).variants[self.name]):
+            if len(declared) == len(kinds) and all(map(_fits, kinds, declared)):
+                function = _function(self.family, f"{self.family}.{self.name}.{i}")
+                frame = struct.Struct("".join(kind.slots for kind in declared) + "qq")
+                return self._variants.setdefault(key, _Variant(function, frame))
+        raise TypeError(f"kernel {self.name} was called with {', '.join(map(str, kinds))}, which it is not declared for")
+
+
+class Kernels:
+    """Those of one family, as attributes; ``sources`` has a file of its name."""
+
+    def __init__(self, family: str) -> None:
+        self._family = family
+
+    def __getattr__(self, name: str) -> Kernel:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        kernel = Kernel(self._family, name)
+        setattr(self, name, kernel)
+        return kernel
+
+
+def _kind(key: Any) -> Kind:
+    """Of one argument."""
+    if key is None:
+        return NOTHING
+    if isinstance(key, torch.dtype):
+        return Kind(str(key).removeprefix("torch."), 1)
+    return Kind(str(key[0]), key[1]) if isinstance(key, tuple) else Kind("number")
+
+
+def _fits(given: Kind, declared: Kind) -> bool:
+    if given.dtype == "number":
+        return not declared.dims and declared != NOTHING
+    return given == declared or (given.dtype == "bfloat16" and declared == HALVES)
+
+
+# ---------------------------------------------------------------- bitcode
+
+
+class _Family(NamedTuple):
+    variants: dict[str, list[tuple[Kind, ...]]]
+    module: bytes
+
+
+@cache
+def _family(name: str) -> _Family:
+    head, _, body = bitcode(name).partition(b"\n")
+    variants = {
+        kernel: [tuple(Kind(dtype, int(dims)) for dtype, dims in (kind.split("/") for kind in kinds)) for kinds in each]
+        for kernel, each in json.loads(head)["kernels"].items()
+    }
+    return _Family(variants, zlib.decompress(body))
+
+
+def bitcode(family: str) -> bytes:
+    """The file that ``build`` made of these sources."""
+    return _packed(family) or _of_these_sources(family)
+
+
+def _packed(name: str) -> bytes | None:
+    """The file that came with the package, if it is of these sources and LLVM can read it."""
+    try:
+        file = (FOLDER / f"{name}.bc").read_bytes()
+    except OSError:
+        return None
+    head = json.loads(file.partition(b"\n")[0])
+    return file if head["digest"] == digest() and head["llvm"] <= list(llvm.llvm_version_info) else None
+
+
+def _of_these_sources(name: str) -> bytes:
+    kept = kept_name(name)
+    if (file := object_cache.load(kept)) is not None:
+        return file
+    with object_cache.lock(kept):  # one process compiles, others wait for what it keeps
+        if (file := object_cache.load(kept)) is None:
+            log.warning(
+                "commpress: %s was not made from these sources of kernels: Numba compiles %s now, which takes up to half a "
+                "minute; python -m commpress.kernels.cpu.build makes it", FOLDER, name,
+            )  # fmt: skip
+            try:
+                from commpress.kernels.cpu import build
+            except ImportError as error:
+                raise MissingPackage(
+                    f"the bitcode of the kernels in {FOLDER} is missing or not of these sources, or llvmlite "
+                    f"{llvmlite.__version__} is too old to read it, and Numba, which makes it, cannot be imported ({error}). "
+                    "Install commpress again from a wheel, upgrade llvmlite, or install Numba."
+                ) from error
+            file = build.bitcode(name)
+            object_cache.store(kept, file)
+    return file
+
+
+# ---------------------------------------------------------------- machine code
+
+
+class _Host(NamedTuple):
+    machine: llvm.TargetMachine
+    engine: llvm.ExecutionEngine
+    name: str  # of what the same machine code runs on, and LLVM makes alike
+
+
+@cache
+def _host() -> _Host:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    triple, cpu, features = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    target = llvm.Target.from_triple(triple)
+    relocations = "static" if target.name.startswith("x86") else "default"
+    options = {"cpu": cpu, "features": features, "opt": 3, "codemodel": "jitdefault", "reloc": relocations, "jit": True}
+    empty = llvm.parse_assembly(f'target triple = "{triple}"')
+    engine = llvm.create_mcjit_compiler(empty, target.create_target_machine(**options))
+    name = blake2b(f"{triple} {cpu} {features}".encode(), digest_size=8).hexdigest()
+    return _Host(target.create_target_machine(**options), engine, name)
+
+
+def _function(family: str, symbol: str) -> Any:
+    """The compiled kernel that a family's module has under this name."""
+    with _compiling:
+        host = _host()
+        if not (address := host.engine.get_function_address(symbol)):
+            host.engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code(family, symbol)))
+            host.engine.finalize_object()
+            address = host.engine.get_function_address(symbol)
+        return _FUNCTION(address)
+
+
+def machine_code(family: str, symbol: str) -> bytes:
+    """An object file with the kernel that has this name, for this processor."""
+    kept = f"{digest()}-{LLVM}-{_host().name}-{symbol}.o"
+    code = object_cache.load(kept)
+    if code is None:
+        started = time.thread_time()
+        code = _optimised(_family(family).module, symbol)
+        log.debug("commpress: compiled %s in %.2f s", symbol, time.thread_time() - started)
+        object_cache.store(kept, code)
+    return code
+
+
+def _optimised(module: bytes, symbol: str) -> bytes:
+    """Machine code of one kernel. The passes are those of Numba: functions are drawn together, then references to arrays that
+    come and go within one are dropped, then all is optimised."""
+    machine, of = _host().machine, llvm.parse_bitcode(module)
+    of.triple, of.data_layout = machine.triple, str(machine.target_data)
+    _hide(of, {llvm.Linkage.external}, symbol)
+    for level in (0, 3):
+        tuning = llvm.create_pipeline_tuning_options(speed_level=level)
+        tuning.loop_vectorization = tuning.slp_vectorization = level > 0
+        builder = llvm.create_pass_builder(machine, tuning)
+        if level == 0:
+            unused = llvm.create_new_module_pass_manager()
+            unused.add_global_dead_code_eliminate_pass()
+            unused.run(of, builder)
+        passes = builder.getModulePassManager()
+        if level == 0:
+            passes.add_loop_rotate_pass()
+            passes.add_instruction_combine_pass()
+            passes.add_jump_threading_pass()
+        passes.add_refprune_pass()
+        passes.run(of, builder)
+    _hide(of, {llvm.Linkage.external, llvm.Linkage.linkonce_odr}, symbol)
+    return machine.emit_object(of)
+
+
+def _hide(module: llvm.ModuleRef, linkages: set[llvm.Linkage], but: str) -> None:
+    for function in module.functions:
+        if not function.is_declaration and function.linkage in linkages and function.name != but:
+            function.linkage = llvm.Linkage.internal

@@ -1,0 +1,30 @@
+"""Which kernels these are: a digest of everything that bits depend on."""
+
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+import llvmlite
+import llvmlite.binding
+
+_HERE = Path(__file__).parent
+FOLDER = _HERE / "bitcode"
+LLVM = f"{llvmlite.__version__}-{'.'.join(map(str, llvmlite.binding.llvm_version_info))}"
+FAMILIES = ("codec", "adam", "lamb", "low_rank", "sketch", "openmp")
+# What ``sources`` import, and who compiles.
+_BESIDE = ("build.py", "compiled.py", "kinds.py", "../matrices.py", "../pieces.py", "../reference.py")
+
+
+@cache
+def digest() -> str:
+    """Of the source files, whatever folder they lie in."""
+    found = blake2b(digest_size=16)
+    for path in sorted((_HERE / "sources").glob("*.py")) + [_HERE / name for name in _BESIDE]:
+        text = path.read_bytes()
+        found.update(f"{path.name} {len(text)}\n".encode() + text)
+    return found.hexdigest()
+
+
+def kept_name(family: str) -> str:
+    """Of a family's bitcode in a cache."""
+    return f"{digest()}-{LLVM}-{family}.bc"

@@ -1,0 +1,314 @@
+"""The CUDA path: the names, arguments and bytes of ``cpu``, on torch's current stream.
+
+Each function is a *plan*: the launches it takes, as data. ``execute`` hands a launch to CuPy, which compiles the
+``.cu`` files beside this one, one module per family of kinds, on first use, and keeps the result on disk; the tests
+execute the same plans on the CPU. Tensors are passed as addresses: nothing is copied, the host never waits, and any
+length, alignment and row stride will do.
+
+Pieces of one family share a launch. Its table of pieces lies on the device, uploaded once per table. One scale per row
+takes a second launch; the two meet in a workspace of one word per 2048 elements, which comes from torch's caching
+allocator: after the first call of its size that costs no call to the driver, and because the allocator reuses memory
+in stream order, calls on several streams never share it.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from importlib.resources import files
+from typing import Any, NamedTuple, ParamSpec
+
+import numpy as np
+import torch
+
+from commpress.errors import InvalidArgument, MissingPackage
+from commpress.kernels.pieces import BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH, Pieces
+from commpress.kernels.reference import BITS, CHUNK, SIGN_L1, SIGN_RMS, head_bytes
+
+THREADS, FINISH_THREADS = 256, 1024
+TILE, DECODE_TILE = CHUNK, 2 * CHUNK  # elements per thread block; of blocks with a head always TILE
+ROW_SCALE = 62  # as log2 of a block: element >> 62 = 0, every element meets the row's only scale
+EVERY_ROW = -1  # as rank: the rows of the grid are the rows of the pieces
+Arguments = ParamSpec("Arguments")
+Scalars = tuple[np.generic, ...]
+
+
+class Launch(NamedTuple):
+    """One kernel of the module of ``family`` on a one-dimensional grid; arguments are scalars of the exact C width."""
+
+    kernel: str
+    family: int
+    grid: int
+    threads: int
+    args: Scalars
+    device: torch.device
+
+
+# ---------------------------------------------------------------- compiling and launching
+
+
+def source(family: int) -> str:
+    """The CUDA source of the module of ``family``, to be compiled with ``options``."""
+    meaning = "heads" if family >= BITS else "codes"
+    names = ["arithmetic.cu", "codes.cu", "tiles.cu", f"read_{meaning}.cu", "decode.cu", "encode.cu", f"write_{meaning}.cu"]
+    if family in (SIGN_L1, SIGN_RMS):
+        names.append("rows.cu")
+    here = files("commpress.kernels.cuda")
+    return "\n".join(f'#line 1 "{name}"\n{here.joinpath(name).read_text("ascii")}' for name in names)
+
+
+def options(family: int) -> tuple[str, ...]:
+    return "-std=c++17", "--fmad=false", f"-DKIND={family}"
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingPackage(
+            "compressing tensors on a GPU needs CuPy: pip install 'commpress[cuda12]' for CUDA 12 or "
+            "'commpress[cuda13]' for CUDA 13"
+        ) from error
+    return cupy
+
+
+@cache
+def _module(family: int) -> Any:
+    return _cupy().RawModule(code=source(family), options=options(family))
+
+
+@cache
+def _kernel(family: int, name: str) -> Any:
+    return _module(family).get_function(name)
+
+
+def execute(launch: Launch) -> None:
+    """Enqueue on torch's current stream of the device that holds the tensors."""
+    if launch.device.type != "cuda":
+        raise InvalidArgument(f"the CUDA path got tensors on {launch.device}: use commpress.kernels.cpu.codec for them")
+    cuda, device = _cupy().cuda, launch.device.index
+    stream = torch.cuda.current_stream(device)
+    if hasattr(cuda.Stream, "from_external"):  # since CuPy 14, where ExternalStream warns
+        ours = cuda.Stream.from_external(stream)
+    else:
+        ours = cuda.ExternalStream(stream.cuda_stream, device)
+    with cuda.Device(device), ours:
+        _kernel(launch.family, launch.kernel)((launch.grid,), (launch.threads,), launch.args)
+
+
+def _executed(plan: Callable[Arguments, Iterator[Launch]]) -> Callable[Arguments, None]:
+    """The function that executes a plan. What the plan allocates lives until its last launch is enqueued."""
+
+    @wraps(plan)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        for launch in plan(*args, **kwargs):
+            if launch.grid:
+                execute(launch)
+
+    return call
+
+
+# ---------------------------------------------------------------- pieces
+
+
+class Group(NamedTuple):
+    """The pieces that one launch takes: those of one family, apart those with one scale per row."""
+
+    family: int
+    row_scale: bool
+    columns: torch.Tensor  # int64[13, lines] on the device, rows as named in tiles.cu
+    tiles: int  # of one row of all lines
+    decode_tiles: int
+
+    def table(self, rows: int, rank: int, *, decode: bool = False) -> Scalars:
+        """The arguments that become a ``Table`` in tiles.cu."""
+        tiles = self.decode_tiles if decode else self.tiles
+        return (
+            _address(self.columns),
+            np.int32(self.columns.shape[1]),
+            np.int32(tiles),
+            np.int32(rows),
+            np.int32(rank),
+        )
+
+
+def _groups(pieces: Pieces, device: torch.device) -> list[Group]:
+    return _upload(pieces.table.tobytes(), device)
+
+
+@cache
+def _upload(table_bytes: bytes, device: torch.device) -> list[Group]:
+    """The table in the order of tiles.cu. Keyed by content, never dropped: a launch on any stream may still read it."""
+    table = np.frombuffer(table_bytes, np.int64).reshape(-1, 10)
+    row_scale = (table[:, BLOCK] == 0) & (table[:, KIND] <= SIGN_RMS)
+    families, groups = table[:, KIND] & 255, []
+    for family, whole in sorted({(int(f), bool(w)) for f, w in zip(families, row_scale, strict=True)}):
+        numbers = np.flatnonzero((families == family) & (row_scale == whole))
+        lines = table[numbers]
+        tiles = -(-lines[:, WIDTH] // TILE)
+        decode_tiles = tiles if family >= BITS else -(-lines[:, WIDTH] // DECODE_TILE)
+        shifts = [int(block).bit_length() - 1 if block else ROW_SCALE for block in lines[:, BLOCK]]
+        heads = [head_bytes(int(line[KIND]), int(line[WIDTH]), int(line[BLOCK])) for line in lines]
+        columns = [
+            np.cumsum(tiles) - tiles, np.cumsum(decode_tiles) - decode_tiles, numbers, lines[:, SOURCE],
+            lines[:, NUMEL], lines[:, WIDTH], shifts, lines[:, KIND] >> 8, heads, lines[:, COLUMN], lines[:, KEPT],
+            lines[:, SHARD], lines[:, HASH],
+        ]  # fmt: skip
+        on_device = torch.from_numpy(np.array(columns, np.int64)).to(device)
+        groups.append(Group(family, whole, on_device, int(tiles.sum()), int(decode_tiles.sum())))
+    return groups
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _address(tensor: torch.Tensor | None) -> np.uint64:
+    return np.uint64(0 if tensor is None else tensor.data_ptr())
+
+
+def _check_wire(wire: torch.Tensor, pieces: Pieces) -> None:
+    if wire.dtype != torch.uint8 or wire.dim() != 2 or wire.shape[1] < pieces.row_bytes or wire.stride(1) != 1:
+        raise InvalidArgument(
+            f"the wire is {wire.dtype} {tuple(wire.shape)} with strides {wire.stride()}, expected rows of "
+            f"{pieces.row_bytes} consecutive uint8: allocate it with pieces.row_bytes columns"
+        )
+
+
+def _check_floats(device: torch.device, **floats: tuple[torch.Tensor | None, int]) -> None:
+    """Each is absent or has at least that many elements, in one run of memory on ``device``."""
+    for name, (tensor, numel) in floats.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.float32 or tensor.numel() < numel or not tensor.is_contiguous():
+            raise InvalidArgument(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, expected {numel} "
+                "consecutive float32"
+            )
+        if tensor.device != device:
+            raise InvalidArgument(f"{name} is on {tensor.device}, the rest on {device}: move it there")
+
+
+def _buffer_numel(pieces: Pieces) -> int:
+    return int((pieces.table[:, SOURCE] + pieces.table[:, NUMEL]).max(initial=0))
+
+
+# ---------------------------------------------------------------- plans
+
+
+def _encode_any(
+    verb: str, x: torch.Tensor | None, gain: float, wires: torch.Tensor | None, wire: torch.Tensor, flag: torch.Tensor,
+    pieces: Pieces, rank: int, key: int, residual: torch.Tensor | None, new_residual: torch.Tensor | None,
+    residual_scale: torch.Tensor | None, new_scale: torch.Tensor | None,
+) -> Iterator[Launch]:  # fmt: skip
+    """The launches of ``encode`` and ``serve``: they differ in the names of kernels and in which rows there are."""
+    rows, device = wire.shape[0], wire.device
+    if flag.device != device or flag.dtype != torch.uint8:
+        raise InvalidArgument(f"flag is {flag.dtype} on {flag.device}, expected torch.uint8 on {device}")
+    groups = _groups(pieces, device)
+    scales = new_scale
+    if scales is None and pieces.row_scales:
+        scales = torch.empty(len(pieces.table) * rows, dtype=torch.float32, device=device)
+    before: Scalars = (
+        _address(x), np.float32(gain), _address(wires), np.int64(0 if wires is None else wires.stride(0)),
+        np.int32(0 if wires is None else wires.shape[0]), _address(residual), _address(residual_scale), _address(wire),
+        np.int64(wire.stride(0)), _address(flag), _address(new_residual),
+    )  # fmt: skip
+    noise = np.uint32(key & 0xFFFFFFFF)
+    for group in groups:
+        grid, table = rows * group.tiles, group.table(rows, rank)
+        if not group.row_scale:
+            args: Scalars = (*before, _address(new_scale), noise, *table, _address(None))
+            yield Launch(f"{verb}_blocks", group.family, grid, THREADS, args, device)
+            continue
+        totals = torch.empty(grid, dtype=torch.float32, device=device)
+        args = (*before, _address(scales), noise, *table, _address(totals))
+        yield Launch(f"{verb}_measure", group.family, grid, THREADS, args, device)
+        yield Launch("finish_rows", group.family, rows * group.columns.shape[1], FINISH_THREADS, args, device)
+        if new_residual is not None and scales is not None and new_scale is None:
+            yield _settle(group, new_residual, scales, rows, rank, whole=False)
+
+
+def _settle(group: Group, value: torch.Tensor, scale: torch.Tensor, rows: int, rank: int, *, whole: bool) -> Launch:
+    """``whole``: also the padding of rows, whose number of elements nobody knows without the rank."""
+    args = (_address(value), _address(scale), *group.table(rows, rank), np.int32(whole))
+    return Launch("settle", group.family, rows * group.tiles, THREADS, args, value.device)
+
+
+@_executed
+def encode(
+    x: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, key: int = 0,
+    residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None, new_scale: torch.Tensor | None = None,
+) -> Iterator[Launch]:  # fmt: skip
+    """wire := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
+
+    With ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is lazy: new_residual := c
+    there, and c − scale · sgn(c) is formed when it comes back with ``residual_scale``.
+    """
+    scales = len(pieces.table) * wire.shape[0]
+    _check_wire(wire, pieces)
+    _check_floats(
+        wire.device, x=(x, _buffer_numel(pieces)),
+        residual=(residual, pieces.kept), new_residual=(new_residual, pieces.kept),
+        residual_scale=(residual_scale, scales), new_scale=(new_scale, scales),
+    )  # fmt: skip
+    yield from _encode_any(
+        "encode", x, gain, None, wire, flag, pieces, EVERY_ROW, key, residual, new_residual, residual_scale, new_scale
+    )
+
+
+@_executed
+def serve(
+    wires: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
+    key: int = 0, residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None, new_scale: torch.Tensor | None = None,
+) -> Iterator[Launch]:  # fmt: skip
+    """Average the P rows, add the residual and encode the one row that goes back; the mean never reaches memory.
+
+    The sum is divided by ``divisor`` (0: by P): a row may stand for several ranks.
+    Residuals are float32[pieces.shard], lazy scales float32[pieces].
+    """
+    scales = len(pieces.table)
+    _check_wire(wires, pieces)
+    _check_wire(wire, pieces)
+    _check_floats(
+        wires.device, residual=(residual, pieces.shard), new_residual=(new_residual, pieces.shard),
+        residual_scale=(residual_scale, scales), new_scale=(new_scale, scales),
+    )  # fmt: skip
+    yield from _encode_any(
+        "serve", None, divisor or wires.shape[0], wires, wire, flag, pieces, rank, key, residual, new_residual,
+        residual_scale, new_scale,
+    )
+
+
+@_executed
+def decode(
+    wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False
+) -> Iterator[Launch]:
+    """out := or += all rows; each scale is multiplied by ``gain`` before it meets a code."""
+    rows = wire.shape[0]
+    _check_wire(wire, pieces)
+    _check_floats(wire.device, out=(out, _buffer_numel(pieces)))
+    for group in _groups(pieces, wire.device):
+        args = (_address(wire), np.int64(wire.stride(0)), np.float32(gain), np.int32(add), _address(out))
+        table = group.table(rows, EVERY_ROW, decode=True)
+        yield Launch("decode_rows", group.family, rows * group.decode_tiles, THREADS, (*args, *table), wire.device)
+
+
+@_executed
+def decode_mean(wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> Iterator[Launch]:
+    """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
+    _check_wire(wires, pieces)
+    _check_floats(wires.device, out=(out, pieces.shard))
+    for group in _groups(pieces, wires.device):
+        args = (_address(wires), np.int64(wires.stride(0)), np.int32(wires.shape[0]), _address(out))
+        yield Launch("decode_mean", group.family, group.tiles, THREADS, (*args, *group.table(1, rank)), wires.device)
+
+
+@_executed
+def settle(value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False) -> Iterator[Launch]:
+    """Turn a lazy residual into a plain one, in place: v −= scale · sgn(v)."""
+    rows, rank = (1, 0) if shard else (pieces.rows, EVERY_ROW)
+    numel = pieces.shard if shard else pieces.kept
+    _check_floats(value.device, value=(value, numel), scale=(scale, len(pieces.table) * rows))
+    for group in _groups(pieces, value.device):
+        if group.row_scale:
+            yield _settle(group, value, scale, rows, rank, whole=shard)
