@@ -48,7 +48,7 @@ _HOMES = {
     "Policy": "commpress.integrations.process_group.group_options",
     "Topology": "commpress.collectives.topology",
     "load_links": "commpress.collectives.links",
-    "TieredStore": "commpress.tiered_mem.store",
+    "TieredStore": "commpress.tiered_mem",
     "Metrics": "commpress.integrations.observe.metrics",
     "MetricsEndpoint": "commpress.integrations.observe.endpoint",
     "to_writer": "commpress.integrations.observe.metrics",
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.streamed import stream
     from commpress.integrations.zero.tiling import tile
     from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
-    from commpress.tiered_mem.store import TieredStore
+    from commpress.tiered_mem import TieredStore
     from commpress.timeline import Timeline, merge_timelines
 
 __all__ = [

@@ -26,10 +26,8 @@ from zlib import crc32
 import torch
 
 from commpress.errors import CommpressError
+from commpress.tiered_mem import FileLayer, Options, TieredStore
 from commpress.tiered_mem.engines import available
-from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.options import Options
-from commpress.tiered_mem.store import TieredStore
 from simulated_disk import KINDS, SimulatedDisk
 
 OPTIONS = Options(chunk_bytes=16 << 10, pack_below=4 << 10, pack_bytes=8 << 10, segment_bytes=256 << 10)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import commpress
-from commpress.tiered_mem.options import Options
+from commpress.tiered_mem import Options
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
 SMALL = Options(chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commpress.errors import DirectoryRefused
-from commpress.tiered_mem.layer import FileLayer
+from commpress.tiered_mem import FileLayer
 
 KINDS = ("EIO", "ENOSPC", "short", "cut", "torn 512", "torn 4096")
 

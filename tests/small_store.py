@@ -2,8 +2,7 @@
 
 import torch
 
-from commpress.tiered_mem.options import Options
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import Options, TieredStore
 
 SMALL = Options(chunk_bytes=64 << 10, pack_below=8 << 10, pack_bytes=32 << 10, segment_bytes=4 << 20)
 

@@ -19,8 +19,7 @@ from statistics import median
 
 import torch
 
-from commpress.tiered_mem.sizes import parse_bytes
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore, parse_bytes
 
 
 def peak() -> int:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from commpress.errors import DirectoryRefused, InvalidArgument
-from commpress.tiered_mem import engines
-from commpress.tiered_mem.layer import FileLayer
+from commpress.tiered_mem import FileLayer, engines
 from commpress.tiered_mem.manifest import DTYPES
 from small_store import open_store, read
 
@@ -65,6 +64,53 @@ def test_put_replaces_whatever_the_size(store):
         store.evict("x").wait()
         assert read(store, "x").tolist() == [float(numel)] * numel
     assert len(store) == 1
+
+
+class Reads(FileLayer):
+    """It counts those of segments and records."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def read(self, fd, view, offset):
+        self.count += 1
+        return super().read(fd, view, offset)
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_a_put_over_a_tensor_on_disk_reads_nothing(tmp_path, waited):
+    layer = Reads()
+    with open_store(tmp_path, layer=layer) as store:
+        for i in range(4):
+            store.put("x", torch.full((100_000,), float(i)))
+            evicted, before = store.evict("x"), layer.count
+            if waited:
+                evicted.wait()
+            store.put("x", torch.full((100_000,), i + 0.5))
+            evicted.wait()
+            assert layer.count == before
+            assert (read(store, "x") == i + 0.5).all()
+        assert len(store) == 1
+        assert store.commit() == 1
+    with open_store(tmp_path) as store:
+        assert (read(store, "x") == 3.5).all()
+        assert store.usage().disk == 98 * 4096  # one such tensor
+
+
+def test_a_put_over_a_tensor_on_disk_keeps_the_old_one_if_it_fails(tmp_path, monkeypatch):
+    with open_store(tmp_path) as store:
+        store.put("x", torch.ones(100_000))
+        store.evict("x").wait()
+        with monkeypatch.context() as patch:
+
+            def fail(*_):
+                raise RuntimeError("as told")
+
+            patch.setattr(torch.Tensor, "copy_", fail)
+            with pytest.raises(RuntimeError, match="as told"):
+                store.put("x", torch.zeros(100_000))
+        assert store.usage().host == 0
+        assert read(store, "x").sum() == 100_000
 
 
 def test_a_deleted_tensor_is_gone_and_its_room_is_used_again(store):

@@ -12,7 +12,7 @@ import torch
 
 import store_footprint
 from commpress.errors import DiskFull, OverBudget
-from commpress.tiered_mem.memory import Arena
+from commpress.tiered_mem.arena import Arena
 from small_store import open_store, read
 
 SMAPS = Path("/proc/self/smaps")

@@ -17,11 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import crash_campaign
 from commpress.errors import CommpressError, DiskFailure, DiskFull, InvalidArgument
-from commpress.tiered_mem import opening
-from commpress.tiered_mem.claims import Claims
-from commpress.tiered_mem.files import Disk
-from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import FileLayer, TieredStore
+from commpress.tiered_mem.disk import Disk, References
+from commpress.tiered_mem.folders import Folders
 from crash_campaign import KINDS, Ledger, content, equal, open_simulated, read_all
 from simulated_disk import SimulatedDisk
 
@@ -56,7 +54,7 @@ def test_the_campaign_finds_a_store_that_overwrites_committed_chunks(monkeypatch
                 self.disk.free([extent])
 
     monkeypatch.setattr(Disk, "allocate", remember)
-    monkeypatch.setattr(Claims, "release", release)
+    monkeypatch.setattr(References, "release", release)
     with pytest.raises(AssertionError, match="at operation"):
         crash_campaign.enumerate_failures(stride=4, cuts=2)
 
@@ -70,9 +68,9 @@ class ForgetsUnions(set):
 
 def after_reopening(monkeypatch):
     """The next run takes places of snapshots for free."""
-    read = opening.read_snapshots
+    read = Folders.snapshots
     empty = lambda folders: {name: replace(found, rows=()) for name, found in read(folders).items()}  # noqa: E731
-    monkeypatch.setattr(opening, "read_snapshots", empty)
+    monkeypatch.setattr(Folders, "snapshots", empty)
 
 
 def after_a_failed_rename(monkeypatch):
@@ -84,12 +82,12 @@ def after_a_failed_rename(monkeypatch):
             self.__dict__["committed"] = places
 
     committed = property(lambda self: self.__dict__["committed"], keep_the_old)
-    monkeypatch.setattr(Claims, "committed", committed, raising=False)
+    monkeypatch.setattr(References, "committed", committed, raising=False)
 
 
 def after_a_failed_snapshot(monkeypatch):
     """It is taken for one that is not there."""
-    monkeypatch.setattr(Claims, "lost", property(lambda self: ForgetsUnions(), lambda self, places: None), raising=False)
+    monkeypatch.setattr(References, "lost", property(lambda self: ForgetsUnions(), lambda self, places: None), raising=False)
 
 
 @pytest.mark.parametrize("mutant", [after_reopening, after_a_failed_rename, after_a_failed_snapshot])

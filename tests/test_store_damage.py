@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from commpress.errors import Damaged, DirectoryRefused, InvalidArgument, StorageError
-from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.options import Options
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import FileLayer, Options, TieredStore
 from small_store import open_store, read
 
 
@@ -83,6 +81,26 @@ def test_a_damaged_manifest_is_named_not_believed(tmp_path, name, harm):
     assert file.read_bytes() == content
 
 
+@pytest.mark.parametrize("name", ["manifest", "identity", "snapshot-before"])
+def test_a_record_of_another_version_is_refused_by_its_name(tmp_path, name):
+    """Not called damaged, and not replaced by a snapshot: another release reads it."""
+    filled(tmp_path)
+    content = (tmp_path / name).read_bytes()
+    version = content[7:8].decode()
+    assert version.isdigit()
+    (tmp_path / name).write_bytes(content[:7] + b"9" + content[8:])
+    before = files(tmp_path)
+    with pytest.raises(DirectoryRefused, match=f"{name} is of version '9', expected '{version}'"):
+        open_store(tmp_path)
+    if name != "identity":
+        with pytest.raises(DirectoryRefused, match=f"{name} is of version '9', expected '{version}'"):
+            TieredStore.restore(tmp_path, "before")
+    assert files(tmp_path) == before
+    (tmp_path / name).write_bytes(content)
+    with open_store(tmp_path) as store:
+        assert store.verify() == []
+
+
 def test_the_owner_of_a_directory_is_named(tmp_path):
     with open_store(tmp_path), pytest.raises(DirectoryRefused, match=f"in use by process {os.getpid()} on "):
         open_store(tmp_path)
@@ -91,7 +109,7 @@ def test_the_owner_of_a_directory_is_named(tmp_path):
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
     code = (
-        "import sys, os, torch\nfrom commpress.tiered_mem.store import TieredStore\n"
+        "import sys, os, torch\nfrom commpress.tiered_mem import TieredStore\n"
         "s = TieredStore.open(sys.argv[1], host='2MiB', engine='threads')\n"
         "s.put('x', torch.ones(4)); s.commit(); print('ready', flush=True); sys.stdin.read()"
     )

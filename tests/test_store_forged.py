@@ -15,11 +15,10 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.errors import CommpressError, Damaged
+from commpress.tiered_mem import Options, TieredStore
+from commpress.tiered_mem.folders import HEAD
 from commpress.tiered_mem.folders import MAGIC as IDENTITY_MAGIC
 from commpress.tiered_mem.manifest import MAGIC
-from commpress.tiered_mem.options import Options
-from commpress.tiered_mem.record import HEAD
-from commpress.tiered_mem.store import TieredStore
 from test_store_damage import files
 
 TINY = Options(chunk_bytes=8 << 10, pack_below=2 << 10, pack_bytes=4 << 10, segment_bytes=16 << 10)

@@ -16,15 +16,10 @@ from hypothesis import strategies as st
 from commpress.checksum import checksum_of
 from commpress.cli.doctor import engine_findings
 from commpress.errors import Damaged, InvalidArgument, MissingPackage
-from commpress.tiered_mem import engines
-from commpress.tiered_mem.checksum import PIECE
-from commpress.tiered_mem.engines import Transfer
-from commpress.tiered_mem.extents import Extents
-from commpress.tiered_mem.layer import FileLayer
+from commpress.tiered_mem import FileLayer, Options, TieredStore, engines, parse_bytes, show_bytes
+from commpress.tiered_mem.arena import Extents
+from commpress.tiered_mem.engines import PIECE, Transfer
 from commpress.tiered_mem.manifest import Manifest
-from commpress.tiered_mem.options import Options
-from commpress.tiered_mem.sizes import parse_bytes, show_bytes
-from commpress.tiered_mem.store import TieredStore
 from small_store import open_store, read
 
 

@@ -15,11 +15,8 @@ import pytest
 import torch
 
 from commpress.checksum import checksum_of
-from commpress.tiered_mem import engines
-from commpress.tiered_mem.checksum import PIECE
-from commpress.tiered_mem.engines import Transfer, turns, uring
-from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.options import Options
+from commpress.tiered_mem import FileLayer, Options, engines
+from commpress.tiered_mem.engines import PIECE, Transfer, turns, uring
 from small_store import open_store, read
 
 PIECES = 12

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.tiered_mem.options import Options
+from commpress.tiered_mem import Options, TieredStore
 from commpress.tiered_mem.schedule import Schedule, farthest, least_recent, misses, starts
-from commpress.tiered_mem.store import TieredStore
 
 TRACES = st.lists(st.integers(0, 5), min_size=1, max_size=14)
 
@@ -90,6 +89,19 @@ def test_a_planned_step_waits_less_and_changes_nothing(store):
     for name in names:
         with store.borrow(name, write=False) as tensor:
             assert set(tensor.tolist()) == {5.0}
+
+
+def test_tensors_that_are_put_in_a_step_keep_their_place_in_its_plan(store):
+    names = [f"t{i}" for i in range(16)]
+    for step in range(4):
+        with store.step():
+            for name in names:
+                store.put(name, torch.full((16 << 10,), float(step)))
+    assert store.schedule.departures == 0
+    assert store.schedule.planned
+    for name in names:
+        with store.borrow(name, write=False) as tensor:
+            assert set(tensor.tolist()) == {3.0}
 
 
 def test_a_new_order_is_recorded_anew(store):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from commpress.errors import InvalidArgument
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore
 from small_store import open_store, read
 
 
@@ -76,6 +76,37 @@ def test_a_commit_is_one_moment(tmp_path):
         TieredStore.restore(tmp_path, f"s{i}")
         with open_store(tmp_path) as store:
             assert torch.equal(read(store, "a"), read(store, "b"))
+
+
+def test_background_work_does_not_begin_a_thread_each_time(store, monkeypatch):
+    begun, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))
+    store.put("x", torch.ones(10_000))
+    for _ in range(50):
+        with store.borrow("x"):
+            pass
+        store.evict("x").wait()
+    assert 0 < len(begun) < 25
+
+
+def test_background_work_that_waits_for_other_such_work_ends(store):
+    """Twenty borrows in the background wait for the one that is lent; each gets a thread."""
+
+    async def add() -> None:
+        async with store.borrow("x") as tensor:
+            tensor += 1
+
+    async def main() -> None:
+        with store.borrow("x"):
+            tasks = [asyncio.create_task(add()) for _ in range(20)]
+            await asyncio.sleep(0.05)
+            await store.flush(["y"])
+        await asyncio.gather(*tasks)
+
+    store.put("x", torch.zeros(10_000))
+    store.put("y", torch.zeros(10_000))
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert set(read(store, "x").tolist()) == {20.0}
 
 
 def test_asyncio(store):

@@ -1,14 +1,61 @@
-"""A block: tensors that lie side by side, move together and share chunks. One large tensor, or a pack of small ones."""
+"""Blocks: tensors that lie side by side, move together and share chunks. One large tensor, or a pack of small ones. The catalog
+holds all of them, and the one lock that guards them."""
 
+import asyncio
+import threading
 from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from commpress.errors import Damaged, InvalidArgument
-from commpress.tiered_mem.manifest import DTYPES, LONGEST_NAME, Chunk, Entry, Row, strides_fit
-from commpress.tiered_mem.memory import Arena, Slot
-from commpress.tiered_mem.pending import Pending
+from commpress.tiered_mem.arena import Arena, Slot
+from commpress.tiered_mem.manifest import DTYPES, LONGEST_NAME, Chunk, Entry, Extent, ManifestRow, strides_fit
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """Either way of waiting gives the result or raises the error. Nobody needs to wait: the work goes on by itself."""
+
+    def __init__(self) -> None:
+        self.future: Future[T] = Future()
+
+    def wait(self, timeout: float | None = None) -> T:
+        return self.future.result(timeout)
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self.future).__await__()
+
+    def run(self, call: Callable[[], T]) -> None:
+        """Do the work here."""
+        try:
+            self.finish(call())
+        except BaseException as error:
+            self.fail(error)
+
+    def finish(self, result: T) -> None:
+        if not self.future.done():
+            self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+def caller() -> object:
+    """Who borrows: the task where one runs, otherwise the thread."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return task if task is not None else threading.get_ident()
 
 
 @dataclass(eq=False)
@@ -66,14 +113,60 @@ class Block:
     def live(self) -> int:
         return sum(entry.nbytes for entry in self.entries.values())
 
-    def row(self) -> Row:
-        return Row(self.size, tuple(self.entries.values()), self.chunks)
+    def row(self) -> ManifestRow:
+        return ManifestRow(self.size, tuple(self.entries.values()), self.chunks)
 
     def settle(self) -> None:
         """Wait until the device is done with the bytes."""
         if self.event is not None:
             self.event.synchronize()
             self.event = None
+
+
+class Catalog:
+    """Blocks by number, tensors by name. ``changed`` is the store's lock, and the condition on which everybody waits and that
+    every change notifies. It is held whenever a method here is called, and never while bytes move."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.Lock())
+        self.blocks: dict[int, Block] = {}
+        self.names: dict[str, Block] = {}
+        self.cutting = False  # a commit waits until nobody writes
+        self._next = 1
+
+    def new_block(self) -> Block:
+        block = self.blocks[self._next] = Block(self._next)
+        self._next += 1
+        return block
+
+    def renumber(self, block: Block, number: int) -> None:
+        """A block takes the number of one that is gone."""
+        del self.blocks[block.number]
+        block.number, self.blocks[number] = number, block
+
+    def block(self, name: str) -> Block:
+        try:
+            return self.names[name]
+        except (KeyError, TypeError):
+            raise InvalidArgument(f"no tensor {name!r:.200} in the store; it holds {len(self.names)}") from None
+
+    def blocks_of(self, names: str | Iterable[str]) -> list[Block]:
+        """The blocks of these tensors, each once."""
+        return list(dict.fromkeys(self.block(name) for name in ([names] if isinstance(names, str) else names)))
+
+    def extents(self) -> set[Extent]:
+        """Where the current state lies on disk."""
+        return {chunk.extent for block in self.blocks.values() for chunk in block.chunks}
+
+    def barred(self, who: object) -> bool:
+        """While a commit waits for writers to finish, only those who write already may write more."""
+        return self.cutting and not any(
+            use.writer == who for block in self.blocks.values() for use in block.uses.values()
+        )
+
+    def admit_writer(self) -> None:
+        while self.barred(caller()):
+            self.changed.wait()
 
 
 def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
@@ -93,9 +186,3 @@ def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
     if not strides_fit(tensor.shape):
         raise InvalidArgument(f"{name!r} has shape {tuple(tensor.shape)}, whose strides are beyond 64 bits")
     return Entry(name, start, tensor.numel() * tensor.element_size(), dtype, tuple(tensor.shape))
-
-
-def aligned(start: int, entry: Entry) -> int:
-    """Where a tensor may begin in a pack: packed tightly if it is tiny."""
-    unit = 64 if entry.nbytes >= 4096 else DTYPES[entry.dtype].itemsize
-    return -(-start // unit) * unit

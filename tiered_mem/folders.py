@@ -1,31 +1,107 @@
-"""The directories of a store: opened, locked, and known by an identity that says which store and which part of it."""
+"""The directories of a store: opened, locked, known by an identity that says which store and which part of it, and the small
+records that lie in them: identities, the manifest of the last commit, and one for each snapshot.
+"""
 
 import contextlib
 import os
+import struct
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commpress.errors import Damaged, DirectoryRefused, InvalidArgument
-from commpress.tiered_mem.layer import FileLayer
+import msgpack
+
+from commpress.checksum import checksum_of
+from commpress.errors import Damaged, DirectoryRefused, DiskFailure, DiskFull, InvalidArgument, StorageError
+from commpress.tiered_mem.layer import (
+    IDENTITY,
+    LOCK,
+    MANIFEST,
+    NO_ROOM,
+    SNAPSHOT,
+    TEMPORARY,
+    FileLayer,
+    holds_state,
+    is_temporary,
+    read_fully,
+    snapshot_name,
+    write_fully,
+)
 from commpress.tiered_mem.manifest import MAGIC as MANIFEST_MAGIC
 from commpress.tiered_mem.manifest import Manifest
-from commpress.tiered_mem.names import IDENTITY, LOCK, MANIFEST, holds_state, is_temporary
-from commpress.tiered_mem.record import load_record, store_record
 
-MAGIC = b"cmprsID1"
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+MAGIC = b"cmprsID1"  # of an identity; the last byte of a magic word is the version of what follows
 LONGEST_IDENTITY = 4096  # bytes
 MOST = 1024  # directories of a store
+HEAD = struct.Struct("<8sQQ")  # magic, length, checksum
+LIMIT = 1 << 30  # bytes of a record: a manifest of some ten million chunks
 
 
 @dataclass(frozen=True)
 class Folder:
+    """One directory, open, and its records: msgpack between a magic word and a checksum, read with limits, replaced
+    atomically."""
+
+    layer: FileLayer
     path: Path
     fd: int
     lock: int
+
+    def store(self, name: str, magic: bytes, content: Any) -> int:
+        """When this returns, the record is on the disk under ``name``; before, whatever was there. Returns bytes written."""
+        layer, body = self.layer, msgpack.packb(content)
+        if len(body) > LIMIT:
+            raise ValueError(f"{name} would take {len(body)} bytes, at most {LIMIT} are read back")
+        temporary = name + TEMPORARY
+        with contextlib.suppress(FileNotFoundError):
+            layer.unlink(self.fd, temporary)
+        fd = layer.open(self.fd, temporary, create=True)
+        try:
+            write_fully(layer, fd, HEAD.pack(magic, len(body), checksum_of(body)) + body)
+            layer.sync(fd)
+        finally:
+            layer.close(fd)
+        layer.rename(self.fd, temporary, name)
+        layer.sync_folder(self.fd)
+        return HEAD.size + len(body)
+
+    def load(self, name: str, magic: bytes, *, limit: int = LIMIT) -> Any:
+        """The content, or FileNotFoundError, or Damaged that says what is wrong. No memory is taken for more than ``limit``
+        bytes, nor for more than the file has. DirectoryRefused for a version that is not known."""
+        layer = self.layer
+        fd = layer.open(self.fd, name, write=False)
+        try:
+            size, head = layer.size(fd), read_fully(layer, fd, HEAD.size)
+            if len(head) < HEAD.size:
+                raise Damaged(f"{name} has {len(head)} bytes, expected at least {HEAD.size}", file=name)
+            found, length, checksum = HEAD.unpack(head)
+            if found[:-1] != magic[:-1]:
+                raise Damaged(f"{name} begins with {found!r}, expected {magic!r}: it is not ours", file=name)
+            if found != magic:
+                version, known = found[-1:].decode("latin1"), magic[-1:].decode()
+                raise DirectoryRefused(
+                    f"{self.path / name} is of version {version!r}, expected {known!r}: nothing was changed, open the store "
+                    "with the release of commpress that wrote it"
+                )
+            if length != size - HEAD.size or length > limit:
+                raise Damaged(
+                    f"{name} has {size - HEAD.size} bytes after its head, which promises {length}, at most {limit}", file=name
+                )
+            body = read_fully(layer, fd, length, HEAD.size)
+        finally:
+            layer.close(fd)
+        if checksum_of(body) != checksum:
+            raise Damaged(f"{name} does not match its checksum", file=name)
+        limits = {"max_str_len": 1 << 16, "max_bin_len": 1 << 10, "max_ext_len": 0, "max_map_len": 100}
+        try:
+            return msgpack.unpackb(body, max_array_len=len(body), strict_map_key=True, **limits)
+        except (ValueError, TypeError, MemoryError, msgpack.UnpackException) as error:
+            raise Damaged(f"{name} cannot be read: {error}", file=name) from error
 
 
 @dataclass(frozen=True)
@@ -52,23 +128,24 @@ class Folders:
     Looking changes nothing but the lock: what is found is judged first, by whoever opens it.
     """
 
-    def __init__(self, paths: Sequence[Path], layer: FileLayer) -> None:
+    def __init__(self, directory: Paths, layer: FileLayer) -> None:
+        paths = [Path(p) for p in ([directory] if isinstance(directory, (str, os.PathLike)) else directory)]
         self.layer, self._open = layer, list[Folder]()
         if len({path.absolute() for path in paths}) != len(paths) or not 0 < len(paths) <= MOST:
             raise InvalidArgument(f"directories are {[str(p) for p in paths]}, expected 1 to {MOST} different ones")
         try:
             for path in paths:
                 fd = layer.open_folder(path)
-                self._open.append(Folder(path, fd, -1))
+                self._open.append(Folder(layer, path, fd, -1))
                 self._refuse_foreign(self._open[-1])
-                self._open[-1] = Folder(path, fd, layer.lock(fd, path))
+                self._open[-1] = Folder(layer, path, fd, layer.lock(fd, path))
             self.store, self.parts, self.fresh = self._identify()
             os.register_at_fork(after_in_child=_Forked(self))
         except BaseException:
             self.close()
             raise
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Folder]:
         return iter(self.parts)
 
     def close(self) -> None:
@@ -82,8 +159,83 @@ class Folders:
         """From now on a store is here. The first part says so last: where it does, everything else was there before, a
         manifest too, and if that is missing later it was lost."""
         for part, folder in reversed(list(enumerate(self.parts))):
-            store_record(self.layer, folder.fd, IDENTITY, MAGIC, [self.store, part, len(self.parts)])
+            folder.store(IDENTITY, MAGIC, [self.store, part, len(self.parts)])
         self.fresh = False
+
+    def sweep(self) -> None:
+        """Remove what an interrupted run left behind. What it renamed or removed is for good from here on: we build upon what
+        we find, in places that only what was there before still needs, and a power cut must not bring that back."""
+        for folder in self.parts:
+            for name in self.layer.names(folder.fd):
+                if is_temporary(name):
+                    with contextlib.suppress(FileNotFoundError):
+                        self.layer.unlink(folder.fd, name)
+            self.layer.sync_folder(folder.fd)
+
+    # ---------------------------------------------------------------- manifests
+
+    def write_manifest(self, name: str, manifest: Manifest) -> int:
+        """Bytes written."""
+        return self.parts[0].store(name, MANIFEST_MAGIC, manifest.pack())
+
+    def read_manifest(self, name: str) -> Manifest:
+        manifest = Manifest.unpack(self.parts[0].load(name, MANIFEST_MAGIC), name, folders=len(self.parts))
+        if manifest.store != self.store:
+            raise Damaged(f"{name} is of store {manifest.store.hex()}, expected {self.store.hex()}", file=name)
+        return manifest
+
+    def last_commit(self) -> Manifest:
+        """Damaged names the snapshots that are left, if it is missing or cannot be read."""
+        try:
+            return self.read_manifest(MANIFEST)
+        except (FileNotFoundError, Damaged) as error:
+            what = f"the {MANIFEST} is missing" if isinstance(error, FileNotFoundError) else str(error)
+            sound = ", ".join(map(repr, self._sound_snapshots()))
+            cure = (
+                f"TieredStore.restore(directory, name) makes one of the snapshots {sound} the last commit"
+                if sound
+                else "there is no snapshot that could be restored: put the file back from a copy, or name another directory"
+            )
+            path = self.parts[0].path
+            raise Damaged(f"{path}: {what}. Nothing was changed; {cure}", file=str(path / MANIFEST)) from error
+
+    def snapshots(self) -> dict[str, Manifest]:
+        found = {}
+        for name in self._snapshot_names():
+            try:
+                found[name] = self.read_manifest(snapshot_name(name))
+            except Damaged as error:
+                path = self.parts[0].path / snapshot_name(name)
+                raise Damaged(
+                    f"{path}: {error}. Nothing was changed; to go on without this snapshot, move the file away", file=str(path)
+                ) from error
+        return found
+
+    def restore(self, name: str) -> None:
+        """Make a snapshot the state that the store opens with, whatever became of the last commit; the snapshot stays."""
+        try:
+            snapshot = self.read_manifest(snapshot_name(name))
+        except FileNotFoundError as error:
+            raise InvalidArgument(
+                f"no snapshot {name!r} in {self.parts[0].path}; there are {', '.join(self._snapshot_names()) or 'none'}"
+            ) from error
+        now = snapshot
+        with contextlib.suppress(FileNotFoundError, Damaged):
+            now = self.read_manifest(MANIFEST)
+        restored = Manifest(self.store, now.generation + 1, snapshot.rows, now.written, now.born, now.days)
+        self.write_manifest(MANIFEST, restored)
+
+    def _snapshot_names(self) -> list[str]:
+        names = self.layer.names(self.parts[0].fd)
+        return sorted(match[1] for name in names if (match := SNAPSHOT.fullmatch(name)))
+
+    def _sound_snapshots(self) -> Iterator[str]:
+        for name in self._snapshot_names():
+            with contextlib.suppress(StorageError, OSError):
+                self.read_manifest(snapshot_name(name))
+                yield name
+
+    # ---------------------------------------------------------------- identities
 
     def _refuse_foreign(self, folder: Folder) -> None:
         """Somebody else's directory gets not even a lock."""
@@ -143,26 +295,16 @@ class Folders:
 
     def _first_manifest(self, folder: Folder) -> bytes:
         """Of which store it is, if nothing was committed yet."""
-        manifest = Manifest.unpack(load_record(self.layer, folder.fd, MANIFEST, MANIFEST_MAGIC))
+        manifest = Manifest.unpack(folder.load(MANIFEST, MANIFEST_MAGIC))
         return manifest.store if not manifest.generation and not manifest.rows else b""
 
     def _identity(self, folder: Folder) -> Identity | None:
         try:
-            return Identity.unpack(load_record(self.layer, folder.fd, IDENTITY, MAGIC, limit=LONGEST_IDENTITY))
+            return Identity.unpack(folder.load(IDENTITY, MAGIC, limit=LONGEST_IDENTITY))
         except FileNotFoundError:
             return None
         except (Damaged, TypeError, ValueError) as error:
             raise DirectoryRefused(f"{folder.path} has a damaged identity: {error}") from error
-
-    def sweep(self) -> None:
-        """Remove what an interrupted run left behind. What it renamed or removed is for good from here on: we build upon what
-        we find, in places that only what was there before still needs, and a power cut must not bring that back."""
-        for folder in self.parts:
-            for name in self.layer.names(folder.fd):
-                if is_temporary(name):
-                    with contextlib.suppress(FileNotFoundError):
-                        self.layer.unlink(folder.fd, name)
-            self.layer.sync_folder(folder.fd)
 
 
 class _Forked:
@@ -174,3 +316,18 @@ class _Forked:
     def __call__(self) -> None:
         if folders := self._folders():
             folders.close()
+
+
+@contextlib.contextmanager
+def typed() -> Iterator[None]:
+    """Errors of the operating system in ours."""
+    try:
+        yield
+    except OSError as error:
+        raise named(error) from error
+
+
+def named(error: OSError) -> StorageError:
+    if error.errno in NO_ROOM:
+        return DiskFull(f"no room to write the manifest: {error}. What was committed before is intact", missing=1)
+    return DiskFailure(f"the files of the store could not be read or written: {error}. What was committed before is intact")

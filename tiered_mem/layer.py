@@ -1,22 +1,33 @@
-"""Every call to the operating system about files, in one place: tests put faulty disks and power cuts here.
+"""Every call to the operating system about files, and their names, in one place: tests put faulty disks and power cuts here.
 
 Files are opened relative to a folder's descriptor, without following symbolic links, and only if they are ours.
 """
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
+import re
 import socket
 import stat
 import time
 from pathlib import Path
 
 from commpress.errors import DirectoryRefused
-from commpress.tiered_mem.names import LOCK, PROBE
 
 DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# Names of the files of a store. Whatever is named otherwise is not ours: it is never written, moved or removed.
+IDENTITY, MANIFEST, LOCK = "identity", "manifest", "lock"
+TEMPORARY = ".tmp"
+SNAPSHOT = re.compile(r"snapshot-(?!.*\.tmp$)([A-Za-z0-9][A-Za-z0-9._-]{0,99})")
+PROBE = "direct" + TEMPORARY  # written once, to see what the file system takes
+SEGMENTS = 10**9  # numbers that a segment may have
+
+_SEGMENT = re.compile(r"segment-([0-9]{6,9})")
 
 
 class FileLayer:
@@ -149,7 +160,7 @@ def write_fully(layer: FileLayer, fd: int, content: bytes) -> None:
     while done < len(view):
         wrote = layer.write(fd, view[done:], done)
         if wrote == 0:
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, "No space left on device")
         done += wrote
 
 
@@ -160,3 +171,28 @@ def read_fully(layer: FileLayer, fd: int, length: int, start: int = 0) -> bytes:
     while done < len(content) and (got := layer.read(fd, content[done:], start + done)):
         done += got
     return bytes(content[:done])
+
+
+def segment_name(number: int) -> str:
+    return f"segment-{number:06d}"
+
+
+def segment_number(name: str) -> int | None:
+    """None if it is not the name of a segment."""
+    match = _SEGMENT.fullmatch(name)
+    return int(match[1]) if match and name == segment_name(int(match[1])) else None
+
+
+def snapshot_name(name: str) -> str:
+    return f"snapshot-{name}"
+
+
+def is_temporary(name: str) -> bool:
+    """What an interrupted run has left behind."""
+    whole = name.removesuffix(TEMPORARY)
+    return name == PROBE or (whole != name and (whole in (IDENTITY, MANIFEST) or bool(SNAPSHOT.fullmatch(whole))))
+
+
+def holds_state(name: str) -> bool:
+    """Tensors, or which of them there are."""
+    return name == MANIFEST or segment_number(name) is not None or bool(SNAPSHOT.fullmatch(name))

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from commpress.errors import Damaged
-from commpress.tiered_mem.layer import PAGE
-from commpress.tiered_mem.names import MANIFEST, SEGMENTS
+from commpress.tiered_mem.layer import MANIFEST, PAGE, SEGMENTS
 
-MAGIC = b"cmprsTS2"
+MAGIC = b"cmprsTS2"  # its last byte is the version
 LONGEST_NAME = 1024  # bytes of a tensor's name
 LARGEST = 1 << 62  # of any number but a checksum: sums of two still fit 64 bits
 DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -64,7 +63,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ManifestRow:
     """One block: tensors that lie side by side, and the chunks that hold them in order."""
 
     size: int
@@ -76,7 +75,7 @@ class Row:
 class Manifest:
     store: bytes
     generation: int
-    rows: tuple[Row, ...]
+    rows: tuple[ManifestRow, ...]
     written: int = 0  # bytes written to the disks in the life of the store
     born: float = 0.0
     days: dict[str, int] = field(default_factory=dict)  # bytes written by UTC date, the last days
@@ -132,8 +131,8 @@ class Manifest:
         return found
 
 
-def _row(size: Any, entries: Any, chunks: Any) -> Row:
-    row = Row(_natural(size), tuple(_entry(*e) for e in entries), tuple(_chunk(*c) for c in chunks))
+def _row(size: Any, entries: Any, chunks: Any) -> ManifestRow:
+    row = ManifestRow(_natural(size), tuple(_entry(*e) for e in entries), tuple(_chunk(*c) for c in chunks))
     _require(sum(c.nbytes for c in row.chunks) == row.size, "chunks fill their block")
     _require(all(c.nbytes == c.extent.length for c in row.chunks[:-1]), "chunks but the last are whole pages")
     filled = sorted((e.start, e.start + e.nbytes) for e in row.entries if e.nbytes)

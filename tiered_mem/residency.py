@@ -1,30 +1,37 @@
-"""Which blocks are in memory: loading, flushing and making room, never beyond a tier's budget.
+"""Residency of blocks in memory: loading, flushing and making room, never beyond a tier's budget.
 
 The store's lock (``Catalog.changed``) is held whenever a method here is called, and never while bytes move.
 """
 
 import threading
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import Literal
 
 from commpress.errors import Damaged, OverBudget
-from commpress.tiered_mem.batch import Batch
-from commpress.tiered_mem.blocks import Block
-from commpress.tiered_mem.claims import Claims
+from commpress.tiered_mem.arena import Arena, Slot, padded, show_bytes
+from commpress.tiered_mem.blocks import Block, Pending
+from commpress.tiered_mem.disk import Batch, References, Wear
 from commpress.tiered_mem.manifest import Chunk, Extent
-from commpress.tiered_mem.memory import Arena, Crossing, Slot, padded
-from commpress.tiered_mem.pending import Pending
 from commpress.tiered_mem.schedule import Schedule
-from commpress.tiered_mem.sizes import show_bytes
-from commpress.tiered_mem.wear import Wear
 from commpress.timeline import Timeline
+
+
+@dataclass
+class Crossing:
+    """Bytes copied between host memory and where a model computes: over PCIe, if that is a device. On a processor, which is
+    both, those that would be."""
+
+    up: int = 0  # to the model
+    down: int = 0  # and from it
 
 
 class Residency:
     def __init__(
         self,
         changed: threading.Condition,
-        claims: Claims,
+        references: References,
         host: Arena,
         device: Arena | None,
         *,
@@ -32,7 +39,7 @@ class Residency:
         wear: Wear,
         schedule: Schedule,
     ) -> None:
-        self.changed, self.claims, self.disk = changed, claims, claims.disk
+        self.changed, self.references, self.disk = changed, references, references.disk
         self.host, self.device, self.chunk_bytes, self.wear, self.schedule = host, device, chunk_bytes, wear, schedule
         self.resident: dict[Arena, dict[Block, None]] = {host: {}}  # oldest use first
         if device:
@@ -133,7 +140,10 @@ class Residency:
         del resident[block]
         resident[block] = None
 
-    def _tier(self, arena: Arena) -> str:
+    def tier(self, block: Block) -> Literal["device", "host", "disk"]:
+        return "disk" if block.arena is None else self._tier(block.arena)
+
+    def _tier(self, arena: Arena) -> Literal["device", "host"]:
         return "host" if arena is self.host else "device"
 
     # ---------------------------------------------------------------- moves
@@ -237,18 +247,18 @@ class Residency:
             if staged is not None:
                 self.host.give(staged)
             if error is not None:
-                self.claims.lost.update(extents)  # the disk refused some of them: none is used again in this run
+                self.references.lost.update(extents)  # the disk refused some of them: none is used again in this run
                 block.failure, block.leaving = error, False
                 moving.fail(error)
             else:
                 self.wear.count(sum(e.length for e in extents))
                 old = block.chunks
                 block.chunks = tuple(
-                    Chunk(extent, nbytes, checksum, self.claims.generation + 1)
+                    Chunk(extent, nbytes, checksum, self.references.generation + 1)
                     for extent, nbytes, checksum in zip(extents, sizes, batch.checksums, strict=True)
                 )
                 block.dirty = False
-                self.claims.release(chunk.extent for chunk in old)
+                self.references.release(chunk.extent for chunk in old)
                 if block.leaving and not block.used and not block.pinned:
                     self.forget(block)
                 block.leaving = False

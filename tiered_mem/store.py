@@ -7,40 +7,91 @@ with store.borrow("moments") as moments:      # in host memory, changes are kept
 store.commit()                                # now a power cut cannot take them
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from commpress.errors import Damaged
-from commpress.tiered_mem.background import Background
-from commpress.tiered_mem.blocks import entry_of
-from commpress.tiered_mem.copying import copy_snapshot
-from commpress.tiered_mem.figures import Counters, Info, Place, Usage, info, places, usage
-from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.lending import Borrow, Lending, Tier
-from commpress.tiered_mem.memory import Crossing
-from commpress.tiered_mem.opening import Budgets, Parts, assemble, restore
-from commpress.tiered_mem.options import Options, Paths
-from commpress.tiered_mem.pending import Pending, caller
-from commpress.tiered_mem.placing import Placing
+from commpress.errors import Damaged, InvalidArgument
+from commpress.tiered_mem import engines
+from commpress.tiered_mem.access import Access, AccessCounters, Borrow, Tier
+from commpress.tiered_mem.arena import Arena, parse_bytes
+from commpress.tiered_mem.blocks import Catalog, Pending, caller
+from commpress.tiered_mem.commit import Commits
+from commpress.tiered_mem.disk import Disk, References, Wear
+from commpress.tiered_mem.folders import Folders, Paths, typed
+from commpress.tiered_mem.layer import MANIFEST, PAGE, FileLayer
+from commpress.tiered_mem.manifest import DTYPES, Extent, Manifest, ManifestRow
+from commpress.tiered_mem.packs import Packs
+from commpress.tiered_mem.residency import Crossing, Residency, damaged
 from commpress.tiered_mem.schedule import Schedule
-from commpress.tiered_mem.transit import Transit
-from commpress.tiered_mem.verification import verify
-from commpress.tiered_mem.wear import Wear
 from commpress.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Options:
+    """``chunk_bytes``: the largest request the disk sees. ``pack_below``: smaller tensors share chunks."""
+
+    chunk_bytes: int = 4 << 20
+    pack_below: int = 256 << 10
+    pack_bytes: int = 1 << 20
+    segment_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_bytes", "pack_bytes", "segment_bytes"):
+            if getattr(self, name) < PAGE or getattr(self, name) % PAGE:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}, expected a multiple of {PAGE}")
+        if not 0 <= self.pack_below <= self.pack_bytes <= self.chunk_bytes:
+            raise InvalidArgument(
+                f"pack_below {self.pack_below} <= pack_bytes {self.pack_bytes} <= chunk_bytes {self.chunk_bytes} must hold"
+            )
+
+
+@dataclass(frozen=True)
+class Info:
+    """One tensor, and where its newest bytes are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    tier: Literal["device", "host", "disk"]
+    dirty: bool  # newer in memory than on disk
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """A part of a tensor on disk."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes by tier. ``fragmentation`` is the share of the bytes taken on disk that no tensor fills."""
+
+    host: int
+    host_capacity: int
+    device: int
+    device_capacity: int
+    disk: int
+    disk_reserved: int
+    tensors: int
+    fragmentation: float
 
 
 class TieredStore:
     """Thread-safe. Made by ``open``; ``close`` it, or use it as a context. Only what was committed outlives it."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._folders, self._catalog, self._residency = parts.folders, parts.catalog, parts.residency
-        self._commits, self._claims, self._segment_bytes = parts.commits, parts.claims, parts.options.segment_bytes
-        self._background, self.counters = Background(), Counters()
-        self._transit = Transit(parts.catalog, parts.residency, self._background, self.counters)
-        self._lending = Lending(parts.catalog, parts.residency, self._transit, self._background, self.counters)
-        self._placing = Placing(parts.catalog, parts.residency, parts.claims, self._lending, parts.options)
+    def __init__(self, catalog: Catalog, residency: Residency, folders: Folders, options: Options) -> None:
+        self._catalog, self._residency, self._folders = catalog, residency, folders
+        self._commits, self._access = Commits(catalog, residency, folders), Access(catalog, residency)
+        self._packs = Packs(catalog, residency, self._access, below=options.pack_below, nbytes=options.pack_bytes)
 
     # ---------------------------------------------------------------- opening and closing
 
@@ -66,33 +117,71 @@ class TieredStore:
         ``host``, ``device`` and ``disk`` (in each directory) are budgets that are never exceeded. ``engine`` is measured
         unless named; ``direct`` goes past the page cache where that works. ``pin`` registers host memory with CUDA.
         """
-        parts = assemble(
-            directory,
-            Budgets.parse(host, device, disk, writes_per_day),
-            accelerator=accelerator,
-            reserve=reserve,
-            engine=engine,
-            depth=depth,
-            direct=direct,
-            pin=pin,
-            options=options or Options(),
-            layer=layer or FileLayer(),
-        )
-        return TieredStore(parts)
+        options, layer = options or Options(), layer or FileLayer()
+        host_bytes, device_bytes = parse_bytes(host), parse_bytes(device)
+        disk_bytes = None if disk is None else parse_bytes(disk)
+        per_day = None if writes_per_day is None else parse_bytes(writes_per_day)
+        if host_bytes < options.pack_bytes:
+            raise InvalidArgument(f"host is {host_bytes} bytes, expected at least pack_bytes = {options.pack_bytes}")
+        if depth < 1:
+            raise InvalidArgument(f"depth is {depth}, expected at least 1")
+        with typed():
+            folders = Folders(directory, layer)
+        opened: Disk | None = None
+        try:
+            with typed():
+                # Everything is read and judged before anything is removed.
+                last = None if folders.fresh else folders.last_commit()
+                snapshots = {} if folders.fresh else folders.snapshots()
+                opened = _disk(folders, disk_bytes, engine, depth, direct, options)
+                wear = Wear(sum(layer.capacity(folder.fd) for folder in folders), per_day)
+                catalog = Catalog()
+                residency = Residency(
+                    catalog.changed,
+                    References(opened),
+                    _host(host_bytes, opened, pin),
+                    Arena(device_bytes, torch.device(accelerator)) if device_bytes else None,
+                    chunk_bytes=options.chunk_bytes,
+                    wear=wear,
+                    schedule=Schedule(host_bytes),
+                )
+                if last is None:
+                    last = Manifest(folders.store, 0, (), 0, wear.born)
+                    folders.write_manifest(MANIFEST, last)
+                    folders.settle()
+                _load(last, snapshots, catalog, residency)
+                folders.sweep()
+                opened.sweep()
+                if reserve:
+                    opened.reserve()
+                return TieredStore(catalog, residency, folders, options)
+        except BaseException:
+            if opened is not None:
+                opened.close()
+            folders.close()
+            raise
 
     @staticmethod
     def restore(directory: Paths, snapshot: str, *, layer: FileLayer | None = None) -> None:
         """Make a snapshot the state with which the store in ``directory``, which nobody has open, opens next."""
-        restore(directory, snapshot, layer or FileLayer())
+        with typed():
+            folders = Folders(directory, layer or FileLayer())
+            try:
+                if folders.fresh:
+                    raise InvalidArgument(f"{folders.parts[0].path} holds no store")
+                folders.restore(snapshot)
+            finally:
+                folders.close()
 
     def close(self) -> None:
         """End all threads and give the directories free. Changes since the last commit are gone."""
-        if self._background.closed:
+        background = self._access.background
+        if background.closed:
             return
         with self._catalog.changed:
-            self._background.closed = True
+            background.closed = True
             self._catalog.changed.notify_all()
-        self._background.end()
+        background.end()
         self._residency.disk.close()  # finishes what is under way
         self._residency.host.close()
         self._folders.close()
@@ -105,33 +194,29 @@ class TieredStore:
 
     # ---------------------------------------------------------------- tensors
 
+    @property
+    def counters(self) -> AccessCounters:
+        return self._access.counters
+
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a copy under ``name``, in host memory for now; replaces what was there."""
-        self._background.check()
-        entry = entry_of(name, tensor)
-        with self._catalog.changed:
-            known = self._catalog.names.get(name)
-            same = known is not None and not known.damage and known.entries[name].like(entry)
-        if same:
-            with self.borrow(name) as place:
-                place.copy_(tensor.detach())
-        else:
-            self._placing.put(entry, tensor)
+        self._check()
+        self._packs.put(name, tensor)
 
     def borrow(self, name: str, *, on: Tier = "host", write: bool = True) -> Borrow:
         """A context with the tensor itself, on the tier asked for; changes are kept, also when the context is left by an
         error. One writer or many readers at a time. After the context the tensor is empty. ``async with`` works too."""
-        return self._lending.borrow(name, on, write=write)
+        return self._access.borrow(name, on, write=write)
 
     def delete(self, name: str) -> None:
         """The disk still has it until the next commit."""
-        self._background.check()
-        self._placing.delete(name)
+        self._check()
+        self._packs.delete(name)
 
     def pin(self, name: str, *, on: Tier = "host") -> None:
         """Bring it there, and never evict it, until ``unpin``."""
-        self._lending.acquire(name, on, write=False, who=caller(), pin=True)
-        self._lending.release(name, write=False, who=caller())
+        self._access.acquire(name, on, write=False, who=caller(), pin=True)
+        self._access.release(name, write=False, who=caller())
 
     def unpin(self, name: str) -> None:
         with self._catalog.changed:
@@ -143,15 +228,15 @@ class TieredStore:
     def prefetch(self, names: str | Iterable[str]) -> Pending[int]:
         """Begin to read tensors into host memory; the result is how many blocks were read. A hint: where everything in
         memory is in use, it is dropped."""
-        return self._transit.prefetch(names)
+        return self._access.prefetch(names)
 
     def evict(self, names: str | Iterable[str]) -> Pending[None]:
         """Write tensors to disk where they are newer in memory, and give their memory back."""
-        return self._transit.evict(names)
+        return self._access.evict(names)
 
     def flush(self, names: Iterable[str] | None = None) -> Pending[None]:
         """Write tensors that are newer in memory, and keep them there. Not yet a commit."""
-        return self._transit.flush(names)
+        return self._access.flush(names)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -159,7 +244,7 @@ class TieredStore:
         schedule = self._residency.schedule
         with self._catalog.changed:
             schedule.begin()
-            self._transit.read_ahead()
+            self._access.read_ahead()
         try:
             yield
         finally:
@@ -171,37 +256,37 @@ class TieredStore:
     def commit(self) -> int:
         """Everything as it is at this moment survives a crash when this returns; the commit's number. Waits for those
         who are writing; readers and later writers go on meanwhile."""
-        self._background.check()
-        self._placing.repack()
+        self._check()
+        self._packs.repack()
         return self._commits.commit()
 
     def commit_later(self) -> Pending[int]:
         """``commit`` in the background. What it keeps is the state of some moment after this call."""
         pending: Pending[int] = Pending()
-        self._background.spawn(lambda: pending.run(self.commit))
+        self._access.background.spawn(lambda: pending.run(self.commit))
         return pending
 
     def snapshot(self, name: str) -> int:
         """Commit, and keep this state under ``name`` beside all later ones; only what changes costs room."""
-        self._background.check()
+        self._check()
         return self._commits.commit(snapshot=name)
 
     def snapshots(self) -> list[str]:
         return self._commits.snapshots()
 
     def drop_snapshot(self, name: str) -> None:
-        self._background.check()
+        self._check()
         self._commits.drop_snapshot(name)
 
     def copy_snapshot(self, name: str, directory: Paths) -> None:
         """Make a store of its own of a snapshot, in an empty directory; this one goes on being used meanwhile."""
-        self._background.check()
-        copy_snapshot(name, directory, self._catalog, self._claims, self._residency, self._segment_bytes)
+        self._check()
+        self._commits.copy_snapshot(name, directory)
 
     def verify(self) -> list[Damaged]:
         """Read every chunk of the current state on disk; what is damaged, by tensor. Changes nothing."""
-        self._background.check()
-        return verify(self._catalog, self._residency)
+        self._check()
+        return self._commits.verify()
 
     # ---------------------------------------------------------------- looking
 
@@ -217,12 +302,16 @@ class TieredStore:
 
     def info(self, name: str) -> Info:
         with self._catalog.changed:
-            return info(self._catalog.block(name), name, self._residency)
+            block = self._catalog.block(name)
+            entry, tier = block.entries[name], self._residency.tier(block)
+            return Info(name, entry.shape, DTYPES[entry.dtype], entry.nbytes, tier, dirty=block.dirty, pinned=block.pinned)
 
-    def places(self, name: str) -> list[Place]:
+    def places(self, name: str) -> list[FileRange]:
         """Where its bytes were last written, with what lies beside them; newer ones may be in memory."""
+        disk = self._residency.disk
         with self._catalog.changed:
-            return places(self._catalog.block(name), self._residency.disk)
+            chunks = self._catalog.block(name).chunks
+            return [FileRange(disk.place(chunk.extent), chunk.extent.offset, chunk.nbytes) for chunk in chunks]
 
     def traffic(self) -> tuple[int, int]:
         """Bytes of tensors read from disk and written to it since the store was opened."""
@@ -249,8 +338,21 @@ class TieredStore:
         self._residency.timeline = timeline
 
     def usage(self) -> Usage:
+        host, device, disk = self._residency.host, self._residency.device, self._residency.disk
         with self._catalog.changed:
-            return usage(self._catalog.blocks.values(), self._residency)
+            blocks = self._catalog.blocks.values()
+            taken = sum(chunk.extent.length for block in blocks for chunk in block.chunks)
+            filled = sum(block.live for block in blocks if block.chunks)
+            return Usage(
+                host=host.used,
+                host_capacity=host.capacity,
+                device=device.used if device else 0,
+                device_capacity=device.capacity if device else 0,
+                disk=disk.used,
+                disk_reserved=disk.reserved,
+                tensors=sum(block.live for block in blocks),
+                fragmentation=1 - filled / taken if taken else 0.0,
+            )
 
     @property
     def schedule(self) -> Schedule:
@@ -267,3 +369,53 @@ class TieredStore:
     @property
     def direct(self) -> bool:
         return self._residency.disk.direct
+
+    def _check(self) -> None:
+        self._access.background.check()
+
+
+def _disk(
+    folders: Folders, capacity: int | None, engine: str, depth: int, direct: bool | None, options: Options
+) -> Disk:
+    layer = folders.layer
+    possible = all(layer.takes_direct(folder.fd) for folder in folders)
+    if direct and not possible:
+        raise InvalidArgument(f"direct=True, but {folders.parts[0].path} does not take O_DIRECT: leave direct= out")
+    straight = possible if direct is None else direct
+    if engine == "auto":
+        engine, _ = engines.choose(layer, folders.parts[0].fd, direct=straight, depth=depth)
+    running = engines.start(engine, layer, depth)
+    return Disk(folders, running, direct=straight, capacity=capacity, segment_bytes=options.segment_bytes)
+
+
+def _host(nbytes: int, disk: Disk, pin: bool | None) -> Arena:
+    arena = Arena(nbytes)
+    arena.touch()
+    disk.engine.register(arena.whole())
+    if pin or (pin is None and torch.cuda.is_available()):
+        arena.pin()
+    return arena
+
+
+def _load(manifest: Manifest, snapshots: Mapping[str, Manifest], catalog: Catalog, residency: Residency) -> None:
+    """The state of the last commit."""
+    references, wear = residency.references, residency.wear
+    references.generation, references.committed = manifest.generation, manifest.extents
+    references.snapshots = {name: snapshot.extents for name, snapshot in snapshots.items()}
+    wear.written, wear.born, wear.days = manifest.written, manifest.born or wear.born, dict(manifest.days)
+    bad = references.disk.adopt(references.committed.union(*references.snapshots.values()))
+    references.lost |= bad.keys()
+    for row in manifest.rows:
+        _load_row(row, catalog, references.disk, bad)
+
+
+def _load_row(row: ManifestRow, catalog: Catalog, disk: Disk, bad: Mapping[Extent, str]) -> None:
+    block = catalog.new_block()
+    block.size, block.chunks = row.size, row.chunks
+    block.entries = {entry.name: entry for entry in row.entries}
+    catalog.names |= dict.fromkeys(block.entries, block)
+    for chunk in row.chunks:
+        if (what := bad.get(chunk.extent)) and not block.damage:
+            place = disk.place(chunk.extent)
+            error = Damaged(f"{place} at {chunk.extent.offset}: {what}", file=place, offset=chunk.extent.offset)
+            block.damage = damaged(block, error)

@@ -28,9 +28,7 @@ from commpress.cli import outputs, rounds, table
 from commpress.cli.io_passes import passes
 from commpress.cli.io_peers import COLD, FIO, HUGE
 from commpress.errors import InvalidArgument
-from commpress.tiered_mem import engines
-from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.sizes import parse_bytes, show_bytes
+from commpress.tiered_mem import FileLayer, engines, parse_bytes, show_bytes
 
 ENOUGH = 0.95  # of fio
 

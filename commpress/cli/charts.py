@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from commpress.tiered_mem.sizes import show_bytes
+from commpress.tiered_mem import show_bytes
 
 COLOURS = ("#999999", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
 ALONE = "#6b6f8a"  # of bars that no legend names

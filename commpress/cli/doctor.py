@@ -23,10 +23,8 @@ from typing import Literal
 from commpress.cli import machine_findings, outputs, software_findings, table
 from commpress.cli.finding import Finding, looked_at
 from commpress.errors import CommpressError, InvalidArgument
-from commpress.tiered_mem import engines
+from commpress.tiered_mem import FileLayer, engines, show_bytes
 from commpress.tiered_mem.engines import turns
-from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.sizes import show_bytes
 
 DIOALIGN = 0x2000  # the bit of statx that asks for it
 LOW = 10 << 30

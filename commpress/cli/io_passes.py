@@ -14,12 +14,9 @@ import torch
 
 from commpress.cli.io_peers import COLD, FIO, HUGE, DeepSpeed, Stretch, run_fio
 from commpress.errors import InvalidArgument
-from commpress.tiered_mem import engines
-from commpress.tiered_mem.engines.probe import transfer_all
-from commpress.tiered_mem.layer import FileLayer
-from commpress.tiered_mem.memory import Arena
-from commpress.tiered_mem.options import Options
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import FileLayer, Options, TieredStore, engines
+from commpress.tiered_mem.arena import Arena
+from commpress.tiered_mem.engines.transfer import transfer_all
 
 TENSOR = 16 << 20
 TRIES = 6

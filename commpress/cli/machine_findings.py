@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from commpress.cli.finding import Finding
-from commpress.tiered_mem.sizes import show_bytes
+from commpress.tiered_mem import show_bytes
 
 SYS, PROC = Path("/sys"), Path("/proc")
 STA_UNSYNC, TIME_ERROR = 0x0040, 5

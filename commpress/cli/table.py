@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from commpress.tiered_mem.sizes import parse_bytes as parse_bytes
-from commpress.tiered_mem.sizes import show_bytes as show_bytes
+from commpress.tiered_mem import parse_bytes as parse_bytes
+from commpress.tiered_mem import show_bytes as show_bytes
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -15,7 +15,7 @@ from commpress.integrations.zero.bucket import ALIGN
 from commpress.integrations.zero.options import Place
 from commpress.integrations.zero.shards import local
 from commpress.integrations.zero.unit import Home, Unit
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore
 
 WEIGHT, GRADIENT = "weight", "gradient"
 

@@ -8,7 +8,7 @@ import torch
 from commpress.integrations.zero.chunk import Chunk, Run, readable
 from commpress.integrations.zero.shards import local
 from commpress.integrations.zero.stored_gradients import StoredGradients
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore
 
 
 class ChunkGradients:

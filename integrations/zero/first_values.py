@@ -11,7 +11,7 @@ from torch import nn
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.unit import Unit
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore
 
 
 def on_memory(model: nn.Module) -> set[int]:

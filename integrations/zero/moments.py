@@ -8,7 +8,7 @@ import torch
 
 from commpress.integrations.zero import quantised
 from commpress.integrations.zero.chunk import WEIGHT, Chunk
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore
 
 
 class Moments:

@@ -32,10 +32,8 @@ from commpress.integrations.zero.stored_state import StoredState
 from commpress.integrations.zero.streamed import owner_of
 from commpress.integrations.zero.unit import Unit
 from commpress.integrations.zero.wrapper import Wrapper, clip_factor, loss_of
-from commpress.tiered_mem.memory import padded
-from commpress.tiered_mem.pending import Pending
-from commpress.tiered_mem.sizes import parse_bytes
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import Pending, TieredStore, parse_bytes
+from commpress.tiered_mem.arena import padded
 
 FORMAT = 1.0
 

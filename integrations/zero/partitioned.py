@@ -30,7 +30,7 @@ from commpress.integrations.zero.offloaded import Offloaded
 from commpress.integrations.zero.options import trainable
 from commpress.integrations.zero.scratch import Scratch
 from commpress.integrations.zero.wrapper import Wrapper, clip_factor, loss_of, options_of
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore
 from commpress.work import Steps, Worker, run
 
 UNORDERED_LIMIT = 2  # buckets under way at once where messages are matched by tag

@@ -6,8 +6,7 @@ from typing import Any
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.chunk import GRADIENT, WEIGHT, Chunk
-from commpress.tiered_mem.sizes import parse_bytes, show_bytes
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore, parse_bytes, show_bytes
 
 AHEAD = 2  # chunks that are read while one is updated
 UNDER_WAY = AHEAD + 3  # chunks in memory beside those that stay: one updated, others read, two written

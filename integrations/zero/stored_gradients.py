@@ -8,8 +8,7 @@ import torch
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.chunk import GRADIENT, Chunk, Run
 from commpress.integrations.zero.shards import local
-from commpress.tiered_mem.pending import Pending
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import Pending, TieredStore
 
 UNDER_WAY = 2  # writes that are not waited for
 

@@ -10,7 +10,7 @@ from commpress.integrations.zero.chunk import WEIGHT, Chunk, Run
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.shards import alike, is_cut, local
 from commpress.integrations.zero.state import MASTER, like
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore
 
 
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):

@@ -34,7 +34,7 @@ from commpress.integrations.zero.options import Place
 from commpress.integrations.zero.scratch import Scratch
 from commpress.integrations.zero.unit import Home, Unit
 from commpress.optim.parameters import DTYPES
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore
 from commpress.work import Worker, run
 
 AHEAD = 2  # units that are read from the disk ahead of need

@@ -17,7 +17,7 @@ from commpress.collectives.reduce_scatter import gather_rows
 from commpress.integrations.zero.bucket import ALIGN, Layout, Member
 from commpress.integrations.zero.gradients import Channel
 from commpress.integrations.zero.options import Place
-from commpress.tiered_mem.store import TieredStore
+from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 
 

@@ -1,6 +1,6 @@
 """Ways to read and write files in the background, behind one interface; ``choose`` measures which is best here."""
 
-from commpress.tiered_mem.engines.engine import Engine, Transfer
-from commpress.tiered_mem.engines.probe import NAMES, available, choose, start
+from commpress.tiered_mem.engines.selection import NAMES, available, choose, start
+from commpress.tiered_mem.engines.transfer import PIECE, DiskEngine, Transfer
 
-__all__ = ["Engine", "Transfer", "NAMES", "available", "choose", "start"]
+__all__ = ["PIECE", "DiskEngine", "Transfer", "NAMES", "available", "choose", "start"]

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 
 from commpress.errors import MissingPackage
 from commpress.tiered_mem.engines import turns
-from commpress.tiered_mem.engines.engine import Transfer
+from commpress.tiered_mem.engines.transfer import Transfer
 
 SETUP, ENTER, REGISTER = 425, 426, 427  # the same on every architecture
 READ_FIXED, WRITE_FIXED, READ, WRITE = 4, 5, 22, 23

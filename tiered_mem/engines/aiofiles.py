@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from commpress.errors import MissingPackage
-from commpress.tiered_mem.engines.engine import Transfer
+from commpress.tiered_mem.engines.transfer import Transfer
 from commpress.tiered_mem.layer import FileLayer
 
 

@@ -1,18 +1,16 @@
-"""Which engines are here, and which of them is fastest on this disk: measured, not assumed."""
+"""Selection of an engine: those that work here, and the fastest on this disk, measured and not assumed."""
 
 import contextlib
 import mmap
-import threading
 from time import perf_counter
 
 import numpy as np
 
 from commpress.errors import InvalidArgument, MissingPackage
-from commpress.tiered_mem.checksum import PIECE
-from commpress.tiered_mem.engines.aio import LibaioEngine
-from commpress.tiered_mem.engines.coroutines import AiofilesEngine
-from commpress.tiered_mem.engines.engine import Engine, Transfer
-from commpress.tiered_mem.engines.threads import ThreadEngine
+from commpress.tiered_mem.engines.aiofiles import AiofilesEngine
+from commpress.tiered_mem.engines.libaio import LibaioEngine
+from commpress.tiered_mem.engines.thread_pool import ThreadEngine
+from commpress.tiered_mem.engines.transfer import DiskEngine, transfer_all
 from commpress.tiered_mem.engines.uring import UringEngine
 from commpress.tiered_mem.layer import FileLayer
 
@@ -21,7 +19,7 @@ PROBE = "probe.tmp"
 NEAR = 0.9  # of the fastest counts as equal
 
 
-def start(name: str, layer: FileLayer, depth: int = 4) -> Engine:
+def start(name: str, layer: FileLayer, depth: int = 4) -> DiskEngine:
     match name:
         case "threads":
             return ThreadEngine(layer, depth)
@@ -80,34 +78,10 @@ def choose(
             layer.unlink(folder, PROBE)
 
 
-def _rate(engine: Engine, fd: int, memory: mmap.mmap, write: bool, seconds: float) -> float:
+def _rate(engine: DiskEngine, fd: int, memory: mmap.mmap, write: bool, seconds: float) -> float:
     """Bytes per second of transfers as the store's, as many at once as the engine's depth."""
     view, moved, begin = memoryview(memory), 0, perf_counter()
     while moved == 0 or perf_counter() - begin < seconds:
         transfer_all(engine, fd, [(0, view)], write=write, hashed=True)
         moved += len(view)
     return moved / (perf_counter() - begin)
-
-
-def transfer_all(
-    engine: Engine, fd: int, pieces: list[tuple[int, memoryview]], *, write: bool, hashed: bool = False
-) -> None:
-    """Move every (offset, memory), as the store does in transfers of ``PIECE`` bytes, and wait; raises the first error."""
-    parts = [(at + i, view[i : i + PIECE]) for at, view in pieces for i in range(0, len(view), PIECE)]
-    left, errors, over, lock = len(parts), [], threading.Event(), threading.Lock()
-
-    def done(_: Transfer, error: BaseException | None) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            if error:
-                errors.append(error)
-            if not left:
-                over.set()
-
-    engine.submit(
-        Transfer(fd, at, view, write=write, done=done, hashed=len(view) if hashed else 0) for at, view in parts
-    )
-    over.wait()
-    if errors:
-        raise errors[0]

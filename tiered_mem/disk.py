@@ -5,27 +5,25 @@ is known from the manifests alone.
 """
 
 import contextlib
-import errno
 import queue
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
+from commpress.checksum import checksum_of
 from commpress.errors import Damaged, DiskFailure, DiskFull, StorageError
-from commpress.tiered_mem.batch import Batch
-from commpress.tiered_mem.checksum import PIECE, joined
-from commpress.tiered_mem.engines import Engine, Transfer
-from commpress.tiered_mem.extents import Extents
+from commpress.tiered_mem.arena import Extents, padded, show_bytes
+from commpress.tiered_mem.engines import PIECE, DiskEngine, Transfer
 from commpress.tiered_mem.folders import Folders
+from commpress.tiered_mem.layer import NO_ROOM, segment_name, segment_number
 from commpress.tiered_mem.manifest import Chunk, Extent
-from commpress.tiered_mem.memory import padded
-from commpress.tiered_mem.names import segment_name, segment_number
-from commpress.tiered_mem.sizes import show_bytes
 
 SMALLEST_SEGMENT = 16 << 20
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DAY = 86400.0
 
 
 @dataclass(eq=False)
@@ -36,14 +34,36 @@ class Segment:
     unsynced: bool = False
 
 
+class Batch:
+    """Transfers that belong together, and what became of them: the checksum of each chunk in order, an error if one failed."""
+
+    def __init__(self, left: int, over: Callable[["Batch"], None]) -> None:
+        """``over`` is called once, when ``left`` transfers have ended."""
+        self.checksums: list[int] = []
+        self.error: BaseException | None = None
+        self._left, self._over, self._lock = left, over, threading.Lock()
+        if not left:
+            over(self)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Transfers end in any thread, in any order. A full disk is the error to tell, whatever else failed."""
+        with self._lock:
+            if error is not None and (self.error is None or isinstance(error, DiskFull)):
+                self.error = error
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._over(self)
+
+
 class Disk:
     """Not thread-safe but for ``read``, ``write`` and ``sync``: callers hold the store's lock."""
 
     def __init__(
-        self, folders: Folders, engine: Engine, *, direct: bool, capacity: int | None, segment_bytes: int
+        self, folders: Folders, engine: DiskEngine, *, direct: bool, capacity: int | None, segment_bytes: int
     ) -> None:
         self.folders, self.engine, self.layer, self.direct = folders, engine, folders.layer, direct
-        self.capacity, self._segment_bytes = capacity, segment_bytes
+        self.capacity, self.segment_bytes = capacity, segment_bytes
         self._segments: dict[tuple[int, int], Segment] = {}
         self._next_number = [1] * len(folders.parts)
         self._next_folder = 0
@@ -165,7 +185,7 @@ class Disk:
     def _grow(self, part: int, length: int, at_most: int | None = None) -> bool:
         """A new segment: as large as the folder's others together, between bounds, or just large enough if room is short."""
         total = self._total(part)
-        wished = max(length, min(self._segment_bytes, max(total, SMALLEST_SEGMENT)))
+        wished = max(length, min(self.segment_bytes, max(total, SMALLEST_SEGMENT)))
         left = self.capacity - total if self.capacity is not None else wished
         for size in dict.fromkeys((wished, length)):
             if (at_most is None or size <= at_most) and size <= left and self._create(part, size):
@@ -313,3 +333,70 @@ class Disk:
                 f"cannot {verb} {extent.length} bytes at {extent.offset} of {self.place(extent)}: {error}"
             )
         return error
+
+
+def joined(pieces: Sequence[int]) -> int:
+    """The checksum of a chunk from those of its pieces of ``PIECE`` bytes, which can be taken in any order by any thread."""
+    return pieces[0] if len(pieces) == 1 else checksum_of(struct.pack(f"<{len(pieces)}Q", *pieces))
+
+
+class References:
+    """Places on disk that must stay as they are: listed in manifests, or not to be trusted. Guarded by the store's lock."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+        self.generation = 0  # of the last commit
+        self.committed: set[Extent] = set()
+        self.coming: set[Extent] = set()  # of the commit under way
+        self.snapshots: dict[str, set[Extent]] = {}
+        self._held: list[set[Extent]] = []  # being read by somebody who copies them
+        self.lost: set[Extent] = set()  # damaged, or of a manifest that may or may not be there: never free in this run
+
+    def release(self, extents: Iterable[Extent]) -> None:
+        """The current state needs these places no more; they are free if nothing else refers to them."""
+        referenced = (self.lost, self.committed, self.coming, *self.snapshots.values(), *self._held)
+        self.disk.free(set(extents).difference(*referenced))
+
+    def hold(self, extents: set[Extent]) -> set[Extent]:
+        """Nobody frees these places until ``let_go``, whatever manifest goes."""
+        self._held.append(extents)
+        return extents
+
+    def let_go(self, extents: set[Extent], current: set[Extent]) -> None:
+        self._held = [held for held in self._held if held is not extents]
+        self.release(extents - current)
+
+
+@dataclass
+class Wear:
+    """Bytes that the store writes, against what a drive endures and a budget. Counted in the manifest, so it goes on from run
+    to run (what a crashed run wrote after its last commit is lost)."""
+
+    capacity: int  # bytes of the disks
+    per_day: int | None = None  # budget
+    written: int = 0
+    born: float = field(default_factory=time.time)
+    days: dict[str, int] = field(default_factory=dict)  # by UTC date
+
+    def allow(self, nbytes: int) -> None:
+        if self.per_day is not None and (today := self.days.get(_today(), 0)) + nbytes > self.per_day:
+            raise DiskFull(
+                f"the write budget of {show_bytes(self.per_day)} a day is spent ({show_bytes(today)} written today): what "
+                "was committed is intact; raise writes_per_day=, or give more memory so that less is written",
+                missing=today + nbytes - self.per_day,
+            )
+
+    def count(self, nbytes: int) -> None:
+        self.written += nbytes
+        self.days[_today()] = self.days.get(_today(), 0) + nbytes
+        while len(self.days) > 30:
+            del self.days[min(self.days)]
+
+    @property
+    def drive_writes_per_day(self) -> float:
+        """Mean over the life of the store, at least an hour; compare with the DWPD of the drive's data sheet."""
+        return self.written / self.capacity / (max(3600.0, time.time() - self.born) / DAY)
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())

@@ -1,32 +1,65 @@
-"""New tensors find room, in a block of their own or in the pack that is being filled; old ones give it back."""
+"""Packs of small tensors, and blocks of large ones: where new tensors find room, and old ones give it back."""
 
 import torch
 
 from commpress.errors import InvalidArgument
-from commpress.tiered_mem.blocks import Block, Use, aligned
-from commpress.tiered_mem.catalog import Catalog
-from commpress.tiered_mem.claims import Claims
-from commpress.tiered_mem.lending import Lending
-from commpress.tiered_mem.manifest import Entry
-from commpress.tiered_mem.options import Options
-from commpress.tiered_mem.pending import caller
+from commpress.tiered_mem.access import Access
+from commpress.tiered_mem.blocks import Block, Catalog, Use, caller, entry_of
+from commpress.tiered_mem.manifest import DTYPES, Entry
 from commpress.tiered_mem.residency import Residency
 
 NEW = "\0new"  # marks a tensor that is being put; as a name of its own it would be refused
 
 
-class Placing:
-    """Methods take the store's lock themselves; those that begin with ``_`` are called with it held."""
+class Packs:
+    """Room for tensors, in blocks of their own or in the pack that is being filled.
 
-    def __init__(
-        self, catalog: Catalog, residency: Residency, claims: Claims, lending: Lending, options: Options
-    ) -> None:
-        self._catalog, self._residency, self._claims, self._lending = catalog, residency, claims, lending
-        self._options = options
+    Methods take the store's lock themselves; those that begin with ``_`` are called with it held.
+    """
+
+    def __init__(self, catalog: Catalog, residency: Residency, access: Access, *, below: int, nbytes: int) -> None:
+        """Tensors ``below`` so many bytes are packed, in packs of ``nbytes``."""
+        self._catalog, self._residency, self._access = catalog, residency, access
+        self._below, self._nbytes = below, nbytes
         self._pack: Block | None = None  # being filled
 
-    def put(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """A new tensor, in place of the one that has its name."""
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        entry = entry_of(name, tensor)
+        with self._catalog.changed:
+            known = self._catalog.names.get(name)
+            same = known is not None and not known.damage and known.entries[name].like(entry) and self._at_hand(known)
+        if same:
+            with self._access.borrow(name) as place:
+                place.copy_(tensor.detach())
+        else:
+            self._put_anew(entry, tensor)
+
+    def delete(self, name: str) -> None:
+        with self._catalog.changed:
+            self._catalog.block(name)
+            self._drop_when_free(name)
+
+    def repack(self) -> None:
+        """Move tensors out of packs that are mostly holes, when the holes are more than a fortieth of all."""
+        with self._catalog.changed:
+            blocks = self._catalog.blocks.values()
+            holes = {b: b.size - b.live for b in blocks if len(b.entries) and b is not self._pack}
+            total = sum(b.live for b in blocks)
+            worst = [b for b in holes if holes[b] > b.size // 8 and b.size <= self._nbytes]
+            if sum(holes[b] for b in worst) * 40 <= total:
+                return
+            names = [name for b in worst if not b.damage for name in b.entries]
+        for name in names:
+            with self._access.borrow(name, write=False):
+                pass
+            self._rewrite(name)
+
+    def _at_hand(self, block: Block) -> bool:
+        """In memory, or with others that have to be read: what is overwritten as a whole need not be."""
+        return (block.slot is not None and not block.leaving) or block.size < self._below or len(block.entries) > 1
+
+    def _put_anew(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """In place of the tensor that has its name, which is not looked at. Called without the lock."""
         with self._catalog.changed:
             self._catalog.admit_writer()
             block, entry = self._place(entry)
@@ -40,44 +73,23 @@ class Placing:
             with self._catalog.changed:
                 self._end_placing(block, entry)
 
-    def delete(self, name: str) -> None:
-        with self._catalog.changed:
-            self._catalog.block(name)
-            self._drop_when_free(name)
-
-    def repack(self) -> None:
-        """Move tensors out of packs that are mostly holes, when the holes are more than a fortieth of all."""
-        with self._catalog.changed:
-            blocks = self._catalog.blocks.values()
-            holes = {b: b.size - b.live for b in blocks if len(b.entries) and b is not self._pack}
-            total = sum(b.live for b in blocks)
-            worst = [b for b in holes if holes[b] > b.size // 8 and b.size <= self._options.pack_bytes]
-            if sum(holes[b] for b in worst) * 40 <= total:
-                return
-            names = [name for b in worst if not b.damage for name in b.entries]
-        for name in names:
-            with self._lending.borrow(name, write=False):
-                pass
-            self._rewrite(name)
-
     def _place(self, entry: Entry) -> tuple[Block, Entry]:
         """Room for a new tensor in a pack or a block of its own, held as being written."""
-        r, options = self._residency, self._options
-        small = entry.nbytes < options.pack_below
+        r, small = self._residency, entry.nbytes < self._below
         while True:
             pack = self._pack
             if small and pack and pack.capacity and pack.slot:
-                start = aligned(pack.size, entry)
+                start = _aligned(pack.size, entry)
                 if start + entry.nbytes <= pack.capacity:
                     if pack.frozen or pack.moving:
                         self._catalog.changed.wait()
                         continue
                     pack.size, block = start + entry.nbytes, pack
                     break
-            slot = r.room(r.host, options.pack_bytes if small else entry.nbytes, caller())
+            slot = r.room(r.host, self._nbytes if small else entry.nbytes, caller())
             assert slot is not None
             block, start = self._catalog.new_block(), 0
-            block.capacity = options.pack_bytes if small else 0
+            block.capacity = self._nbytes if small else 0
             block.size = entry.nbytes
             r.settle_in(block, r.host, slot)
             if small:
@@ -88,8 +100,12 @@ class Placing:
         return block, Entry(entry.name, start, entry.nbytes, entry.dtype, entry.shape)
 
     def _install(self, block: Block, entry: Entry) -> None:
-        """From now on this is the tensor of that name."""
-        self._drop_when_free(entry.name)
+        """From now on this is the tensor of that name. If it takes the place of a whole block, it is that to the schedule."""
+        dropped = self._drop_when_free(entry.name)
+        if dropped and dropped.number not in self._catalog.blocks and dropped.size == block.size and not block.entries:
+            self._catalog.renumber(block, dropped.number)
+            self._residency.schedule.access(block.number, block.size)
+            self._access.read_ahead()
         block.entries[entry.name], self._catalog.names[entry.name] = entry, block
 
     def _end_placing(self, block: Block, entry: Entry) -> None:
@@ -97,8 +113,8 @@ class Placing:
         self._discard_if_empty(block)
         self._catalog.changed.notify_all()
 
-    def _drop_when_free(self, name: str) -> None:
-        """Remove a tensor, if it is there, as soon as nobody uses it and no commit needs it."""
+    def _drop_when_free(self, name: str) -> Block | None:
+        """Remove a tensor, if it is there, as soon as nobody uses it and no commit needs it; the block in which it was."""
         c = self._catalog
         while block := c.names.get(name):
             use = block.uses.get(name)
@@ -111,12 +127,13 @@ class Placing:
             block.uses.pop(name, None)
             self._discard_if_empty(block)
             c.changed.notify_all()
-            return
+            return block
+        return None
 
     def _discard_if_empty(self, block: Block) -> None:
         if block.entries or block.uses:
             return
-        self._claims.release(chunk.extent for chunk in block.chunks)
+        self._residency.references.release(chunk.extent for chunk in block.chunks)
         block.chunks, block.dirty = (), False
         self._residency.forget(block)
         del self._catalog.blocks[block.number]
@@ -138,3 +155,9 @@ class Placing:
                 )
                 self._install(block, entry)
             self._end_placing(block, entry)
+
+
+def _aligned(start: int, entry: Entry) -> int:
+    """Where a tensor may begin in a pack: packed tightly if it is tiny."""
+    unit = 64 if entry.nbytes >= 4096 else DTYPES[entry.dtype].itemsize
+    return -(-start // unit) * unit

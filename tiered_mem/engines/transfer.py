@@ -1,11 +1,15 @@
-"""What an engine is: it takes transfers and says of each, once and from a thread of its own, how it ended."""
+"""Transfers between memory and files, and the engines that take them and say of each, once and from a thread of their own,
+how it ended."""
 
 import errno
+import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from commpress.checksum import checksum_of
 from commpress.tiered_mem.layer import PAGE
+
+PIECE = 1 << 20  # bytes of a chunk that are moved and hashed at once: the processor's cache still has them
 
 
 class Transfer:
@@ -52,7 +56,7 @@ class Transfer:
             self.checksum = checksum_of(self.view[: self.hashed]) if self.hashed else 0
 
 
-class Engine(Protocol):
+class DiskEngine(Protocol):
     name: str
     depth: int  # transfers that the kernel sees at once
 
@@ -63,3 +67,27 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Finish what was submitted, then end all threads."""
+
+
+def transfer_all(
+    engine: DiskEngine, fd: int, pieces: list[tuple[int, memoryview]], *, write: bool, hashed: bool = False
+) -> None:
+    """Move every (offset, memory), as the store does in transfers of ``PIECE`` bytes, and wait; raises the first error."""
+    parts = [(at + i, view[i : i + PIECE]) for at, view in pieces for i in range(0, len(view), PIECE)]
+    left, errors, over, lock = len(parts), [], threading.Event(), threading.Lock()
+
+    def done(_: Transfer, error: BaseException | None) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if error:
+                errors.append(error)
+            if not left:
+                over.set()
+
+    engine.submit(
+        Transfer(fd, at, view, write=write, done=done, hashed=len(view) if hashed else 0) for at, view in parts
+    )
+    over.wait()
+    if errors:
+        raise errors[0]

@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Iterable
 
-from commpress.tiered_mem.engines.engine import Transfer
+from commpress.tiered_mem.engines.transfer import Transfer
 from commpress.tiered_mem.layer import FileLayer
 
 

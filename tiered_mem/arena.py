@@ -1,0 +1,192 @@
+"""Memory tiers: arenas allocated at the start, from which tensors get contiguous, page-aligned slots.
+
+The free ranges are those of files too.
+"""
+
+import contextlib
+import mmap
+import re
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import torch
+
+from commpress.errors import InvalidArgument
+from commpress.tiered_mem.layer import PAGE
+
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
+UNITS |= {f"{prefix}IB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
+
+
+class Extents:
+    """Free space as ranges: best fit, neighbours merge. Not thread-safe. Callers keep to multiples of one unit."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.free = size, 0
+        self._length: dict[int, int] = {}  # offset → length of a free range
+        self._offset: dict[int, int] = {}  # end → offset of a free range
+        self._sorted: list[tuple[int, int]] = []  # (length, offset)
+        if size:
+            self.give(0, size)
+
+    @property
+    def longest(self) -> int:
+        return self._sorted[-1][0] if self._sorted else 0
+
+    def take(self, length: int) -> int | None:
+        """The offset of ``length`` free bytes, now taken, or None. The smallest range that fits is cut."""
+        at = bisect_left(self._sorted, (length, 0))
+        if at == len(self._sorted):
+            return None
+        whole, offset = self._sorted[at]
+        self._remove(offset, whole)
+        if whole > length:
+            self._add(offset + length, whole - length)
+        return offset
+
+    def claim(self, offset: int, length: int) -> bool:
+        """Take exactly this range; False, and nothing changes, if a part of it is not free."""
+        for start in reversed(self._length):  # claimed in order, the range cut last comes first
+            whole = self._length[start]
+            if start <= offset and offset + length <= start + whole:
+                self._remove(start, whole)
+                if offset > start:
+                    self._add(start, offset - start)
+                if start + whole > offset + length:
+                    self._add(offset + length, start + whole - offset - length)
+                return True
+        return False
+
+    def give(self, offset: int, length: int) -> None:
+        """Give a taken range back."""
+        if offset in self._offset:  # a free range ends here
+            before = self._offset[offset]
+            length += offset - before
+            self._remove(before, offset - before)
+            offset = before
+        if (after := offset + length) in self._length:
+            more = self._length[after]
+            self._remove(after, more)
+            length += more
+        self._add(offset, length)
+
+    def _add(self, offset: int, length: int) -> None:
+        self._length[offset] = length
+        self._offset[offset + length] = offset
+        insort(self._sorted, (length, offset))
+        self.free += length
+
+    def _remove(self, offset: int, length: int) -> None:
+        del self._length[offset], self._offset[offset + length]
+        del self._sorted[bisect_left(self._sorted, (length, offset))]
+        self.free -= length
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A taken range of an arena."""
+
+    offset: int
+    length: int
+
+
+class Arena:
+    """``capacity`` bytes in host memory (huge pages where the kernel has them) or on a device. Not thread-safe."""
+
+    def __init__(self, capacity: int, device: torch.device | None = None) -> None:
+        self.device = device
+        self.capacity = capacity // PAGE * PAGE
+        self.free = Extents(self.capacity)
+        self.pinned = False
+        if device is None:
+            self._memory = mapped(max(self.capacity, PAGE))
+            self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self._view: memoryview | None = memoryview(self._memory)
+        else:
+            self.bytes, self._view = torch.empty(self.capacity, dtype=torch.uint8, device=device), None
+
+    @property
+    def used(self) -> int:
+        return self.capacity - self.free.free
+
+    def take(self, nbytes: int) -> Slot | None:
+        length = padded(nbytes)
+        offset = self.free.take(length)
+        return None if offset is None else Slot(offset, length)
+
+    def give(self, slot: Slot) -> None:
+        self.free.give(slot.offset, slot.length)
+
+    def view(self, slot: Slot, start: int, length: int) -> memoryview:
+        """Bytes of a slot for a read or a write; host only."""
+        assert self._view is not None
+        assert start + length <= slot.length
+        return self._view[slot.offset + start : slot.offset + start + length]
+
+    def whole(self) -> memoryview:
+        assert self._view is not None
+        return self._view
+
+    def tensor(self, slot: Slot, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        begin = slot.offset + start
+        return self.bytes[begin : begin + nbytes].view(dtype).view(shape)
+
+    def flat(self, slot: Slot) -> torch.Tensor:
+        return self.bytes[slot.offset : slot.offset + slot.length]
+
+    def touch(self) -> None:
+        """Have the kernel back every page now: no surprise later, and no page fault on a hot path."""
+        if self._view is not None:
+            self.bytes.zero_()
+
+    def pin(self) -> None:
+        """Register the arena with CUDA, once, so that copies to and from the device are asynchronous and fast."""
+        status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.capacity, 0)
+        if int(status):
+            raise InvalidArgument(
+                f"CUDA cannot pin {self.capacity} bytes of host memory (error {int(status)}): "
+                "lower host=, or raise the limit of locked memory (ulimit -l)"
+            )
+        self.pinned = True
+
+    def close(self) -> None:
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self.pinned = False
+
+
+def mapped(nbytes: int) -> mmap.mmap:
+    """Anonymous memory in huge pages, which the kernel gives private memory only: disks read a quarter more per second into
+    them. A forked child gets none of it: nothing is copied, and no read under way lands in a page that is the child's now."""
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except AttributeError:  # not a Unix
+        return mmap.mmap(-1, nbytes)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with contextlib.suppress(AttributeError, OSError):
+            memory.madvise(getattr(mmap, advice))
+    return memory
+
+
+def padded(nbytes: int, unit: int = PAGE) -> int:
+    return max(unit, -(-nbytes // unit) * unit)
+
+
+def parse_bytes(size: str | int) -> int:
+    """'32MiB' or '1000000' or 1000000 as a number of bytes."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = re.fullmatch(r"(\d+\.?\d*)\s*([A-Za-z]*)", str(size).strip())
+    if not match or match[2].upper() not in UNITS:
+        raise InvalidArgument(f"size is {size!r}, expected a number with KiB, MiB, GiB, TiB, KB, MB, GB, TB or nothing")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def show_bytes(size: float) -> str:
+    """1536 as '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

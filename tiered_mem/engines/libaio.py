@@ -1,0 +1,127 @@
+"""The kernel's older asynchronous interface through the ``libaio`` package. Fast only on files opened past the page cache;
+on many file systems ``submit`` does the whole transfer, which is why one thread does nothing but submit."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from os import strerror
+
+from commpress.errors import MissingPackage
+from commpress.tiered_mem.engines.transfer import Transfer
+
+FINISHERS = 2  # threads for checksums and callbacks, beside the one that submits and the one that waits for the kernel
+
+
+class LibaioEngine:
+    """A transfer passes a finisher if it is written, the submitter, the kernel, the reaper, and again a finisher.
+
+    At most ``depth`` transfers are in the kernel: ``_slots`` counts free places there.
+    """
+
+    name = "libaio"
+
+    def __init__(self, depth: int = 4) -> None:
+        try:
+            import libaio
+        except ImportError as error:
+            raise MissingPackage("the engine 'libaio' needs the package: pip install 'commpress[nvme]'") from error
+        except OSError as error:  # the shared library
+            raise MissingPackage(
+                f"the package libaio does not find its shared library ({error}): apt-get install libaio1 (libaio1t64 on "
+                "newer systems), dnf install libaio; the engines 'threads' and 'io_uring' need nothing"
+            ) from error
+        self.depth = depth
+        self._libaio, self._context = libaio, libaio.AIOContext(depth + 1)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._slots = threading.Semaphore(depth)
+        self._stopped = False
+        self._finishers = [_thread(self._finish, f"io-finish-{i}") for i in range(FINISHERS)]
+        self._submitter, self._reaper = _thread(self._submit_all, "io-submit"), _thread(self._reap, "io-reap")
+
+    def register(self, memory: memoryview) -> None:
+        """Nothing to gain here."""
+        return
+
+    def submit(self, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            if transfer.write and transfer.hashed:
+                self._jobs.put(partial(self._prepare, transfer))
+            else:
+                self._ready.put(transfer)
+
+    def close(self) -> None:
+        self._ready.put(None)
+        self._submitter.join()
+        for _ in range(self.depth):  # nothing is left in the kernel
+            self._slots.acquire()
+        self._stopped = True
+        self._reaper.join()
+        for _ in self._finishers:
+            self._jobs.put(None)
+        for thread in self._finishers:
+            thread.join()
+        self._context.close()
+
+    def _prepare(self, transfer: Transfer) -> None:
+        transfer.hash()
+        self._ready.put(transfer)
+
+    def _finish(self) -> None:
+        while job := self._jobs.get():
+            job()
+            del job
+
+    def _submit_all(self) -> None:
+        while transfer := self._ready.get():
+            self._slots.acquire()
+            self._enqueue(transfer)
+            del transfer
+
+    def _enqueue(self, transfer: Transfer) -> None:
+        """Hand a transfer's rest to the kernel."""
+        try:
+            mode = self._libaio.AIOBLOCK_MODE_WRITE if transfer.write else self._libaio.AIOBLOCK_MODE_READ
+            block = self._libaio.AIOBlock(mode, transfer.fd, [transfer.rest], transfer.offset + transfer.moved)
+            block.transfer = transfer
+            if self._context.submit([block]) != 1:
+                raise OSError(11, "the kernel's queue of asynchronous transfers is full: raise fs.aio-max-nr")
+        except Exception as error:
+            self._over(transfer, error)
+
+    def _reap(self) -> None:
+        while True:
+            events = self._context.getEvents(min_nr=1, timeout=0.2)
+            if not events and self._stopped:
+                return
+            for block, result, _ in events:
+                self._ended(block.transfer, result)
+                del block
+            del events
+
+    def _ended(self, transfer: Transfer, result: int) -> None:
+        try:
+            if result < 0:
+                raise OSError(-result, strerror(-result))
+            if transfer.advance(result):
+                self._over(transfer, None)
+            else:
+                self._enqueue(transfer)  # a short one keeps its place
+        except OSError as error:
+            self._over(transfer, error)
+
+    def _over(self, transfer: Transfer, error: Exception | None) -> None:
+        self._slots.release()
+        self._jobs.put(partial(self._conclude, transfer, error))
+
+    def _conclude(self, transfer: Transfer, error: Exception | None) -> None:
+        if error is None and not transfer.write:
+            transfer.hash()
+        transfer.done(transfer, error)
+
+
+def _thread(target: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread
