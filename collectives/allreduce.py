@@ -72,6 +72,14 @@ class Workspace:
         for wire in wires:
             self._free[wire.shape[0], wire.shape[1], wire.device].append(wire)
 
+    def floats(self, numel: int, device: torch.device) -> torch.Tensor:
+        """A float32 buffer with anything in it."""
+        free = self._free[numel, device]
+        return free.pop() if free else torch.empty(numel, dtype=torch.float32, device=device)  # type: ignore[return-value]
+
+    def give_floats(self, buffer: torch.Tensor) -> None:
+        self._free[buffer.numel(), buffer.device].append(buffer)
+
     def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
         self._free[message.pieces.residual_layout, residual.sent.device].append(residual)
 

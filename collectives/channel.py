@@ -5,7 +5,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from commpress.codecs import Codec
 from commpress.collectives.allreduce import Workspace
+from commpress.collectives.levels import Levels, levels_of
+from commpress.collectives.links import Links
+from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, Recorded, Timed
 from commpress.collectives.transports.transport import Transport, own_transport
 from commpress.work import Steps, Worker, run
@@ -34,6 +38,7 @@ class Channel:
         self.rank, self.size = transport.rank, transport.size
         self.workspace = Workspace() if workspace is None else workspace
         self.at_once = 1 if transport.ordered else at_once
+        self.levels: Levels | None = None
         self._name, self._taken = name, 0
         self._worker: Worker | None = None
 
@@ -46,6 +51,12 @@ class Channel:
     def inner(self) -> Transport:
         """The transport itself, without clock and counters."""
         return self._clock.inner
+
+    def divide(self, topology: Topology | str | Links, numel: int, codec: Codec) -> None:
+        """Two levels from here on, unless one is all there is, or faster for ``numel`` elements; collective, before work."""
+        self.levels = levels_of(topology, self.inner, numel, codec)
+        if self.levels is not None:
+            self.at_once = 1  # see ``two_level``: whoever is waited for has sent before it waits itself
 
     # ------------------------------------------------------------ numbers
 
@@ -79,9 +90,14 @@ class Channel:
     @property
     def sent_bytes(self) -> int:
         """Bytes that have left this rank, headers included."""
-        return self.transport.sent_bytes
+        return self.transport.sent_bytes + (0 if self.levels is None else self.levels.sent_bytes)
+
+    @property
+    def between_bytes(self) -> int:
+        """Of these, those that left the node, where there are two levels."""
+        return 0 if self.levels is None else self.levels.between_bytes
 
     @property
     def waited(self) -> float:
         """Seconds spent waiting for peers and the network."""
-        return self._clock.seconds
+        return self._clock.seconds + (0.0 if self.levels is None else self.levels.waited)

@@ -1,18 +1,20 @@
 """How the tensors of one flat buffer cross a channel: in which messages, with which residuals, and how many numbers they take.
 
 ``Exchanges`` cuts each set of tensors once and keeps the result. Rows, matrices (PowerSGD) and sketches of one buffer travel
-side by side. Residuals belong to tensors, whatever they travel with.
+side by side; with a topology rows travel in two levels. Residuals belong to tensors, whatever they travel with.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from commpress.codecs import Policy
+from commpress.codecs import Policy, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.channel import Channel
+from commpress.collectives.ef21 import reduce_changes
+from commpress.collectives.levels import Levels
 from commpress.collectives.low_rank import (
     Bases,
     Plan,
@@ -23,6 +25,7 @@ from commpress.collectives.low_rank import (
     reduce_matrices,
 )
 from commpress.collectives.sketch import Quanta, SketchPlan, load_quanta, plan_sketches, reduce_sketch
+from commpress.collectives.two_level import Route, reduce_routes, routes
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.work import Steps, overlapped
 
@@ -30,78 +33,184 @@ Whole = Plan | SketchPlan  # tensors that are not cut into rows
 Tensors = tuple[list[Span], Sequence[Sequence[int]]]  # where each lies in the buffer, and its shape
 
 
-class Reduce:
-    """The mean over all ranks of some tensors in a flat buffer: rows, matrices and sketches side by side."""
+class Exchange:
+    """One buffer's way to its mean over all ranks. ``steps`` replaces the tensors in it and tells what that left behind."""
 
-    def __init__(self, rows: list[Message], whole: Sequence[Whole], feedbacks: list[ErrorFeedback | None]) -> None:
-        self.rows, self.whole, self.feedbacks = rows, whole, feedbacks
-        self.messages = [*rows, *(plan.message for plan in whole)]
-        self.sequences = len(rows) + sum(plan.MESSAGES for plan in whole)  # numbers that one call takes
-        self.waits = None if whole else 2 * len(rows)  # how often the steps wait, where that is known beforehand
+    spans: list[Span]
+    messages: list[Message]  # for counters and headers
+    sequences: int  # numbers that one call takes
+    waits: int | None  # how often the steps wait, where that is known beforehand
 
-    def steps(self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int) -> Steps[list[Outcome]]:
-        """Replace the tensors in ``buffer`` (float32) by their means; commit or discard the outcomes.
+    def steps(
+        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0
+    ) -> Steps[list[Outcome]]:
+        """Means of the tensors in ``buffer`` (float32), in place; commit or discard the outcomes.
 
-        ``key`` seeds what is drawn, the same on every rank.
+        ``key`` seeds what is drawn, the same on every rank. ``gain`` multiplies what comes and divides the mean, so that
+        residuals of scaled gradients are in unscaled units.
         """
-        options: dict[str, Any] = {"transport": channel.transport, "workspace": channel.workspace, "key": key}
-        count = len(self.rows)
-        rows = reduce_bucket(buffer, self.feedbacks[:count], messages=self.rows, sequence=sequence, **options)
+        raise NotImplementedError
+
+    def forget(self, workspace: Workspace) -> None:
+        """Let go of the buffers that lie ready for it: it does not come again."""
+        raise NotImplementedError
+
+
+class Reduce(Exchange):
+    """The mean in one level: rows, matrices and sketches side by side. ``changes``: rows send changes (EF21)."""
+
+    def __init__(
+        self,
+        spans: list[Span],
+        rows: list[Message],
+        whole: Sequence[Whole],
+        feedbacks: list[ErrorFeedback | None],
+        *,
+        changes: bool = False,
+    ) -> None:
+        self.spans, self.rows, self.whole, self.feedbacks, self.changes = spans, rows, whole, feedbacks, changes
+        self.messages = [*rows, *(plan.message for plan in whole)]
+        self.sequences = len(rows) + sum(plan.MESSAGES for plan in whole)
+        self.waits = None if whole else 2 * len(rows)
+
+    def steps(
+        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0
+    ) -> Steps[list[Outcome]]:
+        options: dict[str, Any] = {
+            "transport": channel.transport, "workspace": channel.workspace, "key": key, "gain": gain,
+        }  # fmt: skip
+        count, reduce = len(self.rows), reduce_changes if self.changes else None
+        rows = reduce_bucket(
+            buffer, self.feedbacks[:count], messages=self.rows, sequence=sequence, reduce=reduce, **options
+        )
         if not self.whole:
             return (yield from rows)
         jobs: list[Steps[Any]] = []
         sequence += count
         for plan, feedback in zip(self.whole, self.feedbacks[count:], strict=True):
-            reduce: Any = reduce_matrices if isinstance(plan, Plan) else reduce_sketch
-            jobs.append(reduce(buffer, feedback, plan=plan, sequence=sequence, **options))
+            mean: Any = reduce_matrices if isinstance(plan, Plan) else reduce_sketch
+            jobs.append(mean(buffer, feedback, plan=plan, sequence=sequence, **options))
             sequence += plan.MESSAGES
         jobs.append(rows)
         *others, first = yield from overlapped(jobs, limit=2)
         return [*first, *others]
 
+    def compensated(self, buffer: torch.Tensor, gain: float) -> torch.Tensor:
+        """c = g·x + e: what the encoder is about to see; with changes g·x. Measuring only."""
+        c = buffer * gain
+        for message, feedback in zip(self.messages, self.feedbacks, strict=True):
+            if feedback is not None and not self.changes:
+                feedback.settle(message.pieces)
+                for start, numel, kept in message.pieces.kept_runs:
+                    c[start : start + numel] += feedback.sent[kept : kept + numel]
+        return c
+
     def forget(self, workspace: Workspace) -> None:
-        """Let go of the buffers that lie ready for it: it does not come again."""
         for message in self.messages:
             workspace.forget(message)
 
 
-class Exchanges:
-    """All reductions of one object, and what they leave behind. ``feedback``: what compression leaves out is sent later."""
+class ReduceInLevels(Exchange):
+    """The mean in two levels: sums inside a node, rows between nodes, each slice with residuals of its own."""
 
     def __init__(
-        self, policy: Policy, size: int, workspace: Workspace, *, feedback: bool = True, seed: int = 0
+        self, spans: list[Span], routes: list[Route], feedbacks: Sequence[Mapping[int, ErrorFeedback | None]]
     ) -> None:
-        self.policy, self.size, self.workspace, self.feedback, self.seed = policy, size, workspace, feedback, seed
-        self.residuals = ResidualStore()
+        self.spans, self.routes, self.feedbacks = spans, routes, feedbacks
+        self.messages = [route.message for route in routes]
+        self.sequences, self.waits = len(routes), None
+
+    def steps(
+        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0
+    ) -> Steps[list[Outcome]]:
+        assert channel.levels is not None
+        return reduce_routes(
+            buffer, self.feedbacks, plan=self.routes, hierarchy=channel.levels.hierarchy, workspace=channel.workspace,
+            sequence=sequence, key=key, gain=gain,
+        )  # fmt: skip
+
+    def forget(self, workspace: Workspace) -> None:
+        for route in self.routes:
+            for message in route.between.values():
+                workspace.forget(message)
+
+
+class Exchanges:
+    """All exchanges of one object, and what they leave behind.
+
+    ``feedback``: what compression leaves out is sent later. ``ef21``: instead, changes are sent (``collectives.ef21``).
+    ``levels``: of the channel, where it has a topology.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        size: int,
+        workspace: Workspace,
+        *,
+        levels: Levels | None = None,
+        feedback: bool = True,
+        ef21: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.policy, self.size, self.workspace, self.levels = policy, size, workspace, levels
+        self.feedback, self.seed = feedback, seed
+        self.residuals = ResidualStore(ef21=ef21)
         self.bases: Bases = {}  # of low-rank codecs
         self.quanta: Quanta = {}  # of sketches
-        self._known: dict[tuple[object, ...], Reduce] = {}
+        self._exact = policy_of("none")
+        self._known: dict[tuple[bool, tuple[object, ...]], Exchange] = {}
 
-    def of(self, tensors: tuple[object, ...], where: Callable[[], Tensors], device: torch.device) -> Reduce:
-        """The reduction of these tensors, which ``where`` describes when they first come together.
+    def of(
+        self, tensors: tuple[object, ...], where: Callable[[], Tensors], device: torch.device, *, exact: bool = False
+    ) -> Exchange:
+        """The exchange of these tensors, which ``where`` describes when they first come together.
 
         ``tensors`` are what they are known by. Those that came with others before leave these: their residuals move along.
+        ``exact``: nothing is compressed, whatever the policy says.
         """
-        if tensors not in self._known:
-            for known in [known for known in self._known if not set(tensors).isdisjoint(known)]:
+        key = exact, tensors
+        if key not in self._known:
+            where_they_lie = where()
+            for known in [known for known in self._known if known[0] == exact and not set(tensors).isdisjoint(known[1])]:
                 self._known.pop(known).forget(self.workspace)
-            self._known[tensors] = self._cut(*where(), device)
-        return self._known[tensors]
+            self._known[key] = self._cut(*where_they_lie, self._exact if exact else self.policy, device)
+        return self._known[key]
 
-    def _cut(self, spans: list[Span], shapes: Sequence[Sequence[int]], device: torch.device) -> Reduce:
+    def use(self, policy: Policy) -> None:
+        """Cut by ``policy`` from the next call on; residuals stay with their tensors."""
+        if policy != self.policy:
+            self.policy = policy
+            for key in [key for key in self._known if not key[0]]:
+                self._known.pop(key).forget(self.workspace)
+
+    def pay(self, name: str, out: torch.Tensor, rank: int) -> None:
+        """Add what is owed of a tensor to ``out``, its gradient on this rank, so that an exact mean carries all of it."""
+        if self.levels is not None:
+            self.levels.pay(self.residuals, name, out)
+        else:
+            self.residuals.pay(name, out, rank, self.size)
+
+    def _cut(self, spans: list[Span], shapes: Sequence[Sequence[int]], policy: Policy, device: torch.device) -> Exchange:
         """Codecs of whole tensors take theirs out; the rest goes in rows."""
         whole: list[Whole] = []
-        if matrices := matrices_of(spans, shapes, self.policy):
+        if matrices := matrices_of(spans, shapes, policy):
             whole.append(plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed))
-        whole += plan_sketches(spans, self.policy, self.size, self.quanta)
+        whole += plan_sketches(spans, policy, self.size, self.quanta)
+        if self.levels is not None:
+            cut = routes(spans, RowsOnly(policy), self.levels.hierarchy, feedback=self.feedback)
+            attach = self.residuals.attach
+            return ReduceInLevels(
+                spans, cut, [{i: attach(m.keys, m.pieces, device) for i, m in route.between.items()} for route in cut]
+            )
         taken = {name for plan in whole for name in plan.names}
         others = [span for span in spans if span.name not in taken]
-        rows = messages(others, RowsOnly(self.policy), self.size, feedback=self.feedback)
+        rows = messages(others, RowsOnly(policy), self.size, feedback=self.feedback)
         feedbacks = [self.residuals.attach(m.keys, m.pieces, device) for m in rows]
         for plan in whole:
             keys, pieces = plan.message.keys, plan.message.pieces
             feedbacks.append(self.residuals.attach(keys, pieces, device) if self.feedback else None)
-        return Reduce(rows, whole, feedbacks)
+        return Reduce(spans, rows, whole, feedbacks, changes=self.residuals.ef21)
 
     # ------------------------------------------------------------ checkpoints
 

@@ -6,35 +6,23 @@ without a topology, so that one fits the other.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from commpress.codecs import Codec, Policy, policy_of
-from commpress.collectives.buckets import PIECE, Message, Span
+from commpress.codecs import Codec, policy_of
+from commpress.collectives.buckets import PIECE, Span
 from commpress.collectives.checkpoint import Residuals
 from commpress.collectives.links import Links, choose
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports.loopback import Recorded, Timed
 from commpress.collectives.transports.transport import Transport
-from commpress.collectives.two_level import Feedbacks, Hierarchy, Route, hierarchy_of, routes
+from commpress.collectives.two_level import Hierarchy, hierarchy_of, routes
 from commpress.feedback import Key, ResidualStore
 from commpress.kernels.pieces import KEPT, NUMEL, WIDTH
 from commpress.work import run
 
 log = logging.getLogger("commpress")
-
-
-@dataclass
-class LevelLayout:
-    """How one bucket travels."""
-
-    routes: list[Route]
-    feedbacks: list[Feedbacks]
-
-    def slices(self) -> list[Message]:
-        return [message for route in self.routes for message in route.between.values()]
 
 
 class Levels:
@@ -49,19 +37,19 @@ class Levels:
     def __str__(self) -> str:
         return str(self.hierarchy.topology)
 
-    def traffic(self) -> tuple[int, int, float]:
-        """Bytes sent inside the node and out of it, and seconds waited."""
-        between = sum(t.sent_bytes for t in self._between.values())
-        return self._inside.sent_bytes, between, sum(t.seconds for t in self._timed)
+    @property
+    def sent_bytes(self) -> int:
+        return self._inside.sent_bytes + self.between_bytes
 
-    def layout(
-        self, spans: Sequence[Span], policy: Policy, store: ResidualStore, device: torch.device, *, feedback: bool
-    ) -> LevelLayout:
-        plan = routes(spans, policy, self.hierarchy, feedback=feedback)
-        attached: list[Feedbacks] = [
-            {index: store.attach(m.keys, m.pieces, device) for index, m in route.between.items()} for route in plan
-        ]
-        return LevelLayout(plan, attached)
+    @property
+    def between_bytes(self) -> int:
+        """Bytes that left the node."""
+        return sum(transport.sent_bytes for transport in self._between.values())
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for peers and the network."""
+        return sum(transport.seconds for transport in self._timed)
 
     # ------------------------------------------------------------ checkpoints
 

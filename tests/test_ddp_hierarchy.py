@@ -118,7 +118,7 @@ def test_nothing_owed_is_lost_when_nodes_change(pool, before, after, size):
 def build(topology):
     session = Session(Plan("sign", state={"topology": topology}))
     session.step(0)
-    return str(session.state.levels), session.log.lines
+    return str(session.state.channel.levels), session.log.lines
 
 
 def test_one_level_is_reduced_flat_and_says_so(pool):

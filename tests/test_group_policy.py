@@ -218,7 +218,7 @@ def hooked(codec):
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(3):
         model(x).square().mean().backward()
-    assert type(state._timed.inner) is SocketTransport
+    assert type(state.channel.inner) is SocketTransport
     return [p.grad.clone() for p in model.parameters()]
 
 

@@ -35,7 +35,7 @@ def test_every_way_has_its_turns_and_the_fastest_stays():
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
     [
-        ({"plain": 1.0, "int8": 0.95, "int4": 1.2, "sign": 1.3}, "plain"),  # without a hook plain is faster than in the trial
+        ({"plain": 1.0, "int8": 0.98, "int4": 1.2, "sign": 1.3}, "plain"),  # not worth its errors
         ({"plain": 1.0, "int8": 0.5, "int4": 0.49, "sign": 0.5}, "int8"),  # as good as the others, and finer
         ({"plain": 1.0, "int8": 1.1, "int4": 1.1, "sign": 1.1}, "plain"),
     ],
@@ -123,7 +123,7 @@ def test_all_ranks_choose_alike_and_stay_equal(pool):
     assert "chosen: " in first[1]
     assert first[2]
     steps = Trial(("plain", "int8", "sign")).steps
-    assert first[3] == steps + (1 if first[0].startswith("plain") else 4), "without a hook nothing counts"
+    assert first[3] == steps + 4
 
 
 class Linear(torch.nn.Module):
@@ -142,27 +142,24 @@ def paid(topology):
     state = commpress.compress(ddp, "auto:sign,int8", topology=topology)
     state._trial.decide = lambda seconds: ("plain", "told to")
     total, steps = torch.zeros(1003, dtype=torch.float64), state._trial.steps + 3
-    hooked = []
     for _ in range(steps):
         ddp.zero_grad()
         ddp(x).backward()
-        hooked.append(len(ddp._comm_hooks))
         total += ddp.module.weight.grad.double()
     mean = x.clone()
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
     lost = float((total - steps * mean.double()).norm() / (steps * mean.norm()))
-    return lost, state.counters.plain_steps, hooked, torch.allclose(ddp.module.weight.grad, mean, rtol=1e-5, atol=1e-6)
+    return lost, state.counters.plain_steps, torch.allclose(ddp.module.weight.grad, mean, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("size", "topology"), [(2, None), (3, "2,1"), (4, "2x2")])
 def test_nothing_is_lost_when_a_trial_ends_without_compression(pool, size, topology):
     trial = Trial(("plain", "sign", "int8"))
-    for lost, plain_steps, hooked, exact in pool.run(paid, topology, size=size):
+    for lost, plain_steps, exact in pool.run(paid, topology, size=size):
         assert lost < 1e-6
         assert exact
-        assert plain_steps == UNTIMED + trial.turn * trial.rounds + 1
-        assert hooked == [1] * (trial.steps + 1) + [0] * 2, "one step to pay what is owed, then DDP is alone"
+        assert plain_steps == UNTIMED + trial.turn * trial.rounds + 3
 
 
 def planned(path):

@@ -141,7 +141,7 @@ def _ddp(way: str, simulated: Simulated, model: Model, ranks: int, *, nodes: int
         codec = codec_named(way)
         call = f'compress(ddp, "{way}"' + (f', topology="{nodes}x{ranks // nodes}")' if nodes else ")")
         effect = "low rank, delayed" if isinstance(codec, LowRankCodec) else "rounded, delayed"
-        kept = (n / (ranks / nodes) if nodes else n * (1 + 1 / ranks)) if codec.feedback else 0.0
+        kept = 2 * (n / (ranks / nodes) if nodes else n * (1 + 1 / ranks)) if codec.feedback else 0.0  # and what is proposed
     return Candidate(
         way + (", two levels" if nodes else ""), call, simulated.seconds, simulated.traffic.nbytes,
         simulated.traffic.between, {"device": 4 * n + kept}, "" if way in HOOK else way, bool(nodes), effect,

@@ -17,35 +17,31 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.codecs import Codec, Policy, policy_of
+from commpress.codecs.codec import NotOfRows
 from commpress.codecs.planned import PLAIN, Planned, load_plan
-from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
+from commpress.collectives.allreduce import Outcome, Workspace
+from commpress.collectives.channel import Channel
 from commpress.collectives.checkpoint import check_fit, elastic_of, elastic_state, exact_state, residuals_of
 from commpress.collectives.consensus import AgreeOver, consensus_over
-from commpress.collectives.ef21 import check_codec, reduce_changes
-from commpress.collectives.levels import levels_of
+from commpress.collectives.ef21 import check_codec
+from commpress.collectives.exchange import Exchange, Exchanges, Reduce
 from commpress.collectives.links import Links
-from commpress.collectives.low_rank import Bases, Plan, load_bases, reduce_matrices
-from commpress.collectives.sketch import Quanta, load_quanta, reduce_sketch
+from commpress.collectives.round import Round
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.loopback import Recorded, Timed
-from commpress.collectives.transports.transport import own_transport
-from commpress.collectives.two_level import reduce_routes
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
-from commpress.integrations.ddp.layouts import Layout, Layouts
+from commpress.integrations.ddp.names import ParameterNames
 from commpress.integrations.ddp.plain import Plain, values_of
 from commpress.integrations.ddp.replanning import Replanning
 from commpress.integrations.ddp.trial import Trial, trial_of
-from commpress.integrations.ddp.unhooked import unhook_after
 from commpress.integrations.observe.counters import Counters, relative_errors
-from commpress.work import Steps, Work, Worker, overlapped, run
+from commpress.work import Steps, Work
 
 log = logging.getLogger("commpress")
 
 DEFAULT_MIN_NUMEL = 256
 BUCKET = (25 << 20) // 4  # elements of a bucket of DDP, for choices that need a size beforehand
-UNORDERED_LIMIT = 4  # buckets under way at once where messages are matched by tag
 
 
 def compress(
@@ -60,8 +56,8 @@ def compress(
     """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds residuals and counters.
 
     ``codec="auto"`` tries no compression and several codecs for a few steps each and keeps the fastest. ``policy``: a file
-    that ``commpress plan`` wrote, in place of a codec. Where that is no compression, DDP goes on without a hook, as if this
-    had never been called, and counters stand still.
+    that ``commpress plan`` wrote, in place of a codec. Where that is no compression, DDP gets no hook, as if this had never
+    been called, and counters stand still.
 
     Tensors of fewer than ``min_numel`` elements, and those whose name matches a regular expression in ``exclude``, travel
     exactly. ``options`` are those of ``CompressedState``.
@@ -83,10 +79,8 @@ def compress(
         process_group=ddp.process_group,
         **options,
     )
-    if state.compresses or not state.settled:
+    if state.compresses:
         ddp.register_comm_hook(state, compressed_allreduce_hook)
-    if not state.settled:
-        unhook_after(ddp, state)
     return state
 
 
@@ -116,14 +110,13 @@ class CompressedState:
       parameters are numbered in the order in which DDP first brings them.
     - ``error_feedback``: True keeps what compression leaves out and sends it later; "ef21" sends changes of the gradient
       instead (``collectives.ef21``); False forgets, which does not converge.
-    - ``on_nonfinite``: "skip" (default) replaces the gradients of that bucket by zeros on all ranks, warns and counts;
+    - ``on_nonfinite``: "skip" (default) replaces all gradients of that step by zeros on all ranks, warns and counts;
       "raise" raises NonFiniteGradient on all ranks. Residuals stay untouched either way.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these are more than the ranks of
       ``process_group``: with tensor parallelism the whole mesh. What is not finite on one of them then makes all buckets of
       that step zeros on all of them, or raises on all. Not the stages of a pipeline, whose backwards wait for each other.
     - ``grad_scaler``: pass AMP's GradScaler. Residuals are then kept in unscaled units, a bad gradient reaches the scaler
-      as infinity so that it skips the step, and residuals of all buckets of a skipped step stay as they were. Costs
-      4 bytes per parameter.
+      as infinity so that it skips the step, and residuals of a skipped step stay as they were.
     - ``exact_steps``: so many first steps travel exactly (a warm-up for optimizers that estimate variances).
     - ``measure_every``: steps between measurements of the compression error; 0 never. Not with a topology.
     - ``replan_every``: steps between two choices of a codec for every layer, each from the gradients of that step: the fewest
@@ -160,10 +153,51 @@ class CompressedState:
             "checksum": checksum, "seed": seed, "replan_every": replan_every, "topology": topology,
         }  # fmt: skip
         self._given = {"agree_over": agree_over is not None, "grad_scaler": grad_scaler is not None}
-        if on_nonfinite not in ("skip", "raise"):
-            raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
-        check_feedback(error_feedback, ef21=True)
-        if exclude and named_parameters is None:
+        self.names = ParameterNames(named_parameters or ())
+        self._check(named=named_parameters is not None)
+        if isinstance(codec, str) and codec == PLAIN and agree_over is None:
+            codec = Planned(PLAIN)
+        self.compresses = not isinstance(codec, Planned) or codec.compresses  # else torch's all-reduce carries everything
+        self.on_nonfinite = on_nonfinite
+        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self.exact_steps, self.measure_every, self.seed = exact_steps, measure_every, seed
+        self.step = 0
+        self.counters = Counters(choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else "")
+        self._trial = trial_of(codec)
+        self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
+        policy = policy_of("none" if self._trial else codec, **self._limits)
+        usual = min(sum(self.names.numels.values()) or BUCKET, BUCKET)
+        if error_feedback == "ef21":
+            check_codec(policy.choose("", BUCKET))
+        if topology is not None or error_feedback == "ef21":
+            self._check_rows(policy)
+        self.process_group = process_group
+        self.channel = Channel.among(process_group, timeout=timeout, workspace=Workspace(checksum=checksum))
+        self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
+        if topology is not None:
+            usually = policy_of(self._trial.ways[-1], **self._limits) if self._trial else policy
+            self.channel.divide(topology, usual, usually.choose("", usual))
+        self.exchanges = Exchanges(
+            policy, self.channel.size, self.channel.workspace, levels=self.channel.levels, feedback=bool(error_feedback),
+            ef21=error_feedback == "ef21", seed=seed,
+        )  # fmt: skip
+        group: Any = getattr(self.channel.inner, "group", process_group or dist.group.WORLD)  # the own one, or the user's
+        self._plain = Plain(group, self.counters)
+        self._owing = False  # the next step is the first after a trial, and has residuals to pay
+        self._replanning = Replanning(replan_every, codec, policy, self.channel.size) if replan_every else None  # type: ignore[arg-type]
+        self._backward: Backward | None = None
+        self._told = False  # what was compressed
+        if self.channel.size == 1:
+            log.warning("world size is 1: there is nothing to reduce, gradients pass through as they are")
+
+    def _check(self, *, named: bool) -> None:
+        """Refuse what makes no sense together, the same on every rank."""
+        o, agree_over = self._options, self._given["agree_over"]
+        codec, trial, ef21 = o["codec"], trial_of(o["codec"]) is not None, o["error_feedback"] == "ef21"
+        if o["on_nonfinite"] not in ("skip", "raise"):
+            raise InvalidArgument(f"on_nonfinite is {o['on_nonfinite']!r}, expected 'skip' or 'raise'")
+        check_feedback(o["error_feedback"], ef21=True)
+        if o["exclude"] and not named:
             raise InvalidArgument(
                 "exclude matches parameter names, but named_parameters is missing: pass model.named_parameters() or use "
                 "commpress.compress(ddp, exclude=...)"
@@ -172,64 +206,38 @@ class CompressedState:
             raise InvalidArgument(
                 "torch.distributed is not initialised: call init_process_group before CompressedState"
             )
-        if isinstance(codec, str) and codec == PLAIN and agree_over is None:
-            codec = Planned(PLAIN)
-        self._trial: Trial | None = trial_of(codec)
-        ef21 = error_feedback == "ef21"
-        if ef21 and (self._trial is not None or topology is not None or replan_every):
+        if ef21 and (trial or o["topology"] is not None or o["replan_every"]):
             raise InvalidArgument("error_feedback='ef21' needs a codec that stays, and no topology: leave the other out")
-        if agree_over is not None and (self._trial is not None or (isinstance(codec, Planned) and not codec.compresses)):
+        if agree_over and (trial or (isinstance(codec, Planned) and not codec.compresses)):
             raise InvalidArgument(
                 f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which leaves steps "
                 "to torch's own all-reduce: name a codec, such as 'int8', or leave agree_over out"
             )
-        self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
-        self.policy = policy_of("none" if self._trial else codec, **self._limits)
-        if ef21:
-            check_codec(self.policy.choose("", BUCKET))
-        self.compresses = not isinstance(codec, Planned) or codec.compresses  # else torch's all-reduce carries everything
-        self.on_nonfinite = on_nonfinite
-        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        self.exact_steps, self.measure_every, self.seed = exact_steps, measure_every, seed
-        self.step = 0
-        self.counters = Counters(choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else "")
-        self.residuals = ResidualStore(ef21=ef21)
-        self.bases: Bases = {}  # of low-rank codecs
-        self.quanta: Quanta = {}  # of sketches
-        parameters = dict(named_parameters or ())
-        numels = {name: p.numel() for name, p in parameters.items()}
-        for pattern in exclude:
-            if not any(re.search(pattern, name) for name in parameters):
+        for pattern in o["exclude"]:
+            if not any(re.search(pattern, name) for name in self.names.numels):
                 log.warning("exclude=%r matches no parameter: nothing is left out because of it", pattern)
-        self._current: Backward | None = None
-        self._sequence = 0
-        self._said = False
-        self._workspace = Workspace(checksum=checksum)
-        transport = own_transport(process_group, timeout=timeout)
-        self._timed = Timed(transport)
-        self.transport = Recorded(self._timed)
-        self.process_group = process_group
-        self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
-        self.levels = None
-        if topology is not None:
-            usual = min(sum(numels.values()) or BUCKET, BUCKET)
-            usually = policy_of(self._trial.ways[-1], **self._limits) if self._trial else self.policy
-            self.levels = levels_of(topology, transport, usual, usually.choose("", usual))
-        self._layouts = Layouts(
-            self.policy, self.residuals, self._workspace, transport.size, self.bases, self.quanta, self.levels,
-            feedback=bool(error_feedback), seed=seed, names={id(p): name for name, p in parameters.items()}, numels=numels,
-        )  # fmt: skip
-        group: Any = getattr(transport, "group", process_group or dist.group.WORLD)  # the own one, or the user's (MPI, sockets)
-        self._plain = Plain(group, self.counters, self._layouts)
-        self._replanning = Replanning(replan_every, codec, self.policy, transport.size) if replan_every else None  # type: ignore[arg-type]
-        self._worker: Worker | None = None
-        if self.transport.size == 1:
-            log.warning("world size is 1: there is nothing to reduce, gradients pass through as they are")
+
+    def _check_rows(self, policy: Policy) -> None:
+        what = "a topology" if self._options["topology"] is not None else "error_feedback='ef21'"
+        for name, numel in self.names.numels.items() or [("", BUCKET)]:
+            codec = policy.choose(name, numel)
+            if isinstance(codec, NotOfRows):
+                raise InvalidArgument(f"{what} is given, but {codec.spec!r} knows none: leave one of them out")
 
     @property
-    def settled(self) -> bool:
-        """No trial is under way, and what it left behind has been sent."""
-        return self._trial is None and not self._plain.owing
+    def transport(self) -> Any:
+        """To the other ranks, counted."""
+        return self.channel.transport
+
+    @property
+    def residuals(self) -> ResidualStore:
+        """What compression has left behind on this rank."""
+        return self.exchanges.residuals
+
+    @property
+    def policy(self) -> Policy:
+        """The codec of every parameter, as of now."""
+        return self.exchanges.policy
 
     # ------------------------------------------------------------ one bucket
 
@@ -238,161 +246,132 @@ class CompressedState:
         if self._saved is not None:
             self.reconnect()
         buffer = bucket.buffer()
-        if self.transport.size == 1 and self.consensus is None:
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(buffer)
-            return future
-        if self._current is None:
-            if self._trial is not None and self.step >= self.exact_steps:
-                self._turn(self._trial, buffer.device)
-            if self._replanning is not None and self._replanning.measured:
-                self._use(self._replanning.decide(self._plain.group, buffer.device, self.step - 1))
-                self.counters.choice = self._replanning.why
-            self._current = Backward(self.step)
-        step = self._current
-        step.open += 1
-        if bucket.is_last():
-            step.closed, self._current = True, None
-            self.step += 1
+        if self.channel.size == 1 and self.consensus is None:
+            passed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            passed.set_result(buffer)
+            return passed
+        if bucket.index() == 0:
+            self._begin_backward(buffer.device)
+        assert self._backward is not None
+        backward, last = self._backward, bucket.is_last()
+        self.step += last
         if not self.compresses:
-            step.open -= 1
-            return self._plain.reduce(bucket, last=step.closed)
-        steps, waits = self._begin(bucket, buffer, step)
-        if self._worker is None:
-            limit = 1 if self.transport.ordered or self.levels is not None else UNORDERED_LIMIT
-            self._worker = Worker("commpress", limit=limit, device=buffer.device)
-        promised = step.promise(buffer) if self.consensus is not None else None  # before the worker could keep it
-        future = self._worker.submit(steps, waits=waits)
-        step.futures.append(future)
-        if step.closed:
-            step.raise_errors()
-        return promised or future
+            return self._reduce_plainly(bucket, last=last)
+        future = backward.round.begin(buffer)
+        if last:
+            backward.round.last()
+        steps, waits = self._steps(bucket, buffer, backward)
+        backward.submitted.append(self.channel.submit(steps, waits=waits, device=buffer.device))
+        if last:
+            self._backward = None
+            backward.raise_errors()
+        return future
 
-    def _begin(
-        self, bucket: dist.GradBucket, buffer: torch.Tensor, step: Backward
-    ) -> tuple[Steps[torch.Tensor], int | None]:
-        """The steps of one bucket, and how often they wait, where that is known."""
-        if self.transport.size == 1 or not self._plain.compressible(bucket):
-            return self._averaged(buffer, self._plain.average(buffer), step), 1 if self.consensus is None else None
-        layout = self._layouts.of(bucket, buffer, exact=step.number < self.exact_steps)
-        if self._replanning is not None and self._replanning.due(step.number - self.exact_steps):
-            self._replanning.measure(layout.spans, buffer)
-        sequence, self._sequence = self._sequence, self._sequence + layout.sequences
-        known = not layout.plans and layout.levels is None and self.consensus is None
-        return self._bucket(buffer, layout, step, sequence), 2 * len(layout.rows) if known else None
+    def _begin_backward(self, device: torch.device) -> None:
+        """Nothing is under way between two backwards, unless the last one was aborted."""
+        if self._backward is not None:
+            self._backward.round.abandon()
+        elif self._trial is not None and self.step >= self.exact_steps:
+            self._next_way(self._trial, device)
+        if self._replanning is not None and self._replanning.measured:
+            self.exchanges.use(self._replanning.decide(self._plain.group, device, self.step - 1))
+            self.counters.choice = self._replanning.why
+        self._backward = Backward(Round(self.step, consensus=self.consensus))
 
-    def _turn(self, trial: Trial, device: torch.device) -> None:
-        """The next step of the trial begins, or the first after it: nothing is under way between two steps."""
+    def _next_way(self, trial: Trial, device: torch.device) -> None:
+        """The next step of the trial begins, or the first after it."""
         way = trial.begin(perf_counter())
         if way is None:
             way, self.counters.choice = trial.agreed(self._plain.group, device)
-            self._trial, self._plain.owing = None, way == PLAIN
+            self._trial, self._owing = None, way == PLAIN
             log.info("codec='auto' goes on with %s", self.counters.choice)
         self.compresses = way != PLAIN
         if self.compresses:
-            self._use(policy_of(way, **self._limits))
+            self.exchanges.use(policy_of(way, **self._limits))
 
-    def _use(self, policy: Policy) -> None:
-        self.policy = policy
-        self._layouts.use(policy)
+    def _reduce_plainly(self, bucket: dist.GradBucket, *, last: bool) -> torch.futures.Future[torch.Tensor]:
+        """A bucket of a step that torch's own all-reduce carries; the first such step after a trial carries what is owed."""
+        if self._owing and self._plain.compressible(bucket):
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if (name := self.names.known(parameter)) is not None:
+                    self.exchanges.pay(name, gradient.view(-1), self.channel.rank)
+        if last:
+            self._owing, self._backward = False, None
+        return self._plain.reduce(bucket, last=last)
 
-    def _bucket(self, bucket: torch.Tensor, layout: Layout, step: Backward, sequence: int) -> Steps[torch.Tensor]:
-        buffer = bucket
+    def _steps(
+        self, bucket: dist.GradBucket, buffer: torch.Tensor, backward: Backward
+    ) -> tuple[Steps[None], int | None]:
+        """The steps of one bucket, and how often they wait, where that is known."""
+        step = backward.round.number
+        if self.channel.size == 1 or not self._plain.compressible(bucket):
+            waits = 1 if self.consensus is None else None
+            return self._averaged(buffer, self._plain.average(buffer), backward.round), waits
+        parameters, exact = tuple(map(id, bucket.parameters())), step < self.exact_steps
+        exchange = self.exchanges.of(parameters, lambda: self.names.tensors(bucket), buffer.device, exact=exact)
+        if self._replanning is not None and self._replanning.due(step - self.exact_steps):
+            self._replanning.measure(exchange.spans, buffer)
+        sequence = self.channel.take(exchange.sequences)
+        return self._exchanged(buffer, exchange, backward.round, sequence), exchange.waits if self.consensus is None else None
+
+    def _exchanged(self, bucket: torch.Tensor, exchange: Exchange, round: Round, sequence: int) -> Steps[None]:
+        """A bucket that crosses the channel."""
+        workspace, buffer = self.channel.workspace, bucket
         if bucket.dtype != torch.float32:
-            if layout.scratch is None:
-                layout.scratch = torch.empty(bucket.numel(), dtype=torch.float32, device=bucket.device)
-            buffer = layout.scratch.copy_(bucket)
+            buffer = workspace.floats(bucket.numel(), bucket.device).copy_(bucket)
         gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
-        measure = self.measure_every and step.number % self.measure_every == 0 and layout.levels is None
-        before = layout.compensated(buffer, gain, owed=not self.residuals.ef21) if measure else None
-        outcomes = yield from self._exchange(buffer, layout, sequence, step.number, gain)
+        measure = self.measure_every and round.number % self.measure_every == 0 and isinstance(exchange, Reduce)
+        before = exchange.compensated(buffer, gain) if measure and isinstance(exchange, Reduce) else None
+        key = self.seed * 1_000_003 + round.number
+        outcomes = yield from exchange.steps(self.channel, buffer, sequence=sequence, key=key, gain=gain)
         finite = all(outcome.finite for outcome in outcomes)
         if finite and bucket is not buffer:
             bucket.copy_(buffer)
             if bucket.dtype == torch.float16:  # a mean that does not fit overflows on every rank alike
                 finite = bool(torch.isfinite(bucket).all())
+        if bucket is not buffer:
+            workspace.give_floats(buffer)
         if before is not None and finite:
-            self.counters.errors.update(relative_errors(before, layout.spans, outcomes))
-        self.counters.bucket(bucket.numel(), layout.messages, self.transport.size)
-        yield from self._finish(step, bucket, finite, outcomes)
-        return bucket
+            self.counters.errors.update(relative_errors(before, exchange.spans, outcomes))
+        self.counters.bucket(bucket.numel(), exchange.messages, self.channel.size)
+        yield from self._end(bucket, finite, outcomes, round)
 
-    def _averaged(self, bucket: torch.Tensor, work: Work, step: Backward) -> Steps[torch.Tensor]:
-        """A bucket that torch's own all-reduce carries."""
+    def _averaged(self, bucket: torch.Tensor, work: Work, round: Round) -> Steps[None]:
+        """A bucket of a compressed step that torch's own all-reduce carries."""
         yield work
-        yield from self._finish(step, bucket, bool(torch.isfinite(values_of(bucket)).all()), [])
-        return bucket
+        yield from self._end(bucket, bool(torch.isfinite(values_of(bucket)).all()), [], round)
 
-    def _exchange(
-        self, buffer: torch.Tensor, layout: Layout, sequence: int, step: int, gain: float
-    ) -> Steps[list[Outcome]]:
-        options: dict[str, Any] = {
-            "workspace": self._workspace, "key": self.seed * 1_000_003 + step, "gain": gain, "sequence": sequence
-        }  # fmt: skip
-        if self.levels is not None and layout.levels is not None:
-            routes, hierarchy = layout.levels.routes, self.levels.hierarchy
-            return (
-                yield from reduce_routes(buffer, layout.levels.feedbacks, plan=routes, hierarchy=hierarchy, **options)
-            )
-        options["transport"] = self.transport
-        feedbacks, count = layout.feedbacks, len(layout.rows)
-        options["reduce"] = reduce_changes if self.residuals.ef21 else None
-        rows = reduce_bucket(buffer, feedbacks[:count], messages=layout.rows, **options)
-        if not layout.plans:
-            return (yield from rows)
-        del options["reduce"]
-        options["sequence"] += count
-        jobs: list[Steps[Any]] = []
-        for plan, feedback in zip(layout.plans, feedbacks[count:], strict=True):
-            reduce: Any = reduce_matrices if isinstance(plan, Plan) else reduce_sketch
-            jobs.append(reduce(buffer, feedback, plan=plan, **options))
-            options["sequence"] += plan.MESSAGES
-        jobs.append(rows)
-        *others, first = yield from overlapped(jobs, limit=2)
-        return [*first, *others]
+    def _end(self, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome], round: Round) -> Steps[None]:
+        """The means of a bucket are there; with the last of them its backward is taken or refused as a whole."""
+        closed = yield from round.end(bucket, finite, outcomes)
+        if not closed:
+            return
+        if not round.finite:
+            for buffer in round.buffers:
+                values_of(buffer).fill_(float("inf") if self.grad_scaler else 0.0)
+            self._warn_of_nonfinite(round)
+        round.deliver()
+        sent_bytes = self._plain.sent_bytes + self.channel.sent_bytes
+        self.counters.step(
+            round.finite, sent_bytes, self.channel.between_bytes, self.channel.waited, self.channel.workspace
+        )
+        if not self._told and round.number >= self.exact_steps:
+            self._told = True
+            self.counters.say(log)
 
-    def _finish(self, step: Backward, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome]) -> Steps[None]:
-        """Commit or discard residuals: per bucket, or for all of the step together under a GradScaler or a consensus."""
-        step.open -= 1
-        step.finite &= finite
-        ends = step.closed and step.open == 0
-        step.held += outcomes
-        step.buckets.append(bucket)
-        if self.consensus is not None:
-            if not ends:
-                return
-            finite = step.finite = yield from self.consensus.agreed(step.finite, bucket.device)
-        if not finite:
-            for each in step.buckets:
-                values_of(each).fill_(float("inf") if self.grad_scaler else 0.0)
-            self._bad_gradient(step, len(step.buckets))
-        step.buckets.clear()
-        if ends or not self.grad_scaler:
-            settle(step.held, taken=step.finite if self.grad_scaler else finite)
-            step.held.clear()
-        step.keep_promises()
-        if ends:
-            inside, between, waited = (0, 0, 0.0) if self.levels is None else self.levels.traffic()
-            sent_bytes = self._plain.sent_bytes + self.transport.sent_bytes + inside + between
-            seconds = self._timed.seconds + waited
-            self.counters.step(step.finite, sent_bytes, between, seconds, self._workspace)
-            if not self._said and step.number >= self.exact_steps:
-                self._said = True
-                self.counters.say(log)
-
-    def _bad_gradient(self, step: Backward, buckets: int) -> None:
-        before, self.counters.skipped_buckets = self.counters.skipped_buckets, self.counters.skipped_buckets + buckets
-        count = self.counters.skipped_buckets
+    def _warn_of_nonfinite(self, round: Round) -> None:
+        self.counters.skipped_buckets += len(round.buffers)
+        count = self.counters.skipped_steps + 1
         if self.on_nonfinite == "raise":
-            step.error = NonFiniteGradient(
-                f"the gradients of step {step.number} hold NaN or infinity on some rank. No residual was changed. Look for "
+            round.error = NonFiniteGradient(
+                f"the gradients of step {round.number} hold NaN or infinity on some rank. No residual was changed. Look for "
                 "the cause in the loss, or pass on_nonfinite='skip'."
             )
-        elif before < 3 or count // 100 > before // 100:
+        elif count <= 3 or count % 100 == 0:
             effect = "passed on as infinity to the GradScaler" if self.grad_scaler else "replaced by zeros on all ranks"
             log.warning(
-                "step %d: a bucket held NaN or infinity on some rank and was %s (%d so far). With AMP pass "
-                "grad_scaler= so that the loss scale adapts.", step.number, effect, count,
+                "step %d: gradients held NaN or infinity on some rank and were %s (%d so far). With AMP pass "
+                "grad_scaler= so that the loss scale adapts.", round.number, effect, count,
             )  # fmt: skip
 
     # ------------------------------------------------------------ checkpoints
@@ -401,19 +380,21 @@ class CompressedState:
         """This rank's part, for a bitwise resume at the same world size: every rank saves and loads its own."""
         if self._saved is not None:
             return dict(self._saved["state"])
-        state = exact_state(self.residuals, self.transport, self.step, str(self.levels or ""))
+        state = exact_state(self.residuals, self.transport, self.step, str(self.channel.levels or ""))
         return state | self._saved_choices()
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the total residual R, for a resume at any world size; collective, between steps."""
         if self._saved is not None:
             self.reconnect()
-        sequence = self._next_sequence()
-        if self.levels is None:
-            state = run(elastic_state(self.residuals, self.transport, self.step, sequence))
+        sequence, levels = self.channel.take(), self.channel.levels
+        if levels is None:
+            state = self.channel.run(elastic_state(self.residuals, self.transport, self.step, sequence))
         else:
-            parts = self.levels.parts(self.residuals, self._layouts.compressed())
-            state = run(elastic_of(parts, self.transport, self.step, sequence))
+            numels = self.names.brought | self.names.numels
+            lossy = {n: numels[n] for n in sorted(numels) if not self.policy.choose(n, numels[n]).lossless}
+            parts = levels.parts(self.residuals, lossy)
+            state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence))
         return state | self._saved_choices()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -422,10 +403,10 @@ class CompressedState:
             return self._saved
         if any(self._given.values()) or self.process_group is not None:
             log.warning("process_group, agree_over and grad_scaler are not saved with a state: give them to reconnect()")
-        numels = self._layouts.numels
+        numels = self.names.numels
         return {
             "options": self._options, "given": self._given, "state": self.state_dict(), "counters": self.counters,
-            "numels": numels, "brought": list(self._layouts.brought) if numels else None,
+            "numels": numels, "brought": list(self.names.brought) if numels else None,
         }  # fmt: skip
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
@@ -466,31 +447,25 @@ class CompressedState:
             **saved["options"], **given, process_group=process_group, named_parameters=(parameters or stand_ins).items()
         )
         if not parameters:
-            self._layouts.names, self._layouts.expected = {}, list(saved["brought"] or ())
+            self.names.expect(saved["brought"] or ())
         self.counters = self._plain.counters = saved["counters"]
         self.load_state_dict(saved["state"])
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """From this rank's ``state_dict``, or at any world size from all ranks' states, of either kind, in any order."""
-        levels = self.levels
+        levels = self.channel.levels
         if levels is None:
             step, residuals = residuals_of(states, self.transport, ef21=self.residuals.ef21)
         else:
             step, residuals = residuals_of(states, self.transport, share=levels.share, nodes=str(levels))
-        if numels := self._layouts.numels:
+        if numels := self.names.numels:
             check_fit(residuals, numels, levels.lengths(numels) if levels else None)
-        load_bases(self.bases, states[0].get("bases", {}))
-        load_quanta(self.quanta, states[0].get("quanta", {}))
+        self.exchanges.load_choices(states[0])
         self.residuals.load(residuals)
         self.step = step
         if self._replanning is not None:
-            self._use(self._replanning.load(states[0].get("rules", {})))
+            self.exchanges.use(self._replanning.load(states[0].get("rules", {})))
 
     def _saved_choices(self) -> dict[str, Any]:
         rules = {"rules": dict(self._replanning.rules)} if self._replanning is not None else {}
-        bases = {name: basis.clone() for name, basis in self.bases.items()}
-        return {"bases": bases, "quanta": dict(self.quanta), **rules}
-
-    def _next_sequence(self) -> int:
-        self._sequence += 1
-        return self._sequence - 1
+        return self.exchanges.choices() | rules

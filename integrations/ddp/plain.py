@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 
-from commpress.integrations.ddp.layouts import Layouts
 from commpress.integrations.observe.counters import Counters
 from commpress.work import Done, Work
 
@@ -11,12 +10,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Plain:
-    """As torch's own hook does it. The first step after a trial carries what compression still owes."""
+    """The average as torch's own hook takes it."""
 
-    def __init__(self, group: dist.ProcessGroup, counters: Counters, layouts: Layouts) -> None:
-        self.group, self.counters, self.layouts = group, counters, layouts
+    def __init__(self, group: dist.ProcessGroup, counters: Counters) -> None:
+        self.group, self.counters = group, counters
         self.sent_bytes = 0  # as a ring sends them
-        self.owing = False  # the next step has residuals to pay
 
     @staticmethod
     def compressible(bucket: dist.GradBucket) -> bool:
@@ -29,11 +27,6 @@ class Plain:
 
     def reduce(self, bucket: dist.GradBucket, *, last: bool) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
-        if self.owing:
-            if self.compressible(bucket):
-                for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                    self.layouts.pay(parameter, gradient.view(-1), self.group.rank())
-            self.owing = not last
         self._count(buffer)
         if last:
             self.counters.steps, self.counters.plain_steps = self.counters.steps + 1, self.counters.plain_steps + 1

@@ -17,7 +17,6 @@ AUTO = "auto"
 WAYS = (PLAIN, "int8", "int4", "sign")  # from the most exact to the coarsest
 UNTIMED = 3  # first steps: DDP rebuilds its buckets, memory is touched, kernels are compiled
 MARGIN = 0.03  # of its seconds that a coarser way must save over a finer one to be worth it
-HOOKED = 0.06  # over none at all: the trial's plain steps have a hook, without which they take about 3 % less
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Trial:
             of[self.way(step)].append(seconds)
         medians = {way: median(took) for way, took in of.items()}
         best = min(medians.values())
-        chosen = next(way for way in self.ways if medians[way] * (1 - (HOOKED if way == PLAIN else MARGIN)) <= best)
+        chosen = next(way for way in self.ways if medians[way] * (1 - MARGIN) <= best)
         measured = ", ".join(f"{way} {1e3 * seconds:.4g} ms" for way, seconds in medians.items())
         return chosen, f"{chosen}, because a step took {measured}"
 

@@ -14,6 +14,7 @@ import torch
 from torch.autograd import Variable
 
 from commpress.collectives.allreduce import Workspace
+from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument
 from commpress.timeline import Timeline
 
@@ -21,7 +22,13 @@ from commpress.timeline import Timeline
 def workspaces_of(state: Any) -> list[Workspace]:
     """Where a state or an optimizer of ours encodes and decodes, its overlapping hook included."""
     parts = [state, *filter(None, [getattr(state, "under_way", None)])]
-    return [value for part in parts for value in vars(part).values() if isinstance(value, Workspace)]
+    found: dict[int, Workspace] = {}
+    for value in (value for part in parts for value in vars(part).values()):
+        for each in value.values() if isinstance(value, dict) else [value]:
+            space = each.workspace if isinstance(each, Channel) else each
+            if isinstance(space, Workspace):
+                found[id(space)] = space
+    return list(found.values())
 
 
 def watch(

@@ -18,7 +18,7 @@ from commpress.codecs import codec_named, policy_of
 from commpress.collectives.allreduce import Workspace, settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchanges, Reduce
+from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.transports.transport import Transport
 from commpress.integrations.process_group.calls import FutureWork
 from commpress.integrations.process_group.group_options import DTYPES, Policy
@@ -71,7 +71,7 @@ class GroupReducer:
         self._task, self._backwards, self._nth = -1, 0, 0
         self._sequence = 0  # every rank counts, also a call that the others then refuse
         self._workspace = Workspace()
-        self._dropped: list[Reduce] = []  # whose buffers the worker, which alone touches the workspace, lets go
+        self._dropped: list[Exchange] = []  # whose buffers the worker, which alone touches the workspace, lets go
         self._channel: Channel | None = None
 
     # ------------------------------------------------------------ decide

@@ -1,0 +1,81 @@
+"""What is committed or discarded together: the exchanges of one backward, one optimizer step or one outer step.
+
+Headers agree whether the numbers of a message were finite on every rank of a channel. A round joins these verdicts: if one
+exchange was not finite, what all of them left behind is discarded, on every rank alike; with a ``Consensus`` on every rank
+that must stay equal, where these are more. Futures are set after that, so that nobody sees half a step.
+
+Note: no overlap is lost. DDP waits for all futures of a backward at its end anyway.
+"""
+
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from commpress.collectives.allreduce import Outcome, settle
+from commpress.collectives.consensus import Consensus
+from commpress.work import Steps
+
+
+class Round:
+    """Exchanges that share one fate. ``begin`` each, ``last`` once, ``end`` each: the last to end closes the round.
+
+    ``begin`` and ``last`` are called by whoever submits, ``end`` by whoever runs the steps.
+    """
+
+    def __init__(self, number: int = 0, *, consensus: Consensus | None = None) -> None:
+        self.number, self.consensus = number, consensus
+        self.finite = True
+        self.error: Exception | None = None  # for whoever began the round to raise
+        self.buffers: list[torch.Tensor] = []  # whose means have come
+        self._outcomes: list[Outcome] = []
+        self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        self._open, self._complete, self._abandoned = 0, False, False
+        self._lock = threading.Lock()
+
+    def begin(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """One more exchange; its future is set to ``buffer`` when the round has closed."""
+        future: torch.futures.Future[torch.Tensor]
+        future = torch.futures.Future() if buffer.device.type == "cpu" else torch.futures.Future(devices=[buffer.device])
+        with self._lock:
+            self._open += 1
+            self._futures.append((future, buffer))
+        return future
+
+    def last(self) -> None:
+        """No more exchanges begin."""
+        with self._lock:
+            self._complete = True
+
+    def end(self, buffer: torch.Tensor, finite: bool, outcomes: Iterable[Outcome]) -> Steps[bool]:
+        """The means in ``buffer`` are there, or not finite; True if the round has closed with it: then say ``deliver``."""
+        with self._lock:
+            self._open -= 1
+            self.finite &= finite
+            self._outcomes += outcomes
+            self.buffers.append(buffer)
+            if self._abandoned:
+                self._discard()
+            if self._open or not self._complete:
+                return False
+        if self.consensus is not None:
+            self.finite = yield from self.consensus.agreed(self.finite, buffer.device)
+        settle(self._outcomes, taken=self.finite)
+        self._outcomes.clear()
+        return True
+
+    def deliver(self) -> None:
+        """Set the futures."""
+        for future, buffer in self._futures:
+            future.set_result(buffer)
+        self._futures.clear()
+
+    def abandon(self) -> None:
+        """Discard a round whose last exchange will never begin, such as that of a backward that was aborted."""
+        with self._lock:
+            self._abandoned = True
+            self._discard()
+
+    def _discard(self) -> None:
+        settle(self._outcomes, taken=False)
+        self._outcomes.clear()

@@ -1,0 +1,51 @@
+"""Names of parameters, by which residuals are kept: a user's, or numbers in the order in which DDP brings them."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from commpress.collectives.buckets import Span
+from commpress.collectives.exchange import Tensors
+from commpress.errors import InvalidArgument, StateMismatch
+
+
+class ParameterNames:
+    """Names of the parameters that a user named, or that DDP has brought."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] = ()) -> None:
+        parameters = dict(named_parameters)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self.numels = {name: parameter.numel() for name, parameter in parameters.items()}  # of those known beforehand
+        self.brought: dict[str, int] = {}  # name → elements, in the order in which DDP first brought them
+        self._expected: list[str] = []
+
+    def expect(self, names: Sequence[str]) -> None:
+        """DDP brings parameters that nobody named in this order, as in the run that was saved."""
+        self._names, self._expected = {}, list(names)
+
+    def known(self, parameter: torch.Tensor) -> str | None:
+        return self._names.get(id(parameter))
+
+    def of(self, parameter: torch.Tensor) -> str:
+        name = self._names.get(id(parameter))
+        if name is None:
+            name = self._expected.pop(0) if self._expected else f"#{len(self._names):05d}"
+            if self.numels.get(name, parameter.numel()) != parameter.numel():
+                raise StateMismatch(
+                    f"DDP brings {parameter.numel()} elements where the saved state expects {name!r} with {self.numels[name]}: "
+                    "call state.reconnect(named_parameters=ddp.module.named_parameters()) before the first backward"
+                )
+            self._names[id(parameter)] = name
+        self.brought.setdefault(name, parameter.numel())
+        return name
+
+    def tensors(self, bucket: dist.GradBucket) -> Tensors:
+        """Where the gradients of a bucket lie in its buffer, and their shapes."""
+        parameters, spans, at = bucket.parameters(), [], 0
+        for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
+            spans.append(Span(self.of(parameter), at, gradient.numel()))
+            at += gradient.numel()
+        if at != bucket.buffer().numel():
+            raise InvalidArgument(f"a bucket of {bucket.buffer().numel()} elements has gradients of {at}: unknown layout")
+        return spans, [parameter.shape for parameter in parameters]
