@@ -117,6 +117,10 @@ MUTANTS = [
         "                self._write(cut, snapshot)\n                self._sync()", "tests/test_store_crash.py",
     ),
     Mutant(
+        "a round is taken although one of its exchanges was not finite", "collectives/round.py",
+        "            self.finite &= finite\n", "            pass\n", "tests/test_finite.py",
+    ),
+    Mutant(
         "the loss scale stays in residuals", "integrations/ddp/hook.py",
         "gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0", "gain = 1.0", "tests/test_finite.py",
     ),
