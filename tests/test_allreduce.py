@@ -1,5 +1,7 @@
 """The compressed all-reduce on simulated ranks: every oracle, all world sizes, all odd lengths."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -250,6 +252,33 @@ def test_the_noise_of_ternary_gradients_falls_with_the_number_of_ranks(size, mea
     one = float((blocks.abs().amax(1, keepdim=True) * blocks.abs() - blocks.square()).sum())
     coarse = 0.08 if mean == "shift5" else 0.04  # of rounding the mean, and of so many draws
     assert float((buffers[0] - x).square().sum()) == pytest.approx(one / size, rel=coarse)
+
+
+@pytest.mark.parametrize("clip", [0, 2.5], ids=["ternary", "terngrad"])
+@pytest.mark.parametrize("size", [2, 8])
+def test_ternary_gradients_lose_less_under_scales_of_their_own_than_under_the_greatest(size, clip):
+    """The paper's way: one scale for a block on all ranks, and a mean that comes back as it is. Gradients of one rank are ten
+    times those of another."""
+    generator = torch.Generator().manual_seed(size)
+    common = torch.randn(32, 2048, generator=generator)
+    sizes = torch.logspace(0, 1, size).tolist()
+    own = [times * (common + torch.randn(common.shape, generator=generator)) for times in sizes]
+    mean = sum(own) / size
+
+    buffers = [x.clone().flatten() for x in own]
+    simulate([
+        compressed_allreduce(b, codec=TernaryCodec(clip=clip), transport=t, sequence=3)
+        for b, t in zip(buffers, Loopback(size).transports(), strict=True)
+    ])  # fmt: skip
+
+    limits = [(clip or math.inf) * x.square().mean(1, keepdim=True).sqrt() for x in own]
+    clipped = [x.clamp(-limit, limit) for x, limit in zip(own, limits, strict=True)]
+    scale = torch.stack([x.abs().amax(1, keepdim=True) for x in clipped]).amax(0)
+    drawn = [torch.rand(x.shape, generator=generator) * scale < x.abs() for x in clipped]
+    shared = sum(scale * x.sign() * kept for x, kept in zip(clipped, drawn, strict=True)) / size
+
+    ours, theirs = float((buffers[0].view_as(mean) - mean).norm()), float((shared - mean).norm())
+    assert ours < (0.96 if size == 2 else 0.8) * theirs
 
 
 def test_a_spoilt_rank_spoils_a_mean_that_comes_back_in_another_codec():
