@@ -6,6 +6,7 @@ Bits are changed on arrival, where one rank alone can see it: below the transpor
 import ast
 import random
 import time
+import warnings
 import zlib
 from functools import partial
 
@@ -13,15 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 import sources
+from commpress.codecs import policy_of
 from commpress.codecs.family import NAMES
 from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
-from commpress.collectives.allreduce import compressed_allreduce
+from commpress.collectives.allreduce import Workspace, compressed_allreduce
 from commpress.collectives.frame import HEADER
+from commpress.collectives.reduce_scatter import Part, deals, gather_rows, reduce_rows
 from commpress.collectives.scalars import gathered
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports import sockets
@@ -94,10 +98,23 @@ def exchanged(codec, nodes, transport):
     return compressed_all_to_all(torch.empty_like(inp), inp, codec=codec, transport=transport, way=way)
 
 
+def sharded_and_gathered(hop, transport):
+    """What ``compress_fsdp`` and FSDP1 do with a gradient and with weights."""
+    ranks, row = transport.size, torch.arange(100.0)
+    plan = deals([Part("w", 0, 100, 300)], policy_of("int8", min_numel=0), rank=transport.rank, ranks=ranks)
+    options = {"plan": plan, "transport": transport, "workspace": Workspace()}
+    if hop == "scatter":
+        yield from reduce_rows(torch.arange(300.0), row, [None] * len(plan), sequence=0, **options)
+    else:
+        yield from gather_rows(row, torch.empty(300), sequence=0, **options)
+
+
 STEPS = {
     **{f"all-reduce, {name}": partial(averaged, name) for name in NAMES if name != "none"},
     "all-reduce, exact": partial(averaged, "none"),
     "two levels": averaged_in_two_levels,
+    "reduce-scatter": partial(sharded_and_gathered, "scatter"),
+    "all-gather of weights": partial(sharded_and_gathered, "gather"),
     "scalars": lambda transport: gathered([1.0, 2.0], transport=transport, sequence=0),
     "topology": lambda transport: agree(transport, Topology(((0, 1), (2,)))),
     "all-to-all": partial(exchanged, "none", None),
@@ -214,6 +231,27 @@ def sharded():
     return lambda number: [p.to_local() for p in step(number)]
 
 
+def replicated():
+    """Hybrid sharding over replicas of one rank each: what is within a node is torch's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    model = net()
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh["shard"])
+    commpress.compress_hsdp(model, mesh["replicate"], "int8", min_numel=0)
+    step = trained(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    return lambda number: [p.to_local() for p in step(number)]
+
+
+def older():
+    """FSDP1 with whole weights on every rank: others would wait for torch's own gather, until the rank that failed ends."""
+    options = {"sharding_strategy": ShardingStrategy.NO_SHARD, "device_id": torch.device("cpu"), "use_orig_params": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about this class
+        model = FullyShardedDataParallel(net(), **options)
+    model.register_comm_hook(commpress.FlatShardState("int8"), commpress.compressed_reduce_scatter_hook)
+    return trained(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+
+
 def optimized(kind, **options):
     model = net()
     return trained(model, kind(model.parameters(), lr=1e-3, **options))
@@ -230,10 +268,13 @@ PATHS = {
     "hook, sketch": partial(hook, codec="sketch-8"),
     "hook, two levels": partial(hook, codec="int8", topology=Topology(((0, 1), (2,)))),
     "FSDP2": sharded,
+    "hybrid sharding": replicated,
+    "FSDP1": older,
     "1-bit Adam": partial(optimized, commpress.OneBitAdam, warmup_steps=1),
     "0/1 Adam": partial(optimized, commpress.ZeroOneAdam),
     "1-bit LAMB": partial(optimized, commpress.OneBitLamb, warmup_steps=1),
     "sharded 1-bit Adam": partial(optimized, commpress.ShardedOneBitAdam, warmup_steps=1),
+    "sharded 0/1 Adam": partial(optimized, commpress.ShardedZeroOneAdam),
     "ZeRO": partial(optimized, commpress.Partitioned, optimizer=torch.optim.AdamW),
     "all-to-all": dispatched,
     "all-to-all by way of nodes": partial(dispatched, nodes=[[0, 1], [2]]),
