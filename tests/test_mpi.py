@@ -15,12 +15,13 @@ import torch.distributed as dist
 import commpress.backend
 from commpress.codecs.family import NAMES
 from commpress.collectives.all_to_all.all_to_all import Way
+from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.frame import HEADER, Frame, pack_rows
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.mpi import MpiTransport, Staged
 from commpress.collectives.transports.rows import Rows
 from commpress.collectives.two_level import hierarchy_of
-from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
+from commpress.errors import CommunicationError, Corrupted, InvalidArgument, Mismatch, PeerFailure
 from commpress.integrations.experts.dispatch import AllToAll
 from commpress.work import run
 from mpi_ranks import MpiRanks, command, environment, mpirun
@@ -181,6 +182,60 @@ def test_a_stalled_rank_is_named_and_the_job_ends(compiled, tmp_path):
         start = time.monotonic()
         ranks.close()
     assert time.monotonic() - start < 30  # MPI_Finalize alone would wait for the stopped rank
+
+
+class Spoiling(MpiTransport):
+    """Changes a bit of what came from rank 1 in exchange ``nth``, where MPI has put it and nobody has looked."""
+
+    def __init__(self, comm, *, nth, place, timeout):
+        super().__init__(comm, timeout=timeout)
+        self.nth, self.place, self.rows = nth, place, []
+
+    def all_to_all(self, out, inp, tag):
+        self.rows.append(out)
+        return super().all_to_all(out, inp, tag)
+
+    def all_gather(self, out, inp, tag):
+        self.rows.append(out)
+        return super().all_gather(out, inp, tag)
+
+    def finish(self, requests, deadline):
+        """Headers are waited for first, payloads next; the rows of an all-gather are both."""
+        done = super().finish(requests, deadline)
+        due = len(requests) > 0 and (len(self.rows) == 2 or (len(requests) > self.size) == (self.place >= HEADER))
+        if done and due and len(self.rows) == self.nth + 1:
+            self.rows[self.nth][1, self.place] ^= 4
+            self.nth = -2
+        return done
+
+
+def spoilt(comm, cases):
+    """In each case another transport, of which rank 0 spoils what it gets. Who then waits for it is told by the time."""
+    found = []
+    for nth, place in cases:
+        limit = PATIENT if nth or comm.rank == 0 else timedelta(seconds=2)
+        over = Spoiling(comm, nth=nth, place=place, timeout=limit) if comm.rank == 0 else MpiTransport(comm, timeout=limit)
+        buffer = torch.arange(300.0) + comm.rank
+        try:
+            run(compressed_allreduce(buffer, codec="int8", transport=over))
+            found.append(("right", bool((buffer - torch.arange(301.0)[1:]).abs().max() < 3)))
+        except CommunicationError as error:
+            found.append((type(error), error.ranks))
+        assert comm.rank or over.nth == -2
+        comm.Barrier()
+    return found
+
+
+def test_a_changed_bit_is_named_by_whom_it_comes_from(compiled):
+    cases = [(0, 4), (0, HEADER + 60), (1, 20), (1, 41), (1, 61), (1, HEADER + 60)]
+    ranks = MpiRanks(3)
+    try:
+        first, *others = ranks.run(spoilt, cases, size=3)
+    finally:
+        ranks.close()
+    assert first == [(Corrupted, (1,))] * len(cases)
+    for found in others:
+        assert found == [(PeerFailure, (0,))] * 2 + [("right", True)] * 4
 
 
 # ---------------------------------------------------------------- launched
