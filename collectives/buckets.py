@@ -13,6 +13,7 @@ from typing import NamedTuple
 from commpress.codecs.codec import Codec
 from commpress.codecs.policy import Policy
 from commpress.kernels.pieces import Piece, Pieces, cut, width_of
+from commpress.kernels.registered import known
 
 PIECE = 1 << 22  # elements of the longest piece
 MESSAGE = 1 << 23  # a message is closed when it would hold more
@@ -51,23 +52,23 @@ def messages(
     keys: list[tuple[str, int]] = []
     pieces: list[Piece] = []
     codecs: list[Codec] = []
-    held, apart = 0, False
+    held, kind = 0, (False, False)
 
     def close() -> None:
         nonlocal keys, pieces, codecs, held
         if pieces:
             lengths = zip(keys, pieces, strict=True)
             label = zlib.crc32("\n".join(f"{name}@{offset}+{p.numel}" for (name, offset), p in lengths).encode())
-            back = _back(pieces, codecs, ranks) if apart else None
+            back = _back(pieces, codecs, ranks) if kind[0] else None
             result.append(Message(tuple(keys), cut(pieces, ranks), describe(codecs), label, back))
         keys, pieces, codecs, held = [], [], [], 0
 
     for span in spans:
         codec = policy.choose(span.name, span.numel)
         keep = feedback and codec.feedback and not codec.lossless
-        if apart != (codec.back != codec):  # a piece is averaged the same way whatever travels beside it
+        if kind != (codec.back != codec, known(codec.kind)):  # a piece is averaged alike whatever travels beside it
             close()
-            apart = not apart
+            kind = codec.back != codec, known(codec.kind)
         for offset in range(0, span.numel, piece):
             numel = min(piece, span.numel - offset)
             if held and held + numel > message:

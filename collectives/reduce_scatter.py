@@ -27,6 +27,7 @@ from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic
 from commpress.kernels.pieces import COLUMN, KEPT, SHARD, SOURCE, Piece, Pieces, cut
+from commpress.kernels.registered import known
 from commpress.work import Steps, overlapped
 
 
@@ -96,7 +97,8 @@ def _deals(
         codec = policy.choose(part.name, part.numel)
         for offset in range(0, part.width, PIECE):
             count = min(PIECE, part.width - offset)
-            if groups[-1] and (held + count) * rows > MESSAGE:
+            others = groups[-1] and known(groups[-1][-1][-1].kind) != known(codec.kind)
+            if others or (groups[-1] and (held + count) * rows > MESSAGE):
                 groups.append([])
                 held = 0
             groups[-1].append((part, offset, count, codec))

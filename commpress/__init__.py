@@ -35,6 +35,7 @@ _HOMES = {
     "BySize": "commpress.codecs",
     "ByName": "commpress.codecs",
     "by_role": "commpress.codecs",
+    "register_codec": "commpress.codecs",
     "OneBitAdam": "commpress.optim",
     "ZeroOneAdam": "commpress.optim",
     "OneBitLamb": "commpress.optim",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
         TernaryCodec,
         TopKCodec,
         by_role,
+        register_codec,
     )
     from commpress.collectives.allreduce import compressed_allreduce
     from commpress.collectives.links import load_links
@@ -124,6 +126,7 @@ __all__ = [
     "BySize",
     "ByName",
     "by_role",
+    "register_codec",
     "OneBitAdam",
     "Partitioned",
     "Offloaded",

@@ -31,14 +31,20 @@ def arithmetic(device: Any) -> Any:
     if device.type == "cpu":
         from commpress.kernels.cpu import codec as cpu
 
-        return cpu
+        return _with_registered(cpu)
     if device.type == "cuda":
         from commpress.kernels.cuda import codec as cuda
 
-        return cuda
+        return _with_registered(cuda)
     from commpress.errors import InvalidArgument
 
     raise InvalidArgument(f"tensors are on {device}, expected a CPU or CUDA device: move them there")
+
+
+def _with_registered(kernels: Any) -> Any:
+    from commpress.kernels import plain, registered
+
+    return plain.WithRegistered(kernels) if registered.some() else kernels
 
 
 def knows(device: Any, dtype: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from commpress.kernels import registered
 from commpress.kernels.reference import CASTS, CHUNK, SIGN_L1, SIGN_RMS, code_bits, row_bytes
 
 SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, KEPT, SHARD, HASH = range(10)  # KEPT < 0: no feedback
@@ -56,6 +57,11 @@ class Pieces:
         return bool(np.isin(self.table[:, KIND], (SIGN_L1, SIGN_RMS, *CASTS)).all())
 
     @cached_property
+    def registered(self) -> bool:
+        """In codecs of users, which share no message with others."""
+        return len(self.table) > 0 and registered.known(int(self.table[0, KIND]))
+
+    @cached_property
     def residual_layout(self) -> bytes:
         """Equal where one tensor can hold the residual of either."""
         return self.table[:, [NUMEL, WIDTH, BLOCK, KEPT, SHARD]].tobytes() + f"{self.rows} {self.row_scales}".encode()
@@ -78,10 +84,12 @@ def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pi
     """
     lines, column, numel, kept, shard, row_scales = [], 0, 0, 0, 0, False
     for piece, width in zip(pieces, widths or [width_of(p.numel, rows) for p in pieces], strict=True):
-        bits = code_bits(piece.kind)
+        users = registered.known(piece.kind)
+        bits = 0 if users else code_bits(piece.kind)
+        size = registered.size_of(piece.kind, width) if users else row_bytes(piece.kind, width, piece.block)
         at = kept if piece.feedback else -1
         lines.append((piece.source, piece.numel, width, piece.kind, piece.block, bits, column, at, shard, piece.hash))
-        column += -(-row_bytes(piece.kind, width, piece.block) // 8) * 8
+        column += -(-size // 8) * 8
         numel += piece.numel
         kept += piece.numel if piece.feedback else 0
         shard += width

@@ -32,6 +32,7 @@ from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels import arithmetic
 from commpress.kernels.pieces import COLUMN, Piece, Pieces, cut
 from commpress.kernels.reference import FP8, INT4, INT8
+from commpress.kernels.registered import known
 from commpress.work import Steps
 
 Order = Literal["inside-first", "between-first"]
@@ -161,10 +162,10 @@ def compressed_all_to_all(
         out.copy_(received)
         scratch.give(*held)
         return
-    if codec.kind not in _BLOCKWISE:
+    if codec.kind not in _BLOCKWISE and not known(codec.kind):
         raise InvalidArgument(
-            f"codec is {codec.spec!r}, expected int8, int4, fp8, bf16, fp16 or none: with one or two bits nothing of a row "
-            "is left, because no error feedback makes up for it"
+            f"codec is {codec.spec!r}, expected int8, int4, fp8, bf16, fp16, none or a registered one: with one or two bits "
+            "nothing of a row is left, because no error feedback makes up for it"
         )
     outs, ins = _splits(out, inp, out_splits, in_splits, transport)
     width, device = _width(inp), inp.device

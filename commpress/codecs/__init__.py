@@ -6,6 +6,7 @@ from commpress.codecs.low_rank import LowRankCodec
 from commpress.codecs.policy import ByName, ByRole, BySize, Policy, by_role, policy_of
 from commpress.codecs.sketch import SketchCodec
 from commpress.codecs.sparse import BitsCodec, RandomKCodec, TopKCodec
+from commpress.codecs.user import register_codec
 
 __all__ = [
     "BitsCodec",
@@ -25,4 +26,5 @@ __all__ = [
     "by_role",
     "codec_named",
     "policy_of",
+    "register_codec",
 ]

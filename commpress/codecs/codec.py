@@ -69,6 +69,7 @@ class NotOfRows(ABC):
 def codec_named(codec: "str | Codec") -> Codec:
     """The codec a string stands for; a codec stays itself."""
     from commpress.codecs.family import NAMES
+    from commpress.codecs.user import REGISTERED
 
     if not isinstance(codec, str):
         if not hasattr(codec, "row_bytes"):
@@ -76,9 +77,11 @@ def codec_named(codec: "str | Codec") -> Codec:
         return codec
     if codec in NAMES:
         return NAMES[codec]
+    if codec in REGISTERED:
+        return REGISTERED[codec]
     if (numbered := _numbered(codec)) is not None:
         return numbered
-    every = [*NAMES, *EXAMPLES]
+    every = [*NAMES, *REGISTERED, *EXAMPLES]
     close = difflib.get_close_matches(codec, every, n=1)
     raise InvalidArgument(
         f"codec is {codec!r}, expected one of {', '.join(map(repr, every))} (the numbers may differ)"

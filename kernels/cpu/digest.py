@@ -12,7 +12,7 @@ FOLDER = _HERE / "bitcode"
 LLVM = f"{llvmlite.__version__}-{'.'.join(map(str, llvmlite.binding.llvm_version_info))}"
 FAMILIES = ("codec", "adam", "lamb", "low_rank", "sketch", "openmp")
 # What ``sources`` import, and who compiles.
-_BESIDE = ("build.py", "compiled.py", "kinds.py", "../matrices.py", "../pieces.py", "../reference.py")
+_BESIDE = ("build.py", "compiled.py", "kinds.py", "../matrices.py", "../pieces.py", "../reference.py", "../registered.py")
 
 
 @cache

@@ -1,0 +1,142 @@
+"""The arithmetic of messages in a registered codec: row by row, in plain torch, on whatever device the tensors are."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from commpress.kernels.pieces import COLUMN, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH, Pieces
+from commpress.kernels.registered import PlainCodec, of_kind
+
+
+class WithRegistered:
+    """The kernels of a device, which know messages in registered codecs as well: same names, same arguments."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        wire: torch.Tensor,
+        flag: torch.Tensor,
+        pieces: Pieces,
+        *,
+        gain: float = 1.0,
+        residual: torch.Tensor | None = None,
+        new_residual: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        if not pieces.registered:
+            self._kernels.encode(
+                x, wire, flag, pieces, gain=gain, residual=residual, new_residual=new_residual, **others
+            )
+            return
+        for line in pieces.table:
+            for row, (start, stop) in enumerate(_rows(line, pieces.rows)):
+                values = x[line[SOURCE] + start : line[SOURCE] + stop].float() * gain
+                kept = slice(line[KEPT] + start, line[KEPT] + stop) if line[KEPT] >= 0 else None
+                _encode(values, wire[row], flag, line, kept, residual, new_residual)
+
+    def serve(
+        self,
+        wires: torch.Tensor,
+        wire: torch.Tensor,
+        flag: torch.Tensor,
+        pieces: Pieces,
+        rank: int,
+        *,
+        divisor: float = 0.0,
+        residual: torch.Tensor | None = None,
+        new_residual: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        if not pieces.registered:
+            self._kernels.serve(
+                wires, wire, flag, pieces, rank, divisor=divisor, residual=residual, new_residual=new_residual, **others
+            )
+            return
+        for line in pieces.table:
+            mean = _mean(wires, line, rank, divisor)
+            kept = slice(line[SHARD], line[SHARD] + len(mean)) if line[KEPT] >= 0 else None
+            _encode(mean, wire[0], flag, line, kept, residual, new_residual)
+
+    def decode(self, wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False) -> None:
+        if not pieces.registered:
+            self._kernels.decode(wire, out, pieces, gain=gain, add=add)
+            return
+        for line in pieces.table:
+            for row, (start, stop) in enumerate(_rows(line, wire.shape[0])):
+                target = out[line[SOURCE] + start : line[SOURCE] + stop]
+                values = (_decode(wire[row], line, stop - start) * gain).to(target.dtype)
+                target.copy_(target + values if add else values)
+
+    def decode_mean(self, wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> None:
+        if not pieces.registered:
+            self._kernels.decode_mean(wires, out, pieces, rank)
+            return
+        for line in pieces.table:
+            mean, row = _mean(wires, line, rank, 0.0), out[line[SHARD] : line[SHARD] + line[WIDTH]]
+            row[: len(mean)] = mean
+            row[len(mean) :] = 0
+
+    def settle(self, value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False) -> None:
+        if not pieces.registered:  # where nothing is lazy
+            self._kernels.settle(value, scale, pieces, shard=shard)
+
+
+def _rows(line: np.ndarray, rows: int) -> list[tuple[int, int]]:
+    """First element and end of every row of a piece."""
+    edges = [min(row * int(line[WIDTH]), int(line[NUMEL])) for row in range(rows + 1)]
+    return list(pairwise(edges))
+
+
+def _codec(line: np.ndarray) -> tuple[PlainCodec, slice]:
+    """A piece's codec, and where its bytes are in a row of the message, behind one that is 1 if something was not finite."""
+    codec, start = of_kind(int(line[KIND])), int(line[COLUMN]) + 1
+    return codec, slice(start, start + codec.row_bytes(int(line[WIDTH])))
+
+
+def _encode(
+    values: torch.Tensor,
+    row: torch.Tensor,
+    flag: torch.Tensor,
+    line: np.ndarray,
+    kept: slice | None,
+    residual: torch.Tensor | None,
+    new_residual: torch.Tensor | None,
+) -> None:
+    codec, place = _codec(line)
+    row[place.start - 1 : place.stop] = 0
+    if not len(values):
+        return
+    if kept is not None and residual is not None:
+        values = values + residual[kept]
+    if not torch.isfinite(values).all():
+        flag.fill_(1)
+        row[place.start - 1] = 1
+        return
+    codes = codec.encode(values)
+    row[place][: codes.numel()] = codes
+    if kept is not None and new_residual is not None:
+        torch.sub(values, codec.decode(row[place], len(values)), out=new_residual[kept])
+
+
+def _decode(row: torch.Tensor, line: np.ndarray, numel: int) -> torch.Tensor:
+    codec, place = _codec(line)
+    if not numel or row[place.start - 1]:
+        return torch.full((numel,), torch.nan, device=row.device)
+    return codec.decode(row[place], numel)
+
+
+def _mean(wires: torch.Tensor, line: np.ndarray, rank: int, divisor: float) -> torch.Tensor:
+    """Of what all ranks sent of this rank's row, added in the order of ranks."""
+    numel = min(max(int(line[NUMEL]) - rank * int(line[WIDTH]), 0), int(line[WIDTH]))
+    total = torch.zeros(numel, device=wires.device)
+    for row in wires:
+        total += _decode(row, line, numel)
+    return total / (divisor or len(wires))

@@ -1,0 +1,204 @@
+"""Codecs of users in plain torch: under every integration that takes a codec, with feedback and real bytes."""
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+import my_codec
+from commpress.codecs import codec_named
+from commpress.collectives.allreduce import compressed_allreduce
+from commpress.collectives.buckets import one_message
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.transports.mpi import MpiTransport
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback
+from commpress.work import run
+
+NAME = "two-bits"
+
+
+def test_what_is_not_finite_is_said_and_changes_nothing():
+    codec = codec_named(NAME)
+    pieces = one_message(100, codec, 2).pieces
+    feedbacks = [ErrorFeedback.zeros(pieces) for _ in range(2)]
+    buffers = [torch.ones(100), torch.ones(100)]
+    buffers[1][70] = torch.nan
+    jobs = zip(buffers, feedbacks, Loopback(2).transports(), strict=True)
+    assert simulate([compressed_allreduce(b, f, codec=codec, transport=t) for b, f, t in jobs]) == [False, False]
+    assert torch.equal(buffers[0], torch.ones(100))
+    assert not any(f.sent.any() or f.reduced.any() for f in feedbacks)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 4), st.integers(0, 99))
+def test_the_outputs_and_what_is_owed_are_the_inputs(numel, ranks, seed):
+    """Telescoping: nothing is lost, only late; and every rank has the same bits."""
+    draws = np.random.default_rng(seed)
+    codec = codec_named(NAME)
+    pieces = one_message(numel, codec, ranks).pieces
+    feedbacks = [ErrorFeedback.zeros(pieces) for _ in range(ranks)]
+    inputs, outputs = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(4):
+        given_ = [torch.from_numpy(draws.standard_normal(numel).astype(np.float32)) for _ in range(ranks)]
+        inputs += torch.stack(given_).double().mean(0)
+        buffers = [x.clone() for x in given_]
+        jobs = zip(buffers, feedbacks, Loopback(ranks).transports(), strict=True)
+        assert all(
+            simulate([compressed_allreduce(b, f, codec=codec, transport=t, sequence=step) for b, f, t in jobs])
+        )
+        assert all(torch.equal(b, buffers[0]) for b in buffers)
+        outputs += buffers[0].double()
+    owed = torch.stack([f.sent for f in feedbacks]).double().mean(0)
+    owed += torch.cat([f.reduced for f in feedbacks]).double()[:numel]
+    assert torch.allclose(outputs + owed, inputs, atol=1e-4)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16))
+
+
+def losses(model, optimizer, rounds=60):
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    target = torch.randn(32, 16, generator=torch.Generator().manual_seed(7))
+    found = []
+    for _ in range(rounds):
+        x = torch.randn(64, 32, generator=draws)
+        optimizer.zero_grad()
+        loss = (model(x) - (x @ target).tanh()).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return sum(found[-5:]) / sum(found[:5])
+
+
+def under_ddp():
+    ddp = DistributedDataParallel(net())
+    state = commpress.compress(ddp, NAME)
+    fell = losses(ddp, torch.optim.Adam(ddp.parameters(), 1e-2))
+    return fell, state.counters.ratio, state.counters.compressed_elements
+
+
+def under_a_topology():
+    ddp = DistributedDataParallel(net())
+    state = commpress.compress(ddp, NAME, topology="2,1")
+    return losses(ddp, torch.optim.Adam(ddp.parameters(), 1e-2)), state.counters.ratio, state.counters.compressed_elements
+
+
+def under_fsdp():
+    model = net()
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+    state = commpress.compress_fsdp(model, NAME, NAME, min_numel=0)
+    fell = losses(model, torch.optim.Adam(model.parameters(), 1e-2))
+    return fell, state.gradients.ratio, state.gradients.compressed_elements
+
+
+def under(kind, **options):
+    def train():
+        model = net()
+        optimizer = getattr(commpress, kind)(model.parameters(), lr=1e-2, codec=NAME, min_numel=0, **options)
+        fell = losses(model, optimizer)
+        return fell, optimizer.counters.ratio, optimizer.counters.compressed_rounds
+
+    return train
+
+
+WAYS = {
+    "ddp": under_ddp,
+    "two levels": under_a_topology,
+    "fsdp": under_fsdp,
+    "OneBitAdam": under("OneBitAdam", warmup_steps=15),
+    "ZeroOneAdam": under("ZeroOneAdam"),
+}
+
+
+def trained(way):
+    return WAYS[way]()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_under_every_integration(pool, way):
+    for fell, ratio, elements in pool.run(trained, way, size=3):
+        assert fell < 0.6
+        assert ratio > 1.5
+        assert elements > 0
+
+
+def exchanged():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    exchange = commpress.AllToAll(NAME)
+    rows = torch.randn(2 * size, 64, generator=torch.Generator().manual_seed(rank))
+    came = exchange(rows)
+    everybody = [torch.empty_like(rows) for _ in range(size)]
+    dist.all_gather(everybody, rows)
+    due = torch.cat([each[2 * rank : 2 * rank + 2] for each in everybody])
+    rows[0, 0] = torch.nan
+    spoilt = exchange(rows).isnan().any(1)
+    return float((came - due).norm() / due.norm()), spoilt.tolist()
+
+
+def test_all_to_all(pool):
+    for rank, (error, spoilt) in enumerate(pool.run(exchanged)):
+        assert 0 < error < 0.8
+        assert any(spoilt) == (rank == 0), "a NaN spoils the block that it is in, and no other"
+
+
+def reduced(comm):
+    transport = MpiTransport(comm, timeout=timedelta(seconds=60))
+    buffer = torch.arange(1000.0).roll(comm.rank)
+    finite = run(compressed_allreduce(buffer, codec=NAME, transport=transport))
+    transport.close()
+    return finite, buffer
+
+
+def test_over_mpi(job):
+    buffers = [torch.arange(1000.0).roll(rank) for rank in range(3)]
+    jobs = zip(buffers, Loopback(3).transports(), strict=True)
+    simulate([compressed_allreduce(b, codec=NAME, transport=t) for b, t in jobs])
+    for finite, buffer in job.run(reduced, size=3):
+        assert finite
+        assert torch.equal(buffer, buffers[0])
+
+
+class Broken(my_codec.TwoBits):
+    def __init__(self, **wrong):
+        self.wrong = wrong
+
+    def row_bytes(self, width):
+        return self.wrong.get("size") or super().row_bytes(width)
+
+    def encode(self, values):
+        return self.wrong.get("codes", super().encode(values))
+
+    def decode(self, row, numel):
+        return self.wrong.get("values", super().decode(row, numel))
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "words"),
+    [
+        ("int8", my_codec.TwoBits(), "already"),
+        ("topk-9", my_codec.TwoBits(), "already"),
+        (NAME, my_codec.TwoBits(), "already"),
+        ("Capital", my_codec.TwoBits(), "small letters"),
+        ("a" * 25, my_codec.TwoBits(), "small letters"),
+        ("one", object(), "without row_bytes"),
+        ("one", Broken(size=3), "expected up to row_bytes"),
+        ("one", Broken(codes=torch.zeros(4)), "expected up to row_bytes"),
+        ("one", Broken(values=torch.full((1,), torch.nan)), "expected finite"),
+        ("one", Broken(values=torch.zeros(3)), "expected finite"),
+    ],
+)
+def test_mistakes_are_found_when_it_is_registered(name, codec, words):
+    with pytest.raises(InvalidArgument, match=words):
+        commpress.register_codec(name, codec)
