@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from commpress.cli.gpt import GPT, Block
+from commpress.cli.gpt import GPT, TransformerBlock
 from commpress.cli.text import batch, standard_library
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
@@ -66,7 +66,7 @@ class Bert(nn.Module):
     def __init__(self, *, width: int, layers: int, length: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(257, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, 4, causal=False) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, 4, causal=False) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
         for p in self.parameters():
             if p.dim() == 2:

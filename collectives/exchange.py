@@ -17,7 +17,7 @@ from commpress.collectives.ef21 import reduce_changes
 from commpress.collectives.levels import Levels
 from commpress.collectives.low_rank import (
     Bases,
-    Plan,
+    MatrixPlan,
     RowsOnly,
     load_bases,
     matrices_of,
@@ -29,7 +29,7 @@ from commpress.collectives.two_level import Route, reduce_routes, routes
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.work import Steps, overlapped
 
-Whole = Plan | SketchPlan  # tensors that are not cut into rows
+Whole = MatrixPlan | SketchPlan  # tensors that are not cut into rows
 Tensors = tuple[list[Span], Sequence[Sequence[int]]]  # where each lies in the buffer, and its shape
 
 
@@ -88,7 +88,7 @@ class Reduce(Exchange):
         jobs: list[Steps[Any]] = []
         sequence += count
         for plan, feedback in zip(self.whole, self.feedbacks[count:], strict=True):
-            mean: Any = reduce_matrices if isinstance(plan, Plan) else reduce_sketch
+            mean: Any = reduce_matrices if isinstance(plan, MatrixPlan) else reduce_sketch
             jobs.append(mean(buffer, feedback, plan=plan, sequence=sequence, **options))
             sequence += plan.MESSAGES
         jobs.append(rows)

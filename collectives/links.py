@@ -86,7 +86,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Trial:
+class BufferTrial:
     """One buffer, all-reduced both ways."""
 
     numel: int
@@ -107,7 +107,7 @@ class Links:
     inside: Link | None
     between: Link | None
     stack: Stack | None = None
-    trials: Mapping[str, Sequence[Trial]] = field(default_factory=dict)  # by codec, in ascending order
+    trials: Mapping[str, Sequence[BufferTrial]] = field(default_factory=dict)  # by codec, in ascending order
 
     def save(self, path: str | Path) -> None:
         content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "nodes": self.topology.nodes}
@@ -148,11 +148,11 @@ def _part(path: str | Path, content: Mapping[str, Any], name: str, kind: type[T]
     return kind(**found)
 
 
-def _trials(path: str | Path, found: Any) -> dict[str, tuple[Trial, ...]]:
+def _trials(path: str | Path, found: Any) -> dict[str, tuple[BufferTrial, ...]]:
     rows = [row for tried in found.values() for row in tried] if _lists(found) else None
     if rows is None or not all(isinstance(row, list) and len(row) == 3 for row in rows):
         raise InvalidArgument(f"{path} has trials {found!r}, expected [elements, seconds, seconds] by codec")
-    return {codec: tuple(sorted((Trial(*row) for row in tried), key=lambda t: t.numel)) for codec, tried in found.items()}
+    return {codec: tuple(sorted((BufferTrial(*row) for row in tried), key=lambda t: t.numel)) for codec, tried in found.items()}
 
 
 def _lists(found: Any) -> bool:

@@ -49,7 +49,7 @@ class RowsOnly:
 
 
 @dataclass(eq=False)
-class Plan:
+class MatrixPlan:
     """How the matrices of one bucket travel, their basis, and scratch for their factors."""
 
     MESSAGES: ClassVar[int] = 2  # sequence numbers of one call: P and Q
@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass
 class LowRankOutcome(Outcome):
-    plan: Plan | None = None
+    plan: MatrixPlan | None = None
 
     def commit(self) -> None:
         super().commit()
@@ -94,7 +94,7 @@ def plan_matrices(
     *,
     device: torch.device,
     seed: int = 0,
-) -> Plan:
+) -> MatrixPlan:
     """``bases`` is read where it has a parameter and points into the plan afterwards."""
     names = tuple(span.name for span, _ in found)
     table = stack(Matrix(span.source, *shape, zlib.crc32(span.name.encode())) for span, shape in found)
@@ -112,7 +112,7 @@ def plan_matrices(
     def factor(numel: int, side: str) -> Message:
         return replace(one_message(numel, EXACT, ranks, name=f"{side}\n{label}", feedback=False), codec=spec)
 
-    return Plan(
+    return MatrixPlan(
         names, table, _residuals(names, table, ranks, spec), factor(table.left, "P"), factor(table.right, "Q"), basis,
         torch.zeros(table.left, device=device), torch.zeros(table.right, device=device),
     )  # fmt: skip
@@ -130,7 +130,7 @@ def reduce_matrices(
     buffer: torch.Tensor,
     feedback: ErrorFeedback | None,
     *,
-    plan: Plan,
+    plan: MatrixPlan,
     transport: Transport,
     workspace: Workspace,
     sequence: int,

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from commpress.errors import InvalidArgument
-from commpress.integrations.trainers.launch import Place, first_host, own_address, place
+from commpress.integrations.trainers.launch import LaunchedRank, first_host, own_address, place
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {
@@ -25,12 +25,12 @@ SLURM = {
     ("environment", "expected"),
     [
         ({}, None),
-        (TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
-        (OPEN_MPI, Place("Open MPI", 5, 8, 1, 4)),
-        (MPICH, Place("MPICH", 1, 2, 1, 2)),
-        (SLURM, Place("SLURM", 6, 7, 0, 2)),
-        (SLURM | {"SLURM_PROCID": "0"} | OPEN_MPI, Place("Open MPI", 5, 8, 1, 4)),  # mpirun inside an allocation
-        (OPEN_MPI | TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
+        (TORCHRUN, LaunchedRank("torchrun", 3, 4, 1, 2)),
+        (OPEN_MPI, LaunchedRank("Open MPI", 5, 8, 1, 4)),
+        (MPICH, LaunchedRank("MPICH", 1, 2, 1, 2)),
+        (SLURM, LaunchedRank("SLURM", 6, 7, 0, 2)),
+        (SLURM | {"SLURM_PROCID": "0"} | OPEN_MPI, LaunchedRank("Open MPI", 5, 8, 1, 4)),  # mpirun inside an allocation
+        (OPEN_MPI | TORCHRUN, LaunchedRank("torchrun", 3, 4, 1, 2)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # a batch script, not a task of a step
     ],
 )

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from commpress.collectives.links import (
     LIMIT,
+    BufferTrial,
     Link,
     Links,
     Stack,
-    Trial,
     choose,
     flat_seconds,
     hierarchical_seconds,
@@ -27,7 +27,7 @@ positive = st.floats(1e-9, 1e12)
 links = st.builds(Link, positive, positive, positive, st.just(0.0) | positive)
 stacks = st.builds(Stack, positive, positive, positive, positive, st.integers(0, 64), positive, positive, uneven=positive)
 
-tried = st.lists(st.builds(Trial, st.integers(1, 1 << 40), positive, positive), max_size=4, unique_by=lambda t: t.numel)
+tried = st.lists(st.builds(BufferTrial, st.integers(1, 1 << 40), positive, positive), max_size=4, unique_by=lambda t: t.numel)
 trials = st.dictionaries(st.sampled_from(["none", "sign"]), tried.map(lambda ts: tuple(sorted(ts, key=lambda t: t.numel))))
 
 
@@ -110,7 +110,7 @@ def test_large_buffers_take_two_levels_and_small_ones_one():
 
 def test_what_was_tried_decides_up_to_the_largest_trial():
     """Here it says the opposite of the model, and only for the codec that was tried."""
-    tried = {"none": (Trial(1 << 10, 2e-3, 1e-3), Trial(1 << 20, 1e-3, 4e-3))}
+    tried = {"none": (BufferTrial(1 << 10, 2e-3, 1e-3), BufferTrial(1 << 20, 1e-3, 4e-3))}
     far = Links(Topology.of(2, 2), Link(1e-3, 1e9, 1e9), SLOW, trials=tried)
     model = replace(far, trials={})
     assert (choose(64, "none", far), choose(64, "none", model)) == ("hierarchical", "flat")

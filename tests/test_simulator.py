@@ -18,10 +18,10 @@ from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.collectives.two_level import Hierarchy, hierarchy_of, reduce_routes, routes
 from commpress.plan import ring
-from commpress.plan.clock import Clock, Cores, Line
+from commpress.plan.clock import Clock, Cores, TokenBucket
 from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link, parse_nodes
 from commpress.plan.costs import Cost, Costs, device_costs
-from commpress.plan.model import Bucket, Model, Shape, transformer
+from commpress.plan.model import Model, ModelBucket, Shape, transformer
 from commpress.plan.simulator import Training, simulate_calls, simulate_step
 from commpress.plan.ways import buckets_by, buffer_by, step_by, widest
 
@@ -102,7 +102,7 @@ def test_bytes_are_those_of_real_low_rank(compiled):
     assert found.traffic.nbytes == transports[0].sent_bytes + rest
 
 
-def recorded_rest(bucket: Bucket, taken, policy):
+def recorded_rest(bucket: ModelBucket, taken, policy):
     transports = [Recorded(t) for t in Loopback(4).transports()]
     cut = messages([s for s in bucket.spans if s.name not in taken], RowsOnly(policy), 4)
     simulate(
@@ -248,7 +248,7 @@ def test_thousands_of_ranks_take_seconds():
 
 def test_a_line_carries_in_order_and_cores_are_shared_fairly():
     clock = Clock()
-    line, cores, ended = Line(clock, 10.0), Cores(clock, 2.0), []
+    line, cores, ended = TokenBucket(clock, 10.0), Cores(clock, 2.0), []
     assert [line.carry(5), line.carry(10)] == [0.5, 1.5]
     for seconds, threads in ((1.0, 1.0), (2.0, 3.0)):
         cores.work(seconds, threads).then(lambda seconds=seconds: ended.append((seconds, clock.now)))
@@ -349,7 +349,7 @@ def test_a_rank_that_wakes_up_among_busy_ones_does_so_late():
 def test_a_line_lets_a_burst_pass_at_once_after_a_rest(burst, sends):
     """A bucket of tokens: in any stretch no more bytes have passed than its length allows and one burst."""
     clock, rate = Clock(), 100.0
-    line, ended, start = Line(clock, rate, burst), [], []
+    line, ended, start = TokenBucket(clock, rate, burst), [], []
     for pause, nbytes in sends:
         clock.now += pause
         start.append(clock.now)
@@ -389,7 +389,7 @@ def test_kernels_wait_for_the_last_rank_where_cores_are_shared_unevenly():
         assert uneven == pytest.approx(1.5 * fair, rel=0.01)
     training = Training(0.0, 1.0, 0.0, (0.0, 1.0))  # the first bucket is full at once, the second when backward ends
     shape = measured_cluster(links)
-    every = [Bucket((Span(str(i), 0, n),), ((n,),)) for i, n in enumerate((numel, 8))]
+    every = [ModelBucket((Span(str(i), 0, n),), ((n,),)) for i, n in enumerate((numel, 8))]
     buckets = buckets_by("sign", every, slow, min_numel=0)
     while_computing, fair = (
         simulate_step(replace(shape, uneven=u), slow, buckets, numel + 8, training).seconds for u in (1.5, 1.0)

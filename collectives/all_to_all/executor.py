@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from commpress.collectives.all_to_all.routes import Copy, Hop, Plan, Share, Span
+from commpress.collectives.all_to_all.routes import ByteRange, Copy, FrameContent, RoutePlan, Stage
 from commpress.collectives.frame import Frame, pack_rows, stamp_rows, verify_rows
 from commpress.collectives.transports.rows import Rows
 from commpress.collectives.transports.transport import Transport
@@ -58,18 +58,18 @@ class Passage:
     scratch: Scratch
     checksum: bool = False  # although the transport does not check by itself
 
-    def walk(self, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> Steps[None]:
+    def walk(self, plan: RoutePlan, out: torch.Tensor, inp: torch.Tensor) -> Steps[None]:
         held = self.scratch.take(plan.held, inp.device)
         for hop in plan.hops:
             yield from self._take(hop, (inp, out, held))
         self.scratch.give(held)
 
-    def _take(self, hop: Hop, buffers: Buffers) -> Steps[None]:
+    def _take(self, hop: Stage, buffers: Buffers) -> Steps[None]:
         _copy(hop.before, buffers)
         outgoing = {r: _part(buffers, span) for r, span in hop.sent.items()}
         incoming = {r: _part(buffers, span) for r, span in hop.received.items()}
         device, size = buffers[0].device, self.transport.size
-        frames: dict[Share, Frame] = {}  # one for all messages that are alike
+        frames: dict[FrameContent, Frame] = {}  # one for all messages that are alike
         wanted = self._frames(hop.due, hop.operation, frames)
         expected = pack_rows(wanted, size)
         same = hop.said == hop.due
@@ -86,7 +86,7 @@ class Passage:
     def checked(self) -> bool:
         return self.transport.checks or self.checksum
 
-    def _frames(self, shares: Mapping[int, Share], operation: int, made: dict[Share, Frame]) -> dict[int, Frame]:
+    def _frames(self, shares: Mapping[int, FrameContent], operation: int, made: dict[FrameContent, Frame]) -> dict[int, Frame]:
         """The label tells how the blocks of a message divide its bytes."""
         for share in set(shares.values()) - made.keys():
             divided = zlib.crc32(share.divided, self.what.label)
@@ -96,7 +96,7 @@ class Passage:
         return {r: made[share] for r, share in shares.items()}
 
 
-def _part(buffers: Buffers, span: Span) -> torch.Tensor:
+def _part(buffers: Buffers, span: ByteRange) -> torch.Tensor:
     return buffers[span.buffer][span.start : span.stop]
 
 

@@ -66,7 +66,7 @@ class Nodes:
         return [i for i in range(len(self.members)) if i != node]
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes ``start`` to ``stop`` of one of the three buffers."""
 
     buffer: int
@@ -74,7 +74,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Share(NamedTuple):
+class FrameContent(NamedTuple):
     """What the frame of a message says of it."""
 
     numel: int  # bytes
@@ -82,24 +82,24 @@ class Share(NamedTuple):
     divided: bytes  # the length of each block in it
 
 
-Copy = tuple[Span, Span]  # to, from
+Copy = tuple[ByteRange, ByteRange]  # to, from
 
 
-class Hop(NamedTuple):
+class Stage(NamedTuple):
     """One exchange: a message to each rank in ``sent``, one from each in ``received``. ``said`` and ``due``: their frames."""
 
     operation: int
     lane: int  # 0 or 1: hops of one operation with other peers may meet on the way
     before: tuple[Copy, ...]
-    sent: dict[int, Span]
-    received: dict[int, Span]
+    sent: dict[int, ByteRange]
+    received: dict[int, ByteRange]
     after: tuple[Copy, ...]
-    said: dict[int, Share]
-    due: dict[int, Share]
+    said: dict[int, FrameContent]
+    due: dict[int, FrameContent]
 
 
-class Plan(NamedTuple):
-    hops: tuple[Hop, ...]
+class RoutePlan(NamedTuple):
+    hops: tuple[Stage, ...]
     held: int  # bytes of scratch
 
 
@@ -118,35 +118,35 @@ class _Draft:
     """A plan in the making."""
 
     def __init__(self) -> None:
-        self.hops: list[Hop] = []
+        self.hops: list[Stage] = []
         self.held = 0
 
-    def room(self, lengths: Sequence[int]) -> list[Span]:
+    def room(self, lengths: Sequence[int]) -> list[ByteRange]:
         """A part of the scratch for blocks of these lengths, side by side."""
         spans = spread(HELD, lengths, self.held)
         self.held += -(-sum(lengths) // _ALIGNED) * _ALIGNED
         return spans
 
     def hop(
-        self, operation: int, lane: int, sent: Mapping[int, Sequence[Span]], received: Mapping[int, Sequence[Span]],
+        self, operation: int, lane: int, sent: Mapping[int, Sequence[ByteRange]], received: Mapping[int, Sequence[ByteRange]],
         after: Iterable[Copy] = (),
     ) -> None:  # fmt: skip
         """The blocks of a message travel side by side: from and to scratch, where they lie apart."""
         outgoing, gathered = self._joined(sent)
         incoming, parts = self._joined(received)
-        said = {r: Share(_sum(blocks), _sum(received.get(r, ())), _divided(blocks)) for r, blocks in sent.items()}
-        due = {r: Share(_sum(blocks), _sum(sent.get(r, ())), _divided(blocks)) for r, blocks in received.items()}
+        said = {r: FrameContent(_sum(blocks), _sum(received.get(r, ())), _divided(blocks)) for r, blocks in sent.items()}
+        due = {r: FrameContent(_sum(blocks), _sum(sent.get(r, ())), _divided(blocks)) for r, blocks in received.items()}
         scattered = [(part, stage) for stage, part in parts]
-        self.hops.append(Hop(
+        self.hops.append(Stage(
             operation, lane, tuple(gathered), outgoing, incoming, (*scattered, *_without_empty(after)), said, due
         ))  # fmt: skip
 
-    def plan(self) -> Plan:
-        return Plan(tuple(self.hops), self.held)
+    def plan(self) -> RoutePlan:
+        return RoutePlan(tuple(self.hops), self.held)
 
-    def _joined(self, messages: Mapping[int, Sequence[Span]]) -> tuple[dict[int, Span], list[Copy]]:
+    def _joined(self, messages: Mapping[int, Sequence[ByteRange]]) -> tuple[dict[int, ByteRange], list[Copy]]:
         """Each message as one span, and the copies between its part of the scratch and its blocks."""
-        whole: dict[int, Span] = {}
+        whole: dict[int, ByteRange] = {}
         copies: list[Copy] = []
         for rank, blocks in messages.items():
             apart = _merged(blocks)
@@ -155,24 +155,24 @@ class _Draft:
                 continue
             stages = self.room([_length(part) for part in apart])
             copies += zip(stages, apart, strict=True)
-            whole[rank] = Span(HELD, stages[0].start, stages[-1].stop) if stages else Span(HELD, 0, 0)
+            whole[rank] = ByteRange(HELD, stages[0].start, stages[-1].stop) if stages else ByteRange(HELD, 0, 0)
         return whole, copies
 
 
-def spread(buffer: int, lengths: Sequence[int], start: int = 0) -> list[Span]:
+def spread(buffer: int, lengths: Sequence[int], start: int = 0) -> list[ByteRange]:
     ends = accumulate(lengths, initial=start)
-    return [Span(buffer, end, end + length) for end, length in zip(ends, lengths, strict=False)]
+    return [ByteRange(buffer, end, end + length) for end, length in zip(ends, lengths, strict=False)]
 
 
-def _length(span: Span) -> int:
+def _length(span: ByteRange) -> int:
     return span.stop - span.start
 
 
-def _sum(spans: Sequence[Span]) -> int:
+def _sum(spans: Sequence[ByteRange]) -> int:
     return sum(map(_length, spans))
 
 
-def _divided(spans: Sequence[Span]) -> bytes:
+def _divided(spans: Sequence[ByteRange]) -> bytes:
     return struct.pack(f"<{len(spans)}q", *map(_length, spans))
 
 
@@ -180,14 +180,14 @@ def _without_empty(copies: Iterable[Copy]) -> list[Copy]:
     return [copy for copy in copies if _length(copy[0])]
 
 
-def _merged(spans: Sequence[Span]) -> list[Span]:
+def _merged(spans: Sequence[ByteRange]) -> list[ByteRange]:
     """Without empty ones, and neighbours as one."""
-    merged: list[Span] = []
+    merged: list[ByteRange] = []
     for span in spans:
         if not _length(span):
             continue
         if merged and merged[-1].buffer == span.buffer and merged[-1].stop == span.start:
-            span = Span(span.buffer, merged.pop().start, span.stop)
+            span = ByteRange(span.buffer, merged.pop().start, span.stop)
         merged.append(span)
     return merged
 
@@ -196,7 +196,7 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
 
 
 @lru_cache(_KEPT)
-def flat(lengths: Lengths) -> Plan:
+def flat(lengths: Lengths) -> RoutePlan:
     me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
     others = [r for r in range(len(inp)) if r != me]
     draft = _Draft()
@@ -205,7 +205,7 @@ def flat(lengths: Lengths) -> Plan:
 
 
 @lru_cache(_KEPT)
-def inside_first(lengths: Lengths, nodes: Nodes, told: Told) -> Plan:
+def inside_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
     me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
     home = nodes.home[me]
     mates = nodes.members[home]
@@ -226,7 +226,7 @@ def inside_first(lengths: Lengths, nodes: Nodes, told: Told) -> Plan:
 
 
 @lru_cache(_KEPT)
-def between_first(lengths: Lengths, nodes: Nodes, told: Told) -> Plan:
+def between_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
     me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
     home = nodes.home[me]
     mates = nodes.members[home]
@@ -256,7 +256,7 @@ def forwarded(lengths: Lengths, nodes: Nodes, *, inside: bool) -> Told:
 
 
 @lru_cache(_KEPT)
-def telling(mates: tuple[int, ...], me: int, mine: tuple[int, ...], count: int) -> Plan:
+def telling(mates: tuple[int, ...], me: int, mine: tuple[int, ...], count: int) -> RoutePlan:
     """Numbers of 8 bytes: ``mine[i]`` of them go to mate i, ``count`` come from each, in the order of the mates."""
     draft = _Draft()
     inp, out = spread(INP, [8 * n for n in mine]), spread(OUT, [8 * count] * len(mates))

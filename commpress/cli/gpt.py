@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
@@ -27,7 +27,7 @@ class GPT(nn.Module):
     def __init__(self, *, width: int = 128, layers: int = 4, heads: int = 4, length: int = 64) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:

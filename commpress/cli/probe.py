@@ -27,7 +27,7 @@ from commpress.cli.trials import TRIED, trials
 from commpress.codecs import codec_named
 from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
-from commpress.collectives.links import FIRST, Link, Links, Stack, Trial
+from commpress.collectives.links import FIRST, BufferTrial, Link, Links, Stack
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports.transport import Divisible, Transport, own_transport
 from commpress.collectives.two_level import Hierarchy, hierarchy_of
@@ -156,7 +156,7 @@ def measure(rank: int, size: int, settings: Settings, report: ranks.Report | Non
     stack = probe.stack(transport, settings.bytes)
     if report is not None:
         report(len(tasks) + 1, count, "what it costs processors")
-    tried: dict[str, list[Trial]] = {}
+    tried: dict[str, list[BufferTrial]] = {}
     for i, codec in enumerate(TRIED if topology.layered else ()):
         tried[codec], probe.sequence = trials(codec, transport, hierarchy, settings.rounds, probe.sequence)
         if report is not None:

@@ -5,7 +5,7 @@ from functools import partial
 
 from commpress.cli import rounds
 from commpress.cli.reduced import Reduced
-from commpress.collectives.links import Trial
+from commpress.collectives.links import BufferTrial
 from commpress.collectives.transports.loopback import Recorded
 from commpress.collectives.transports.transport import Transport
 from commpress.collectives.two_level import Hierarchy, reduce_routes, routes
@@ -55,13 +55,13 @@ class Race(Reduced):
 
 def trials(
     codec: str, transport: Transport, hierarchy: Hierarchy, iterations: int, sequence: int, *, ladder: Sequence[int] = LADDER
-) -> tuple[list[Trial], int]:
+) -> tuple[list[BufferTrial], int]:
     """Both ways at the sizes of ``ladder``, and the next sequence number."""
-    found: list[Trial] = []
+    found: list[BufferTrial] = []
     for numel in ladder:
         race = Race(numel, codec, transport, hierarchy, sequence)
         took, _ = race.run({}, iterations)
-        found.append(Trial(numel, took["flat"], took["levels"]))
+        found.append(BufferTrial(numel, took["flat"], took["levels"]))
         sequence = race.sequence
         if took["flat"] > ENOUGH:
             break

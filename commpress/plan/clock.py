@@ -69,7 +69,7 @@ class Clock:
         return self.now
 
 
-class Line:
+class TokenBucket:
     """Carries bytes at one rate, first come first served; after a rest, ``burst`` of them at once (a token bucket)."""
 
     def __init__(self, clock: Clock, bytes_per_second: float, burst: float = 0.0) -> None:

@@ -123,7 +123,7 @@ def _usual(call: Any, rounds: int = 5) -> float:
 
 
 @dataclass
-class Ledger:
+class KernelSeconds:
     """Seconds that one rank's arithmetic has cost so far."""
 
     seconds: float = 0.0
@@ -133,7 +133,7 @@ class Ledger:
 @dataclass
 class SizedKernels:
     costs: Costs
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: KernelSeconds = field(default_factory=KernelSeconds)
 
     def encode(self, x: Any, wire: Any, flag: Any, pieces: Pieces, **_: Any) -> None:
         self._charge(sum(n * self.costs.of(k).encode for k, n in _elements(pieces, NUMEL)))

@@ -24,7 +24,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ModelBucket:
     spans: tuple[Span, ...]
     shapes: tuple[tuple[int, ...], ...]
 
@@ -47,9 +47,9 @@ class Model:
     def numel(self) -> int:
         return sum(shape.numel for shape in self.shapes)
 
-    def buckets(self, bucket_mb: float = 25.0) -> list[Bucket]:
+    def buckets(self, bucket_mb: float = 25.0) -> list[ModelBucket]:
         """As DDP's after its first step: from the last parameter on, closed once they reach their size."""
-        result: list[Bucket] = []
+        result: list[ModelBucket] = []
         held: list[Shape] = []
         limit, size = min(FIRST_BUCKET, bucket_mb * 2**20), 0
         for shape in reversed(self.shapes):
@@ -67,12 +67,12 @@ class Model:
         return tuple(bucket.numel / self.numel for bucket in self.buckets(bucket_mb))
 
 
-def _bucket(shapes: Sequence[Shape]) -> Bucket:
+def _bucket(shapes: Sequence[Shape]) -> ModelBucket:
     spans, at = [], 0
     for shape in shapes:
         spans.append(Span(shape.name, at, shape.numel))
         at += shape.numel
-    return Bucket(tuple(spans), tuple(shape.sizes for shape in shapes))
+    return ModelBucket(tuple(spans), tuple(shape.sizes for shape in shapes))
 
 
 def transformer(parameters: int, *, vocabulary: int = 0, length: int = 512) -> Model:

@@ -16,9 +16,9 @@ import torch
 
 from commpress.collectives.frame import HEADER
 from commpress.collectives.transports.rows import Rows
-from commpress.plan.clock import Clock, Cores, Line, Process, Signal
+from commpress.plan.clock import Clock, Cores, Process, Signal, TokenBucket
 from commpress.plan.cluster import Class, Classes, Cluster
-from commpress.plan.costs import Ledger
+from commpress.plan.costs import KernelSeconds
 from commpress.work import Work
 
 INSIDE, RACK, ABROAD, FOREIGN = range(4)  # where a peer is: in the node, below the switch, beyond it, of another kind
@@ -134,7 +134,7 @@ class Network:
     def __init__(self, cluster: Cluster, clock: Clock, *, alike: bool = True) -> None:
         self.cluster, self.clock = cluster, clock
         self.classes: Classes = cluster.classes(alike=alike)
-        self.ledgers = [Ledger() for _ in self.classes.every]
+        self.ledgers = [KernelSeconds() for _ in self.classes.every]
         self.traffic = [Traffic() for _ in self.classes.every]
         self.scripts: list[Script] = [Script() for _ in self.classes.every]
         self.waits: list[Posted] = []
@@ -142,7 +142,7 @@ class Network:
         self._kinds = np.repeat(
             np.arange(len(cluster.kinds)), [node.ranks * count for node, count in cluster.kinds]
         )
-        self._lines: dict[tuple[str, int], Line] = {}
+        self._lines: dict[tuple[str, int], TokenBucket] = {}
         self._cores: dict[int, Cores] = {}
         self._arriving: dict[tuple[int, int, int, int], deque[Signal]] = defaultdict(deque)
         self._expected: dict[tuple[int, int, int, int], deque[Signal]] = defaultdict(deque)
@@ -254,8 +254,8 @@ class Network:
             ends.append(self._line("down", sink, b.nic / cluster.oversubscription).carry(into))
         return max(ends)
 
-    def _line(self, name: str, cls: Class, rate: float, burst: float = 0.0) -> Line:
-        return self._lines.setdefault((name, int(self.cluster.node_of[cls.rank])), Line(self.clock, rate, burst))
+    def _line(self, name: str, cls: Class, rate: float, burst: float = 0.0) -> TokenBucket:
+        return self._lines.setdefault((name, int(self.cluster.node_of[cls.rank])), TokenBucket(self.clock, rate, burst))
 
     def _meet(
         self,

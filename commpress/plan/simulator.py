@@ -78,7 +78,7 @@ def simulate_calls(
         ready = Signal()
         ready.fire()
         jobs = [job for _ in range(calls) for job in run.jobs(cls)]
-        ends.append(run.clock.follow(run.drive(cls, [_Job(ready, job, Signal()) for job in jobs], limit=1)))
+        ends.append(run.clock.follow(run.drive(cls, [_SimulatedJob(ready, job, Signal()) for job in jobs], limit=1)))
     seconds = run.finish(ends)
     return run.result(seconds / calls, 0.0, calls)
 
@@ -91,7 +91,7 @@ def simulate_step(
     ends: list[Signal] = []
     for cls in range(len(run.network.classes.every)):
         steps = run.jobs(cls)
-        jobs = [_Job(Signal(), job, Signal()) for job in steps]
+        jobs = [_SimulatedJob(Signal(), job, Signal()) for job in steps]
         if len(jobs) not in (0, len(training.shares)):
             raise ValueError(f"{len(jobs)} buckets, but shares of {len(training.shares)}")
         run.clock.follow(run.drive(cls, jobs, limit=limit))
@@ -100,7 +100,7 @@ def simulate_step(
     return run.result(seconds, run.alone(training), 1)
 
 
-class _Job(NamedTuple):
+class _SimulatedJob(NamedTuple):
     ready: Signal
     steps: Steps[Any]
     done: Signal
@@ -121,7 +121,7 @@ class _Run:
         self.network.ledgers[cls].seconds = 0.0
         return jobs
 
-    def train(self, cls: int, training: Training, jobs: Sequence[_Job]) -> Process:
+    def train(self, cls: int, training: Training, jobs: Sequence[_SimulatedJob]) -> Process:
         computing = self.network.computing
         computing[cls] = True
         yield self.network.compute(cls, training.forward)
@@ -134,11 +134,11 @@ class _Run:
             yield job.done
         yield self.network.compute(cls, training.optimizer)
 
-    def drive(self, cls: int, jobs: Sequence[_Job], *, limit: int) -> Process:
+    def drive(self, cls: int, jobs: Sequence[_SimulatedJob], *, limit: int) -> Process:
         """As ``work.Worker``: new jobs while fewer than ``limit`` are under way, then the oldest wait."""
-        pending, running = deque(jobs), deque[tuple[_Job, list[Signal]]]()
+        pending, running = deque(jobs), deque[tuple[_SimulatedJob, list[Signal]]]()
 
-        def advance(job: _Job) -> Process:
+        def advance(job: _SimulatedJob) -> Process:
             waits = self._turn(cls, job.steps)
             yield from self.network.pay(cls)
             if waits is None:

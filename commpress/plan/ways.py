@@ -12,10 +12,10 @@ import torch
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.low_rank import Plan, RowsOnly, matrices_of, plan_matrices, reduce_matrices
+from commpress.collectives.low_rank import MatrixPlan, RowsOnly, matrices_of, plan_matrices, reduce_matrices
 from commpress.collectives.two_level import hierarchy_of, reduce_routes, routes
 from commpress.plan.costs import Costs
-from commpress.plan.model import Bucket, Model
+from commpress.plan.model import Model, ModelBucket
 from commpress.plan.network import SizedTransport
 from commpress.plan.ring import ring_allreduce
 from commpress.plan.simulator import Build, no_residual
@@ -26,7 +26,12 @@ MIN_NUMEL = 256  # as the DDP hook's: shorter tensors travel exactly
 
 
 def buckets_by(
-    way: str | Codec | Policy, buckets: Sequence[Bucket], costs: Costs, *, layered: bool = False, min_numel: int = MIN_NUMEL
+    way: str | Codec | Policy,
+    buckets: Sequence[ModelBucket],
+    costs: Costs,
+    *,
+    layered: bool = False,
+    min_numel: int = MIN_NUMEL,
 ) -> Build:
     """The steps of every bucket."""
 
@@ -43,10 +48,10 @@ def buckets_by(
 
 def buffer_by(way: str | Codec | Policy, numel: int, costs: Costs, *, layered: bool = False) -> Build:
     """One buffer of so many elements, as ``commpress bench allreduce`` has it."""
-    return buckets_by(way, [Bucket((Span("buffer", 0, numel),), ((numel,),))], costs, layered=layered, min_numel=0)
+    return buckets_by(way, [ModelBucket((Span("buffer", 0, numel),), ((numel,),))], costs, layered=layered, min_numel=0)
 
 
-def widest(buckets: Sequence[Bucket]) -> int:
+def widest(buckets: Sequence[ModelBucket]) -> int:
     return max(bucket.numel for bucket in buckets)
 
 
@@ -66,7 +71,7 @@ def _ring(size: int, numel: int, transport: SizedTransport, tag: int, costs: Cos
 
 
 def _flat(
-    policy: Policy, buckets: Sequence[Bucket], transport: SizedTransport, workspace: Workspace, buffer: torch.Tensor
+    policy: Policy, buckets: Sequence[ModelBucket], transport: SizedTransport, workspace: Workspace, buffer: torch.Tensor
 ) -> list[Steps[Any]]:
     jobs, sequence = [], 0
     for bucket in buckets:
@@ -82,12 +87,12 @@ def _flat(
             residuals = [no_residual() if m.pieces.kept else None for m in rows]
             steps.append(reduce_bucket(buffer, residuals, messages=rows, sequence=sequence, **options))
         jobs.append(overlapped(steps, limit=2) if len(steps) > 1 else steps[0])
-        sequence += len(rows) + (Plan.MESSAGES if matrices else 0)
+        sequence += len(rows) + (MatrixPlan.MESSAGES if matrices else 0)
     return jobs
 
 
 def _layered(
-    policy: Policy, buckets: Sequence[Bucket], transport: SizedTransport, workspace: Workspace, buffer: torch.Tensor
+    policy: Policy, buckets: Sequence[ModelBucket], transport: SizedTransport, workspace: Workspace, buffer: torch.Tensor
 ) -> list[Steps[Any]]:
     hierarchy = hierarchy_of(transport.network.cluster.topology, transport)
     jobs: list[Steps[Any]] = []

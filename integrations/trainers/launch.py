@@ -14,7 +14,7 @@ from commpress.collectives.transports.mpi import told_by_rank_0
 from commpress.errors import InvalidArgument
 
 
-class Place(NamedTuple):
+class LaunchedRank(NamedTuple):
     """What a launcher says about this process."""
 
     launcher: str
@@ -37,7 +37,7 @@ _VARIABLES = {
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
+def place(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
     """Where a launcher put this process, or None if none did."""
     for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
         if rank not in environment or size not in environment:
@@ -50,18 +50,18 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
             raise InvalidArgument(f"the variables of {launcher} are not numbers ({error}): unset them or mend them") from None
         if not 0 <= number < count:
             raise InvalidArgument(f"{rank} is {number}, expected 0 to {count - 1} because {size} is {count}")
-        return Place(launcher, number, count, local, int(per_node[0]) if per_node else 1)
+        return LaunchedRank(launcher, number, count, local, int(per_node[0]) if per_node else 1)
     return None
 
 
-def init_process_group(backend: str | None = None, **options: Any) -> Place:
+def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRank:
     """``torch.distributed.init_process_group`` under torchrun, mpirun or srun, or for one process without a launcher.
 
     Rank and size come from the launcher. So does the meeting point: ``MASTER_ADDR`` and ``MASTER_PORT`` where they are set;
     under mpirun rank 0 opens a port and MPI tells the others (mpi4py); under SLURM the first node of the step and a port
     made of the job's number. Sets torchrun's six variables for what reads them later. ``options`` go to torch.
     """
-    where = place() or Place("nobody", 0, 1, 0, 1)
+    where = place() or LaunchedRank("nobody", 0, 1, 0, 1)
     named = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
     store = None
     if not named and where.launcher == "torchrun":
@@ -76,7 +76,7 @@ def init_process_group(backend: str | None = None, **options: Any) -> Place:
     return where
 
 
-def _store(where: Place, timeout: Any) -> dist.TCPStore:
+def _store(where: LaunchedRank, timeout: Any) -> dist.TCPStore:
     """Rank 0 serves. ``multi_tenant``: whoever later uses the same address and port in this process shares it."""
 
     def serve(host: str, port: int) -> dist.TCPStore:
