@@ -58,7 +58,7 @@ def test_the_fastest_come_first_and_what_does_not_fit_last():
     of = {c.name: c for c in every}
     assert of["plain"].fits
     assert not of["sign"].fits  # residuals of every parameter
-    assert of["sign"].memory["device"] == pytest.approx(4 * n + 1.25 * n)
+    assert of["sign"].memory["device"] == pytest.approx(4 * n + 2 * 1.25 * n)  # and what a step proposes
     assert of["ZeRO-1 none"].memory["device"] == pytest.approx(2.75 * n + 250e6)
     assert of["offload to disk none"].memory["disk"] == pytest.approx(0.75 * n)
     with pytest.raises(InvalidArgument, match="sharded"):
