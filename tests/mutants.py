@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "a manifest before its data", "tiered_mem/commit.py",
         "                self._sync()\n                self._write(cut, snapshot)",
-        "                self._write(cut, snapshot)\n                self._sync()", "tests/test_store_crash.py",
+        "                self._write(cut, snapshot)\n                self._sync()", "tests/store/test_store_crash.py",
     ),
     Mutant(
         "a round is taken although one of its exchanges was not finite", "collectives/round.py",

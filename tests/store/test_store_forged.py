@@ -2,6 +2,7 @@
 the error is one of ours, it comes before anything on the disk is changed, and no memory is taken for sizes only claimed."""
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import msgpack
 import pytest
 import torch
 
+import small_store
 from commpress.checksum import checksum_of
 from commpress.errors import CommpressError, Damaged
 from commpress.tiered_mem import Options, TieredStore
@@ -199,7 +201,11 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def test_claimed_sizes_take_no_memory(folder):
     ran = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(folder)], capture_output=True, text=True, cwd=Path(__file__).parent
+        [sys.executable, "-c", MEASURED, str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": str(Path(small_store.__file__).parent)},
     )
     kilobytes = [int(line.split()[0]) for line in ran.stdout.splitlines() if line.endswith("True")]
     assert len(kilobytes) == 3, ran.stdout + ran.stderr
