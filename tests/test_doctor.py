@@ -68,25 +68,25 @@ def test_torch_that_lends_no_threads(monkeypatch):
 @pytest.mark.parametrize(
     ("nice", "short", "state", "said"),
     [
-        (-10, True, "ok", "short turns, priority raised by 10"),
-        (0, True, "note", "gets short turns only"),
+        (-10, True, "ok", "short time slices, priority raised by 10"),
+        (0, True, "note", "gets short time slices only"),
         (-10, False, "note", "gets priority raised by 10 only"),
         (0, False, "note", "waits for its turn"),
     ],
 )
 def test_what_precedence_the_kernel_gives(monkeypatch, nice, short, state, said):
     monkeypatch.setattr(doctor.os, "getpriority", lambda which, who: 0)
-    monkeypatch.setattr(doctor.turns, "first", lambda: True)
-    monkeypatch.setattr(doctor.turns, "taken", lambda: (nice, short))
+    monkeypatch.setattr(doctor.thread_priority, "raise_own", lambda: True)
+    monkeypatch.setattr(doctor.thread_priority, "own", lambda: (nice, short))
     finding = doctor.precedence()
     assert finding.state == state
     assert said in finding.what
 
 
 def test_asking_for_precedence_changes_no_other_thread():
-    before = doctor.turns.taken()
+    before = doctor.thread_priority.own()
     doctor.precedence()
-    assert doctor.turns.taken() == before
+    assert doctor.thread_priority.own() == before
 
 
 def test_gloo_gets_an_interface_that_is_not_there(monkeypatch):

@@ -43,7 +43,7 @@ class Background:
         self._pid = os.getpid()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._idle = threading.Semaphore(0)
+        self._idle, self._lock = threading.Semaphore(0), threading.Lock()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="store-ahead")
 
     def check(self) -> None:
@@ -54,11 +54,12 @@ class Background:
 
     def spawn(self, call: Callable[[], None]) -> None:
         """In a thread of its own: one that has ended its last call, or a new one, for such calls may wait for each other."""
-        self.check()
-        self._calls.put(call)
-        if not self._idle.acquire(blocking=False):
-            self._threads.append(threading.Thread(target=self._serve, name="store", daemon=True))
-            self._threads[-1].start()
+        with self._lock:
+            self.check()
+            self._calls.put(call)
+            if not self._idle.acquire(blocking=False):
+                self._threads.append(threading.Thread(target=self._serve, name="store", daemon=True))
+                self._threads[-1].start()
 
     def in_order(self, call: Callable[[], None]) -> None:
         """After all that were given before: reads ahead begin in the order of need."""
@@ -66,8 +67,9 @@ class Background:
 
     def end(self) -> None:
         """Wait for what runs; ``closed`` is set, and who waits has been notified."""
-        for _ in self._threads:
-            self._calls.put(None)
+        with self._lock:
+            for _ in self._threads:
+                self._calls.put(None)
         for thread in self._threads:
             thread.join()
         self._ahead.shutdown(cancel_futures=True)

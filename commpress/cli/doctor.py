@@ -24,7 +24,7 @@ from commpress.cli import machine_findings, outputs, software_findings, table
 from commpress.cli.finding import Finding, looked_at
 from commpress.errors import CommpressError, InvalidArgument
 from commpress.tiered_mem import FileLayer, engines, show_bytes
-from commpress.tiered_mem.engines import turns
+from commpress.tiered_mem.engines import thread_priority
 
 DIOALIGN = 0x2000  # the bit of statx that asks for it
 LOW = 10 << 30
@@ -132,17 +132,17 @@ def precedence() -> Finding:
 
     def ask() -> tuple[int, bool]:
         before = os.getpriority(os.PRIO_PROCESS, 0)
-        turns.first()
-        nice, short = turns.taken()
+        thread_priority.raise_own()
+        nice, short = thread_priority.own()
         return before - nice, short
 
     with ThreadPoolExecutor(1) as thread:
         raised, short = thread.submit(ask).result()
-    had = [what for what, there in (("short turns", short), (f"priority raised by {raised}", raised > 0)) if there]
+    had = [what for what, there in (("short time slices", short), (f"priority raised by {raised}", raised > 0)) if there]
     if len(had) == 2:
         return Finding("ok", f"the thread of io_uring goes before those that compute: {', '.join(had)}")
     what = f"the thread of io_uring gets {had[0]} only" if had else "the thread of io_uring waits for its turn as all others do"
-    cure = "while others compute reads may start 3 ms late: Linux 6.12 gives short turns, CAP_SYS_NICE or ulimit -e 30 priority"
+    cure = "while others compute reads may start 3 ms late: Linux 6.12 has short slices, CAP_SYS_NICE or ulimit -e 30 priority"
     return Finding("note", what, cure)
 
 

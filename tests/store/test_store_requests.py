@@ -16,7 +16,7 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.tiered_mem import FileLayer, Options, engines
-from commpress.tiered_mem.engines import PIECE, Transfer, turns, uring
+from commpress.tiered_mem.engines import PIECE, Transfer, thread_priority, uring
 from small_store import open_store, read
 
 PIECES = 12
@@ -150,14 +150,15 @@ def test_what_is_written_later_is_hashed_while_the_kernel_reads(tmp_path):
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in turns.SETATTR, reason="only known to Linux on these processors"
+    sys.platform != "linux" or platform.machine() not in thread_priority.SETATTR,
+    reason="only known to Linux on these processors",
 )
 def test_the_disks_thread_goes_first():
-    """Turns of a tenth of a millisecond for that thread alone, where Linux knows them; no worse priority in any case."""
+    """Time slices of a tenth of a millisecond for that thread alone, where Linux knows them; no worse priority in any case."""
     found = []
 
     def ask():
-        found.append((turns.first(), turn_of_this_thread(), os.getpriority(os.PRIO_PROCESS, 0)))
+        found.append((thread_priority.raise_own(), slice_of_this_thread(), os.getpriority(os.PRIO_PROCESS, 0)))
 
     thread = threading.Thread(target=ask)
     before = os.getpriority(os.PRIO_PROCESS, 0)
@@ -168,12 +169,12 @@ def test_the_disks_thread_goes_first():
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
     release = tuple(map(int, platform.release().split(".")[:2]))
     if taken and release >= (6, 12):
-        assert nanoseconds == turns.TURN != turn_of_this_thread()
+        assert nanoseconds == thread_priority.SLICE != slice_of_this_thread()
 
 
-def turn_of_this_thread():
+def slice_of_this_thread():
     """What sched_getattr says, whose number follows that of sched_setattr."""
-    number = turns.SETATTR[platform.machine()] + 1
+    number = thread_priority.SETATTR[platform.machine()] + 1
     room = ctypes.create_string_buffer(48)
     assert ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_long(0), room, ctypes.c_long(48), ctypes.c_long(0)) == 0
     return struct.unpack("<IIQiIQQQ", room.raw)[5]

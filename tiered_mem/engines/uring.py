@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from commpress.errors import MissingPackage
-from commpress.tiered_mem.engines import turns
+from commpress.tiered_mem.engines import thread_priority
 from commpress.tiered_mem.engines.transfer import Transfer
 
 SETUP, ENTER, REGISTER = 425, 426, 427  # the same on every architecture
@@ -80,7 +80,7 @@ class UringEngine:
     # ---------------------------------------------------------------- the thread
 
     def _serve(self) -> None:
-        turns.first()
+        thread_priority.raise_own()
         self._listen()
         ended: list[tuple[Transfer, BaseException | None]] = []
         while True:
