@@ -8,7 +8,7 @@ from small_store import open_store
 from walks import table, walking
 
 
-@pytest.mark.parametrize(("engine", "files", "lines"), [("threads", 11, 420), ("io_uring", 10, 520)])
+@pytest.mark.parametrize(("engine", "files", "lines"), [("threads", 11, 420), ("io_uring", 10, 550)])
 def test_a_borrow_that_misses(tmp_path, engine, files, lines):
     """From the call to the bytes in memory and back, on all threads of the store."""
     if missing := engines.available(FileLayer())[engine]:

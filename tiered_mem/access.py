@@ -203,10 +203,10 @@ class Access:
 
     def read_ahead(self) -> None:
         """Begin the reads that are due by the plan of the step. Called with the lock held."""
-        for number, turns in self._residency.schedule.ahead():
+        for number, accesses in self._residency.schedule.ahead():
             block = self._catalog.blocks.get(number)
             if block and not block.slot and not block.moving:
-                self.background.in_order(partial(self._fetch, [block], Pending[int](), turns))
+                self.background.in_order(partial(self._fetch, [block], Pending[int](), accesses))
 
     def _fetch(self, blocks: list[Block], pending: Pending[int], before: int) -> None:
         """Begin all reads and go on: ``pending`` is finished by the last of them."""

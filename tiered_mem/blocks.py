@@ -50,7 +50,7 @@ class Pending(Generic[T]):
 
 
 def caller() -> object:
-    """Who borrows: the task where one runs, otherwise the thread."""
+    """Identity of whoever borrows: the task where one runs, otherwise the thread."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -60,7 +60,7 @@ def caller() -> object:
 
 @dataclass(eq=False)
 class Use:
-    """Who has one tensor: any number of readers, or one writer."""
+    """Holders of one tensor: any number of readers, or one writer."""
 
     readers: Counter[object] = field(default_factory=Counter)
     writer: object = None
@@ -155,7 +155,7 @@ class Catalog:
         return list(dict.fromkeys(self.block(name) for name in ([names] if isinstance(names, str) else names)))
 
     def extents(self) -> set[Extent]:
-        """Where the current state lies on disk."""
+        """Places of the current state on disk."""
         return {chunk.extent for block in self.blocks.values() for chunk in block.chunks}
 
     def barred(self, who: object) -> bool:
@@ -170,7 +170,7 @@ class Catalog:
 
 
 def entry_of(name: str, tensor: torch.Tensor, start: int = 0) -> Entry:
-    """Where and what a tensor is; refuses what cannot be stored."""
+    """Description of a tensor that lies at ``start``; refuses what cannot be stored."""
     if not isinstance(name, str) or not name or len(name.encode(errors="surrogatepass")) > LONGEST_NAME:
         raise InvalidArgument(f"name is {name!r:.100}, expected a text of 1 to {LONGEST_NAME} bytes")
     if "\0" in name:

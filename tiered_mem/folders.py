@@ -106,7 +106,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Identity:
-    """Which store a folder belongs to, and which part of it this is."""
+    """Identity of a folder: the store that it belongs to, and the part of it that it is."""
 
     store: bytes
     part: int
@@ -245,7 +245,7 @@ class Folders:
             raise DirectoryRefused(f"{folder.path} is neither empty nor a store: it holds {sorted(foreign)[0]!r}")
 
     def _identify(self) -> tuple[bytes, list[Folder], bool]:
-        """What the folders are together: a store, nothing yet, or the beginning of one, which has a first manifest and not yet
+        """The folders as a whole: a store, nothing yet, or the beginning of one, which has a first manifest and not yet
         all identities."""
         identities = [self._identity(folder) for folder in self._open]
         known = [identity for identity in identities if identity]

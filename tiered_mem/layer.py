@@ -31,7 +31,7 @@ _SEGMENT = re.compile(r"segment-([0-9]{6,9})")
 
 
 class FileLayer:
-    """The real one. Descriptors are integers; ``folder`` arguments are descriptors of folders."""
+    """The system's files as they are. Descriptors are integers; ``folder`` arguments are descriptors of folders."""
 
     def open_folder(self, path: Path) -> int:
         """Open a directory, made with mode 0700 if it is not there; refuse links, other owners and open doors."""
@@ -138,7 +138,7 @@ class FileLayer:
         return found.f_blocks * found.f_frsize
 
     def takes_direct(self, folder: int) -> bool:
-        """Whether files of this folder can be read and written past the page cache."""
+        """Look whether files of this folder can be read and written past the page cache."""
         if not DIRECT:
             return False
         fd, page = -1, mmap.mmap(-1, PAGE)
@@ -188,7 +188,7 @@ def snapshot_name(name: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """What an interrupted run has left behind."""
+    """Left behind by an interrupted run."""
     whole = name.removesuffix(TEMPORARY)
     return name == PROBE or (whole != name and (whole in (IDENTITY, MANIFEST) or bool(SNAPSHOT.fullmatch(whole))))
 

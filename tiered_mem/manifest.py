@@ -1,4 +1,4 @@
-"""What a commit writes last: every tensor, the chunks it lies in, their checksums and generations.
+"""Manifest, which a commit writes last: every tensor, the chunks it lies in, their checksums and generations.
 
 A snapshot is a second manifest under a name of its own: the chunks it lists are not written again while it is there.
 """
@@ -30,7 +30,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where bytes lie on disk: ``length`` is aligned."""
+    """Place of bytes on disk: ``length`` is aligned."""
 
     folder: int
     segment: int

@@ -158,6 +158,6 @@ class Packs:
 
 
 def _aligned(start: int, entry: Entry) -> int:
-    """Where a tensor may begin in a pack: packed tightly if it is tiny."""
+    """The first place from ``start`` on where a tensor may begin in a pack: packed tightly if it is tiny."""
     unit = 64 if entry.nbytes >= 4096 else DTYPES[entry.dtype].itemsize
     return -(-start // unit) * unit

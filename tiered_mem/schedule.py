@@ -85,8 +85,8 @@ def starts(times: Sequence[float], reads: Sequence[float]) -> list[int]:
     step = max(times[-1] - times[0], 1e-9) * (len(times) + 1) / len(times)
     for i in reversed(range(len(times))):
         latest = min(latest, times[i]) - EARLY * reads[i]
-        turns, place = divmod(latest - times[0], step)
-        begin[i] = int(turns) * len(times) + bisect_right(times, times[0] + place) - 1
+        steps, place = divmod(latest - times[0], step)
+        begin[i] = int(steps) * len(times) + bisect_right(times, times[0] + place) - 1
         begin[i] = min(begin[i], i - 1)
     return begin
 

@@ -86,7 +86,8 @@ class Usage:
 
 
 class TieredStore:
-    """Thread-safe. Made by ``open``; ``close`` it, or use it as a context. Only what was committed outlives it."""
+    """Store of named tensors, thread-safe. Made by ``open``; ``close`` it, or use it as a context. Only what was committed
+    outlives it."""
 
     def __init__(self, catalog: Catalog, residency: Residency, folders: Folders, options: Options) -> None:
         self._catalog, self._residency, self._folders = catalog, residency, folders
@@ -307,7 +308,7 @@ class TieredStore:
             return Info(name, entry.shape, DTYPES[entry.dtype], entry.nbytes, tier, dirty=block.dirty, pinned=block.pinned)
 
     def places(self, name: str) -> list[FileRange]:
-        """Where its bytes were last written, with what lies beside them; newer ones may be in memory."""
+        """The places to which its bytes were last written, with what lies beside them; newer ones may be in memory."""
         disk = self._residency.disk
         with self._catalog.changed:
             chunks = self._catalog.block(name).chunks
@@ -319,7 +320,7 @@ class TieredStore:
 
     @property
     def device(self) -> torch.device | None:
-        """Where its device tier is."""
+        """The device of its device tier."""
         arena = self._residency.device
         return None if arena is None else arena.bytes.device
 
@@ -330,7 +331,7 @@ class TieredStore:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Who watches; see ``commpress.watch``."""
+        """Timeline of whoever watches; see ``commpress.watch``."""
         return self._residency.timeline
 
     @timeline.setter

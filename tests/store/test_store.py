@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commpress.errors import DirectoryRefused, InvalidArgument
-from commpress.tiered_mem import FileLayer, engines
+from commpress.tiered_mem import FileLayer, Options, engines
 from commpress.tiered_mem.manifest import DTYPES
 from small_store import open_store, read
 
@@ -64,6 +64,24 @@ def test_put_replaces_whatever_the_size(store):
         store.evict("x").wait()
         assert read(store, "x").tolist() == [float(numel)] * numel
     assert len(store) == 1
+
+
+def test_tensors_without_elements(tmp_path):
+    """Nothing of them moves, whether they are packed or not."""
+    options = {"options": Options(chunk_bytes=64 << 10, pack_below=0, pack_bytes=32 << 10)}
+    for name, more in (("packed", {}), ("alone", options)):
+        with open_store(tmp_path / name, **more) as store:
+            store.put("x", torch.ones(0, 3))
+            store.evict("x").wait()
+            assert store.info("x").tier == "disk"
+            assert read(store, "x").shape == (0, 3)
+            store.put("x", torch.ones(0, 3))
+            store.flush().wait()
+            assert store.commit() == 1
+        with open_store(tmp_path / name, **more) as store:
+            assert store.prefetch("x").wait() == 0
+            assert read(store, "x").shape == (0, 3)
+            assert store.verify() == []
 
 
 class Reads(FileLayer):

@@ -35,7 +35,7 @@ def raise_own() -> bool:
 
 
 def own() -> tuple[int, bool]:
-    """What the kernel says of the calling thread: its niceness, and whether its slices are as short as ``raise_own`` asks."""
+    """Ask the kernel about the calling thread: its niceness, and whether its slices are as short as ``raise_own`` asks."""
     number = SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:
         return 0, False
