@@ -85,25 +85,37 @@ def test_tensors_without_elements(tmp_path):
 
 
 class Reads(FileLayer):
-    """It counts those of segments and records."""
+    """It counts them; writes wait where told to."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.writing, self.go_on = 0, threading.Event(), threading.Event()
+        self.go_on.set()
 
     def read(self, fd, view, offset):
         self.count += 1
         return super().read(fd, view, offset)
 
+    def write(self, fd, view, offset):
+        self.writing.set()
+        self.go_on.wait(60)
+        return super().write(fd, view, offset)
 
-@pytest.mark.parametrize("waited", [True, False])
-def test_a_put_over_a_tensor_on_disk_reads_nothing(tmp_path, waited):
+
+@pytest.mark.parametrize("gone", [True, False], ids=["on disk", "on its way"])
+def test_a_put_over_a_tensor_on_disk_reads_nothing(tmp_path, gone):
     layer = Reads()
     with open_store(tmp_path, layer=layer) as store:
         for i in range(4):
             store.put("x", torch.full((100_000,), float(i)))
+            if not gone:
+                layer.writing.clear()
+                layer.go_on.clear()
             evicted, before = store.evict("x"), layer.count
-            if waited:
+            if gone:
                 evicted.wait()
+            else:
+                layer.writing.wait(60)
+                threading.Timer(0.05, layer.go_on.set).start()
             store.put("x", torch.full((100_000,), i + 0.5))
             evicted.wait()
             assert layer.count == before
