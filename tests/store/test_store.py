@@ -67,7 +67,7 @@ def test_put_replaces_whatever_the_size(store):
 
 
 def test_tensors_without_elements(tmp_path):
-    """Nothing of them moves, whether they are packed or not."""
+    """They move as others do, whether they are packed or not."""
     options = {"options": Options(chunk_bytes=64 << 10, pack_below=0, pack_bytes=32 << 10)}
     for name, more in (("packed", {}), ("alone", options)):
         with open_store(tmp_path / name, **more) as store:
@@ -79,7 +79,7 @@ def test_tensors_without_elements(tmp_path):
             store.flush().wait()
             assert store.commit() == 1
         with open_store(tmp_path / name, **more) as store:
-            assert store.prefetch("x").wait() == 0
+            store.prefetch("x").wait()
             assert read(store, "x").shape == (0, 3)
             assert store.verify() == []
 
