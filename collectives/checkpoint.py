@@ -103,7 +103,7 @@ def residuals_of(
         totals = _from_shards(states) if first["kind"] == "elastic" else _from_exact(states)
         if share is not None:
             return first["step"], share(totals)
-        return first["step"], {k: (r, torch.zeros(width_of(r.numel(), transport.size))) for k, r in totals.items()}
+        return first["step"], spread(totals, transport.size)
     if (first["size"], first["rank"]) != (transport.size, transport.rank):
         raise StateMismatch(
             f"the state was saved by rank {first['rank']} of {first['size']}, this is rank {transport.rank} of "
@@ -117,6 +117,11 @@ def residuals_of(
     return first["step"], {
         _key(k): tuple(v[name] for name in _TENSORS if name in v) for k, v in first["residuals"].items()
     }
+
+
+def spread(totals: dict[Key, torch.Tensor], size: int) -> Residuals:
+    """The residuals with which so many ranks together owe ``totals``, piece by piece."""
+    return {key: (total, torch.zeros(width_of(total.numel(), size))) for key, total in totals.items()}
 
 
 def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:

@@ -1,17 +1,19 @@
 """How the tensors of one flat buffer cross a channel: in which messages, with which residuals, and how many numbers they take.
 
 ``Exchanges`` cuts each set of tensors once and keeps the result. Rows, matrices (PowerSGD) and sketches of one buffer travel
-side by side; with a topology rows travel in two levels. Residuals belong to tensors, whatever they travel with.
+side by side; with a topology rows and matrices travel in two levels. Residuals belong to tensors, whatever they travel with.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from commpress.codecs import Policy, policy_of
+from commpress.codecs.family import EXACT
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
-from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.buckets import Message, Span, messages, one_message
 from commpress.collectives.channel import Channel
 from commpress.collectives.ef21 import reduce_changes
 from commpress.collectives.levels import Levels
@@ -25,7 +27,7 @@ from commpress.collectives.low_rank import (
     reduce_matrices,
 )
 from commpress.collectives.sketch import Quanta, SketchPlan, load_quanta, plan_sketches, reduce_sketch
-from commpress.collectives.two_level import Route, reduce_routes, routes
+from commpress.collectives.two_level import Route, reduce_route, reduce_routes, route, routes
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.work import Steps, overlapped
 
@@ -111,28 +113,58 @@ class Reduce(Exchange):
 
 
 class ReduceInLevels(Exchange):
-    """The mean in two levels: sums inside a node, rows between nodes, each slice with residuals of its own."""
+    """The mean in two levels: sums inside a node, rows between nodes, each slice with residuals of its own.
+
+    Factors of matrices travel the same way, exactly; what they leave behind is each rank's own, as in one level.
+    """
 
     def __init__(
-        self, spans: list[Span], routes: list[Route], feedbacks: Sequence[Mapping[int, ErrorFeedback | None]]
+        self,
+        spans: list[Span],
+        routes: list[Route],
+        feedbacks: Sequence[Mapping[int, ErrorFeedback | None]],
+        matrices: Sequence[tuple[MatrixPlan, ErrorFeedback | None]] = (),
     ) -> None:
-        self.spans, self.routes, self.feedbacks = spans, routes, feedbacks
-        self.messages = [route.message for route in routes]
-        self.sequences, self.waits = len(routes), None
+        self.spans, self.routes, self.feedbacks, self.matrices = spans, routes, feedbacks, matrices
+        self.messages = [*(route.message for route in routes), *(plan.message for plan, _ in matrices)]
+        self.sequences, self.waits = len(routes) + sum(plan.MESSAGES for plan, _ in matrices), None
+        self._factors: dict[Message, Route] = {}
 
     def steps(
         self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0
     ) -> Steps[list[Outcome]]:
         assert channel.levels is not None
-        return reduce_routes(
-            buffer, self.feedbacks, plan=self.routes, hierarchy=channel.levels.hierarchy, workspace=channel.workspace,
-            sequence=sequence, key=key, gain=gain,
+        hierarchy, workspace = channel.levels.hierarchy, channel.workspace
+        outcomes = yield from reduce_routes(
+            buffer, self.feedbacks, plan=self.routes, hierarchy=hierarchy, workspace=workspace, sequence=sequence, key=key,
+            gain=gain,
         )  # fmt: skip
+        sequence += len(self.routes)
+
+        def mean(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
+            if message not in self._factors:
+                whole = one_message(factor.numel(), EXACT, hierarchy.rows, feedback=False)
+                self._factors[message] = route(replace(whole, codec=message.codec, label=message.label), hierarchy)
+            done = yield from reduce_route(
+                factor, {}, route=self._factors[message], hierarchy=hierarchy, workspace=workspace, sequence=number
+            )
+            return all(outcome.finite for outcome in done)
+
+        for plan, feedback in self.matrices:
+            outcome = yield from reduce_matrices(
+                buffer, feedback, plan=plan, transport=channel.transport, workspace=workspace, sequence=sequence, key=key,
+                gain=gain, mean=mean,
+            )  # fmt: skip
+            outcomes.append(outcome)
+            sequence += plan.MESSAGES
+        return outcomes
 
     def forget(self, workspace: Workspace) -> None:
-        for route in self.routes:
-            for message in route.between.values():
+        for way in (*self.routes, *self._factors.values()):
+            for message in way.between.values():
                 workspace.forget(message)
+        for plan, _ in self.matrices:
+            workspace.forget(plan.message)
 
 
 class Exchanges:
@@ -186,7 +218,7 @@ class Exchanges:
 
     def pay(self, name: str, out: torch.Tensor, rank: int) -> None:
         """Add what is owed of a tensor to ``out``, its gradient on this rank, so that an exact mean carries all of it."""
-        if self.levels is not None:
+        if self.levels is not None and name not in self.bases:
             self.levels.pay(self.residuals, name, out)
         else:
             self.residuals.pay(name, out, rank, self.size)
@@ -197,19 +229,18 @@ class Exchanges:
         if matrices := matrices_of(spans, shapes, policy):
             whole.append(plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed))
         whole += plan_sketches(spans, policy, self.size, self.quanta)
-        if self.levels is not None:
-            cut = routes(spans, RowsOnly(policy), self.levels.hierarchy, feedback=self.feedback)
-            attach = self.residuals.attach
-            return ReduceInLevels(
-                spans, cut, [{i: attach(m.keys, m.pieces, device) for i, m in route.between.items()} for route in cut]
-            )
-        taken = {name for plan in whole for name in plan.names}
+        taken, attach = {name for plan in whole for name in plan.names}, self.residuals.attach
         others = [span for span in spans if span.name not in taken]
+        if self.levels is not None:
+            ways = routes(others, RowsOnly(policy), self.levels.hierarchy, feedback=self.feedback)
+            kept = [{i: attach(m.keys, m.pieces, device) for i, m in way.between.items()} for way in ways]
+            plans = [plan for plan in whole if isinstance(plan, MatrixPlan)]
+            mine = [attach(p.message.keys, p.message.pieces, device) if self.feedback else None for p in plans]
+            return ReduceInLevels(spans, ways, kept, list(zip(plans, mine, strict=True)))
         rows = messages(others, RowsOnly(policy), self.size, feedback=self.feedback)
-        feedbacks = [self.residuals.attach(m.keys, m.pieces, device) for m in rows]
+        feedbacks = [attach(m.keys, m.pieces, device) for m in rows]
         for plan in whole:
-            keys, pieces = plan.message.keys, plan.message.pieces
-            feedbacks.append(self.residuals.attach(keys, pieces, device) if self.feedback else None)
+            feedbacks.append(attach(plan.message.keys, plan.message.pieces, device) if self.feedback else None)
         return Reduce(spans, rows, whole, feedbacks, changes=self.residuals.ef21)
 
     # ------------------------------------------------------------ checkpoints

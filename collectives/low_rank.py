@@ -12,10 +12,10 @@ orthonormal, is the basis that the next step starts from, found by the parameter
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from commpress.kernels.matrices import LOW_RANK, MARK, PLACE, RIGHT, SOURCE, TAL
 from commpress.kernels.pieces import Pieces, width_of
 from commpress.work import Steps
 
+Mean = Callable[[torch.Tensor, Message, int], Steps[bool]]  # of a buffer, under a message's name and a sequence number
 Bases = dict[str, torch.Tensor]  # parameter → float32[rank, columns], orthonormal rows, the same on every rank
 
 
@@ -136,26 +137,35 @@ def reduce_matrices(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    mean: Mean | None = None,
 ) -> Steps[Outcome]:
     """Replace the matrices in ``buffer`` by the approximation of their mean; ``commit`` or ``discard`` the outcome.
 
-    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank.
+    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``mean``: averages a factor over all ranks in
+    place of ``reduce_message``; whether it was finite.
     """
     kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
     proposed = workspace.residual(plan.message, buffer.device)
-    exact: dict[str, Any] = {"transport": transport, "workspace": workspace}
+
+    def flat(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
+        outcome = yield from reduce_message(
+            factor, None, message=message, transport=transport, workspace=workspace, sequence=number
+        )
+        return outcome.finite
+
+    mean = mean or flat
 
     start = perf_counter()
     kernels.project(buffer, feedback and feedback.sent, proposed.sent, p, plan.basis, matrices, gain=gain)
     workspace.encoded(start)
-    outcome = yield from reduce_message(p, None, message=plan.left, sequence=sequence, **exact)
-    if outcome.finite:
+    finite = yield from mean(p, plan.left, sequence)
+    if finite:
         start = perf_counter()
         kernels.orthonormalize_left(p, matrices)
         kernels.fold(proposed.sent, p, q, matrices, keep=feedback is not None)
         workspace.encoded(start)
-        outcome = yield from reduce_message(q, None, message=plan.right, sequence=sequence + 1, **exact)
-    if outcome.finite:
+        finite = yield from mean(q, plan.right, sequence + 1)
+    if finite:
         start = perf_counter()
         kernels.expand(p, q, buffer, matrices, gain=1.0 / gain)
         kernels.orthonormalize_right(q, matrices, key)
@@ -163,7 +173,7 @@ def reduce_matrices(
     if feedback is None:
         workspace.give_residual(plan.message, proposed)
     return LowRankOutcome(
-        plan.message, outcome.finite, feedback, proposed if feedback is not None else None, workspace, plan
+        plan.message, finite, feedback, proposed if feedback is not None else None, workspace, plan
     )
 
 

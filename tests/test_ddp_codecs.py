@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.codecs import LowRankCodec
+from commpress.codecs import ByName, LowRankCodec
 from commpress.errors import InvalidArgument, StateMismatch
 
 WAYS = {
@@ -248,3 +248,78 @@ def test_terngrad_end_to_end(pool):
 
 def _train_terngrad(steps, saved):
     return train(steps, codec="terngrad", load=saved)
+
+
+# ---------------------------------------------------------------- matrices in two levels
+
+MATRICES = ByName({"2.weight": "powersgd-4", "0.weight": "powersgd-2"}, "sign")
+
+
+def _train_levels(steps, topology, saved=None):
+    return train(steps, codec=MATRICES, topology=topology, measure_every=0, load=saved)
+
+
+@pytest.mark.parametrize("topology", ["2x2", "3,1"])
+def test_matrices_travel_in_two_levels_beside_rows(pool, topology):
+    flat, levels = (pool.run(_train_levels, 3, each, size=4) for each in (None, topology))
+    assert all(same(levels[0]["model"], other["model"]) for other in levels)
+    for name in ("0.weight", "2.weight"):  # the same means, added in another order; rows differ: nodes have slices
+        moved = flat[0]["model"][name] - net().state_dict()[name]
+        apart = flat[0]["model"][name] - levels[0]["model"][name]
+        assert apart.norm() < 0.2 * moved.norm(), "means of the same gradients"
+    between, sent = (levels[0]["counters"][name] for name in ("between_bytes", "wire_bytes"))
+    assert 0 < between < sent
+    assert between < 0.8 * flat[0]["counters"]["wire_bytes"]
+
+
+def test_matrices_in_two_levels_resume_bit_for_bit(pool):
+    whole = pool.run(_train_levels, 6, "2x2", size=4)
+    half = pool.run(_train_levels, 3, "2x2", size=4)
+    resumed = pool.run(_train_levels, 3, "2x2", half, size=4)
+    assert same(whole[0]["model"], resumed[0]["model"])
+
+
+def _owed(states):
+    """R of every parameter, from the elastic states of all ranks."""
+    totals = {}
+    for state in states:
+        for key, shard in state["shards"].items():
+            total = totals.setdefault(key, torch.zeros(shard["numel"]))
+            total[shard["start"] : shard["start"] + shard["values"].numel()] = shard["values"]
+    return totals
+
+
+def _reload(topology, states):
+    ddp = DistributedDataParallel(net())
+    state = commpress.compress(ddp, MATRICES, topology=topology)
+    state.load_state_dict(*states)
+    return state.elastic_state_dict()
+
+
+@pytest.mark.parametrize(("before", "after", "size"), [("2x2", None, 2), (None, "2,1", 3), ("2x2", "2,1", 3)])
+def test_what_matrices_owe_fits_other_nodes(pool, before, after, size):
+    states = [result["elastic_state"] for result in pool.run(_train_levels, 3, before, size=4)]
+    again = pool.run(_reload, after, states, size=size)
+    was, now = _owed(states), _owed(again)
+    assert {key.split("@")[0] for key in was} == {"0.weight", "2.weight", "4.weight"}
+    assert was.keys() == now.keys()
+    for key in was:
+        torch.testing.assert_close(was[key], now[key], rtol=1e-5, atol=1e-7)
+    assert all(value.any() for value in was.values())
+    assert same(states[0]["bases"], again[0]["bases"])
+
+
+IN_PART = ByName({"2": "sketch-8"}, "topk-8")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{"codec": "sketch-8", "topology": "1,1"}, {"codec": IN_PART, "error_feedback": "ef21"}], ids=str
+)
+def test_what_makes_no_sense_is_refused_on_one_rank_as_on_two(pool, options, size):
+    with pytest.raises(InvalidArgument, match="knows none"):
+        pool.run(_refused, options, size=size)
+
+
+def _refused(options):
+    commpress.compress(DistributedDataParallel(net()), **options)

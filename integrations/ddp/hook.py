@@ -19,9 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.codecs.codec import NotOfRows
 from commpress.codecs.planned import PLAIN, Planned, load_plan
+from commpress.codecs.sketch import SketchCodec
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.channel import Channel
-from commpress.collectives.checkpoint import check_fit, elastic_of, elastic_state, exact_state, residuals_of
+from commpress.collectives.checkpoint import (
+    Residuals,
+    check_fit,
+    elastic_of,
+    elastic_state,
+    exact_state,
+    flat_parts,
+    residuals_of,
+    spread,
+)
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.ef21 import check_codec
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce
@@ -29,7 +39,7 @@ from commpress.collectives.links import Links
 from commpress.collectives.round import Round
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument, NonFiniteGradient
-from commpress.feedback import ResidualStore, check_feedback
+from commpress.feedback import Key, ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.names import ParameterNames
 from commpress.integrations.ddp.plain import Plain, values_of
@@ -218,10 +228,13 @@ class CompressedState:
                 log.warning("exclude=%r matches no parameter: nothing is left out because of it", pattern)
 
     def _check_rows(self, policy: Policy) -> None:
-        what = "a topology" if self._options["topology"] is not None else "error_feedback='ef21'"
+        """EF21 is for rows; a topology for rows and matrices."""
+        ef21 = self._options["error_feedback"] == "ef21"
+        refused: type = NotOfRows if ef21 else SketchCodec
         for name, numel in self.names.numels.items() or [("", BUCKET)]:
             codec = policy.choose(name, numel)
-            if isinstance(codec, NotOfRows):
+            if isinstance(codec, refused):
+                what = "error_feedback='ef21'" if ef21 else "a topology"
                 raise InvalidArgument(f"{what} is given, but {codec.spec!r} knows none: leave one of them out")
 
     @property
@@ -391,9 +404,10 @@ class CompressedState:
         if levels is None:
             state = self.channel.run(elastic_state(self.residuals, self.transport, self.step, sequence))
         else:
-            numels = self.names.brought | self.names.numels
-            lossy = {n: numels[n] for n in sorted(numels) if not self.policy.choose(n, numels[n]).lossless}
-            parts = levels.parts(self.residuals, lossy)
+            numels, whole = self.names.brought | self.names.numels, self.exchanges.bases
+            lossy = {n: numels[n] for n in sorted(numels) if not self.policy.choose(n, numels[n]).lossless and n not in whole}
+            flat = flat_parts(self.residuals, self.transport)
+            parts = levels.parts(self.residuals, lossy) | {key: part for key, part in flat.items() if key[0] in whole}
             state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence))
         return state | self._saved_choices()
 
@@ -457,9 +471,18 @@ class CompressedState:
         if levels is None:
             step, residuals = residuals_of(states, self.transport, ef21=self.residuals.ef21)
         else:
-            step, residuals = residuals_of(states, self.transport, share=levels.share, nodes=str(levels))
+            whole = states[0].get("bases", {}).keys()
+
+            def share(totals: dict[Key, torch.Tensor]) -> Residuals:
+                flat = {key: total for key, total in totals.items() if key[0] in whole}
+                rows = {key: total for key, total in totals.items() if key not in flat}
+                return levels.share(rows) | spread(flat, self.channel.size)
+
+            step, residuals = residuals_of(states, self.transport, share=share, nodes=str(levels))
         if numels := self.names.numels:
-            check_fit(residuals, numels, levels.lengths(numels) if levels else None)
+            rows = {key: kept for key, kept in residuals.items() if levels and key[0] not in states[0].get("bases", {})}
+            check_fit(rows, numels, levels.lengths(numels) if levels else None)
+            check_fit({key: kept for key, kept in residuals.items() if key not in rows}, numels)
         self.exchanges.load_choices(states[0])
         self.residuals.load(residuals)
         self.step = step
