@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import commpress
 from commpress.tiered_mem import FileLayer, engines
 from small_store import open_store
 from walks import table, walking
@@ -27,3 +30,49 @@ def test_a_borrow_that_misses(tmp_path, engine, files, lines):
     assert {"tiered_mem/store.py", "tiered_mem/disk.py", "tiered_mem/engines/transfer.py"} <= found.keys(), "on all threads"
     assert len(found) <= files
     assert sum(map(len, found.values())) <= lines
+
+
+def bucket():
+    """The bucket of a third backward: by then it is known, and its connections are there."""
+    with walking() as walk:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(256, 256, bias=False))
+        state = commpress.compress(model, "sign", min_numel=0, measure_every=0)
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(3):
+            loss = model(x).square().mean()
+            found = walk.of(loss.backward)
+    assert type(state.channel.inner).__name__ == "SocketTransport"
+    return found
+
+
+def test_a_bucket_under_ddp(pool):
+    found, _ = pool.run(bucket)
+    print("\n" + table(found))
+    assert {"integrations/ddp/hook.py", "collectives/allreduce.py", "collectives/transports/sockets.py"} <= found.keys()
+    assert len(found) <= 24
+    assert sum(map(len, found.values())) <= 1200
+
+
+def compressed_step():
+    with walking() as walk:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(256, 256, bias=False)
+        optimizer = commpress.ZeroOneAdam(model.parameters(), lr=1e-3, min_numel=0)
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+        kinds = {}
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            before = optimizer.counters.compressed_rounds
+            found = walk.of(optimizer.step)
+            kinds[optimizer.counters.compressed_rounds - before] = found
+    return kinds[1]
+
+
+def test_a_compressed_step_of_zero_one_adam(pool):
+    found, _ = pool.run(compressed_step)
+    print("\n" + table(found))
+    assert {"commpress/optim/zero_one_adam.py", "collectives/allreduce.py"} <= found.keys()
+    assert len(found) <= 33
+    assert sum(map(len, found.values())) <= 1400
