@@ -85,8 +85,10 @@ def residuals_of(
     estimates, not residuals.
     """
     if not states or any(s.get("format") != _FORMAT or s.get("kind") not in ("exact", "elastic") for s in states):
+        found = sorted({str(s.get("format")) for s in states}) or "none"
         raise StateMismatch(
-            "expected what state_dict() or elastic_state_dict() gave; this is something else or of another version"
+            f"expected what state_dict() or elastic_state_dict() gave, format {_FORMAT}; this is of format {found} and kind "
+            f"{sorted({str(s.get('kind')) for s in states})}: something else, or of another version of commpress"
         )
     first = states[0]
     if any((s["kind"], s["size"]) != (first["kind"], first["size"]) for s in states):

@@ -127,8 +127,11 @@ def load_links(path: str | Path) -> Links:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} is no JSON ({error}), expected what commpress probe wrote") from error
-    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
-        raise InvalidArgument(f"{path} is not a file of links, version {_VERSION}: run commpress probe again")
+    kind = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
+    if kind != (_FORMAT, _VERSION):
+        raise InvalidArgument(
+            f"{path} is {kind[0]!r}, version {kind[1]!r}, expected {_FORMAT!r}, version {_VERSION}: run commpress probe again"
+        )
     nodes = content.get("nodes")
     if not isinstance(nodes, list) or not all(
         isinstance(node, list) and all(type(rank) is int for rank in node) for node in nodes

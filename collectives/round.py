@@ -14,7 +14,16 @@ import torch
 
 from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.consensus import Consensus
+from commpress.errors import InvalidArgument
 from commpress.work import Steps
+
+ON_NONFINITE = ("skip", "propagate", "raise")  # gradients become zeros, or NaN, or zeros and an error after backward
+
+
+def check_on_nonfinite(value: object) -> None:
+    """Of whoever hands gradients on; optimizers, which hand on none, cannot propagate."""
+    if value not in ON_NONFINITE:
+        raise InvalidArgument(f"on_nonfinite is {value!r}, expected 'skip', 'propagate' or 'raise'")
 
 
 class Round:

@@ -104,6 +104,25 @@ def test_a_bad_bucket_takes_its_whole_step_along(pool):
         assert after.counters["skipped_steps"] == 1
 
 
+def propagated(plan):
+    session = Session(replace(plan, state={"on_nonfinite": "propagate"}))
+    before = None
+    for step in range(3):
+        before = session.trained().residuals
+        session.backward(step)
+        if step < 2:
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+    return before, session.trained(), [p.grad.isnan().all().item() for p in session.model.parameters()]
+
+
+def test_the_policy_propagate_hands_on_nan_in_all_gradients(pool):
+    for before, after, gradients in pool.run(propagated, Plan(bad=(2,), poisoned="embed.bias", ddp=SMALL_BUCKETS)):
+        assert all(gradients)
+        assert all(torch.equal(before[key][0], after.residuals[key][0]) for key in before)
+        assert "replaced by NaN on all ranks" in warnings(after)[0]
+
+
 def aborted(plan):
     """A backward that ends in an error after some of its buckets; then the model is wrapped anew."""
     session = Session(plan)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import commpress
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, NonFiniteGradient
 from fsdp_twin import Block, Net
 
 
@@ -142,3 +142,37 @@ def test_the_older_class_with_a_hook(pool, codec, strategy):
             assert residuals == (3 if strategy == "NO_SHARD" else 6)  # one for each unit, or each row of it
             assert counters["steps"] == 4
             assert 0 < counters["wire_bytes"] < 0.5 * counters["logical_bytes"]
+
+
+# ---------------------------------------------------------------- not finite
+
+
+def raising(kind):
+    """Rank 1 has an infinite loss in the second step; whoever catches the error goes on."""
+    if kind == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = Net()
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh["shard"])
+        commpress.compress_hsdp(model, mesh["replicate"], "int8", min_numel=0, on_nonfinite="raise")
+    else:
+        model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
+        state = commpress.FlatShardState("int8", on_nonfinite="raise")
+        model.register_comm_hook(state, commpress.compressed_reduce_scatter_hook)
+    said = []
+    for step, (x, y) in enumerate(batches(4)):
+        loss = nn.functional.cross_entropy(model(x), y) * (float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)
+        try:
+            loss.backward()
+        except NonFiniteGradient as error:
+            said.append((step, str(error)))
+        model.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "older"])
+def test_the_policy_raise_raises_on_every_rank_after_backward(pool, kind):
+    for said in pool.run(raising, kind, size=4):
+        ((step, words),) = said
+        assert step == 1
+        assert "No residual was changed" in words

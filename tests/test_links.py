@@ -62,8 +62,8 @@ def changed(**what):
     [
         ("{", "no JSON"),
         ("[" * 30_000, "no JSON"),
-        ("[]", "not a file of links"),
-        (changed(version=2), "not a file of links, version 1"),
+        ("[]", "is None, version None, expected 'commpress links'"),
+        (changed(version=2), "version 2, expected 'commpress links', version 1"),
         (changed(nodes=[[0, 1], 2]), "expected lists of ranks"),
         (changed(nodes=[[0, True]]), "expected lists of ranks"),
         (changed(nodes=[[0, 1], [1]]), "every rank from 0 on exactly once"),

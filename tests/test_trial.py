@@ -163,7 +163,7 @@ def test_nothing_is_lost_when_a_trial_ends_without_compression(pool, size, topol
 
 
 def planned(path):
-    state, weights = train("sign", 3, policy=path)
+    state, weights = train("sign", 3, plan=path)
     return state.counters.compressed_elements, state.counters.plain_steps, state.counters.choice, weights
 
 

@@ -4,8 +4,8 @@ Simulates a training step for each candidate (docs/simulator.md), counts its byt
 Candidates: no compression, torch's bf16 hook, codecs under DDP in one or two levels, 1-bit and 0/1 Adam, ZeRO stages,
 optimizer states on the host or on disk. Of those that a file can name it writes the best one:
 
-  state = commpress.compress(ddp, policy="plan.json")          DDP; "plain" in the file means: torch's own all-reduce
-  Trainer(..., callbacks=[commpress.hf.Compress(policy="plan.json")])
+  state = commpress.compress(ddp, plan="plan.json")          DDP; "plain" in the file means: torch's own all-reduce
+  Trainer(..., callbacks=[commpress.hf.Compress(plan="plan.json")])
   dist.init_process_group("commpress")                         with COMMPRESS_POLICY=plan.json
 
 --compute-ms is the step of one rank without communication, as "compute" of commpress bench train says it. With --gradients

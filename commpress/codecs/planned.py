@@ -80,8 +80,12 @@ def load_plan(path: str | Path) -> Planned:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} is no JSON ({error}), expected what commpress plan wrote") from error
-    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
-        raise InvalidArgument(f"{path} is not a plan, version {_VERSION}: make it again with commpress plan")
+    kind = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
+    if kind != (_FORMAT, _VERSION):
+        raise InvalidArgument(
+            f"{path} is {kind[0]!r}, version {kind[1]!r}, expected {_FORMAT!r}, version {_VERSION}: make it again with "
+            "commpress plan"
+        )
     values: dict[str, Any] = {key: value for key, value in content.items() if key not in ("format", "version")}
     for key, value in values.items():
         if key not in _TYPES or not isinstance(value, _TYPES[key]) or isinstance(value, bool):

@@ -36,7 +36,7 @@ from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.ef21 import check_codec
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce
 from commpress.collectives.links import Links
-from commpress.collectives.round import Round
+from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import Key, ResidualStore, check_feedback
@@ -58,16 +58,16 @@ def compress(
     ddp: DistributedDataParallel,
     codec: str | Codec | Policy = "sign",
     *,
-    policy: str | Path | Planned | None = None,
+    plan: str | Path | Planned | None = None,
     min_numel: int = DEFAULT_MIN_NUMEL,
     exclude: tuple[str, ...] = (),
     **options: Any,
 ) -> "CompressedState":
     """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds residuals and counters.
 
-    ``codec="auto"`` tries no compression and several codecs for a few steps each and keeps the fastest. ``policy``: a file
-    that ``commpress plan`` wrote, in place of a codec. Where that is no compression, DDP gets no hook, as if this had never
-    been called, and counters stand still.
+    ``codec="auto"`` tries no compression and several codecs for a few steps each and keeps the fastest. ``plan``: a file that
+    ``commpress plan`` wrote, or what it holds, in place of a codec. Where that is no compression, DDP gets no hook, as if this
+    had never been called, and counters stand still.
 
     Tensors of fewer than ``min_numel`` elements, and those whose name matches a regular expression in ``exclude``, travel
     exactly. ``options`` are those of ``CompressedState``.
@@ -77,8 +77,8 @@ def compress(
             f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel: wrap the model first, "
             "as in DistributedDataParallel(model)"
         )
-    if policy is not None:
-        codec = policy if isinstance(policy, Planned) else load_plan(policy)
+    if plan is not None:
+        codec = plan if isinstance(plan, Planned) else load_plan(plan)
         if codec.topology is not None:
             options.setdefault("topology", codec.topology)
     state = CompressedState(
@@ -121,7 +121,7 @@ class CompressedState:
     - ``error_feedback``: True keeps what compression leaves out and sends it later; "ef21" sends changes of the gradient
       instead (``collectives.ef21``); False forgets, which does not converge.
     - ``on_nonfinite``: "skip" (default) replaces all gradients of that step by zeros on all ranks, warns and counts;
-      "raise" raises NonFiniteGradient on all ranks. Residuals stay untouched either way.
+      "propagate" by NaN, for whoever tests them; "raise" raises NonFiniteGradient on all ranks. No residual changes.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these are more than the ranks of
       ``process_group``: with tensor parallelism the whole mesh. What is not finite on one of them then makes all buckets of
       that step zeros on all of them, or raises on all. Not the stages of a pipeline, whose backwards wait for each other.
@@ -145,7 +145,7 @@ class CompressedState:
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         process_group: dist.ProcessGroup | None = None,
         error_feedback: bool | Literal["ef21"] = True,
-        on_nonfinite: Literal["skip", "raise"] = "skip",
+        on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
         agree_over: AgreeOver | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         exact_steps: int = 0,
@@ -204,8 +204,7 @@ class CompressedState:
         """Refuse what makes no sense together, the same on every rank."""
         o, agree_over = self._options, self._given["agree_over"]
         codec, trial, ef21 = o["codec"], trial_of(o["codec"]) is not None, o["error_feedback"] == "ef21"
-        if o["on_nonfinite"] not in ("skip", "raise"):
-            raise InvalidArgument(f"on_nonfinite is {o['on_nonfinite']!r}, expected 'skip' or 'raise'")
+        check_on_nonfinite(o["on_nonfinite"])
         check_feedback(o["error_feedback"], ef21=True)
         if o["exclude"] and not named:
             raise InvalidArgument(
@@ -360,8 +359,9 @@ class CompressedState:
         if not closed:
             return
         if not round.finite:
+            value = float("inf") if self.grad_scaler else float("nan") if self.on_nonfinite == "propagate" else 0.0
             for buffer in round.buffers:
-                values_of(buffer).fill_(float("inf") if self.grad_scaler else 0.0)
+                values_of(buffer).fill_(value)
             self._warn_of_nonfinite(round)
         round.deliver()
         sent_bytes = self._plain.sent_bytes + self.channel.sent_bytes
@@ -381,7 +381,8 @@ class CompressedState:
                 "the cause in the loss, or pass on_nonfinite='skip'."
             )
         elif count <= 3 or count % 100 == 0:
-            effect = "passed on as infinity to the GradScaler" if self.grad_scaler else "replaced by zeros on all ranks"
+            instead = "NaN" if self.on_nonfinite == "propagate" else "zeros"
+            effect = "passed on as infinity to the GradScaler" if self.grad_scaler else f"replaced by {instead} on all ranks"
             log.warning(
                 "step %d: gradients held NaN or infinity on some rank and were %s (%d so far). With AMP pass "
                 "grad_scaler= so that the loss scale adapts.", round.number, effect, count,

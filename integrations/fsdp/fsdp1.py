@@ -14,7 +14,8 @@ from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.channel import Channel
 from commpress.collectives.checkpoint import exact_state, residuals_of
 from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows
-from commpress.errors import InvalidArgument
+from commpress.collectives.round import check_on_nonfinite
+from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback
 from commpress.integrations.fsdp.roles import check_dtype
 from commpress.integrations.observe.counters import Counters
@@ -36,13 +37,12 @@ class FlatShardState:
         *,
         process_group: dist.ProcessGroup | None = None,
         error_feedback: bool = True,
-        on_nonfinite: Literal["skip", "propagate"] = "skip",
+        on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
         timeout: timedelta | None = None,
         checksum: bool = False,
         seed: int = 0,
     ) -> None:
-        if on_nonfinite not in ("skip", "propagate"):
-            raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'propagate'")
+        check_on_nonfinite(on_nonfinite)
         check_feedback(error_feedback)
         self.codec, self.error_feedback, self.on_nonfinite, self.seed = (
             codec_named(codec), error_feedback, on_nonfinite, seed,
@@ -52,6 +52,7 @@ class FlatShardState:
         self.transport = self.channel.transport
         self._order: list[int] | None = None  # elements of each unit's gradient, in the order of the first backward
         self._turns: list[int] = []  # of the backward under way
+        self._error: NonFiniteGradient | None = None
         self._plans: dict[tuple[int, bool], tuple[Any, list[ErrorFeedback | None]]] = {}
 
     def reduce(self, gradient: torch.Tensor, shard: torch.Tensor | None) -> None:
@@ -79,7 +80,12 @@ class FlatShardState:
         if not finite:
             self.counters.skipped_buckets += 1
             log.warning("step %d: the gradients of unit %d held NaN or infinity on some rank", self.step, turn)
-            target.fill_(0.0 if self.on_nonfinite == "skip" else float("nan"))
+            if self.on_nonfinite == "raise" and self._error is None:
+                self._error = NonFiniteGradient(
+                    f"step {self.step}: the gradients of unit {turn} held NaN or infinity on some rank. No residual was "
+                    "changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
+                )
+            target.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)
         elif target is not result:
             target.copy_(result)
         self._count(gradient, plan)
@@ -108,6 +114,9 @@ class FlatShardState:
             )
         self.step += 1
         self.counters.steps = self.step
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _plan(self, turn: int, gradient: torch.Tensor, *, sharded: bool) -> tuple[Any, list[ErrorFeedback | None]]:
         if (turn, sharded) not in self._plans:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from commpress.codecs import Codec, Policy
@@ -15,7 +16,8 @@ from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.checkpoint import exact_state, residuals_of
 from commpress.collectives.exchange import Exchanges, Tensors
-from commpress.errors import InvalidArgument
+from commpress.collectives.round import check_on_nonfinite
+from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import check_feedback
 from commpress.integrations.fsdp.fsdp2 import MIN_NUMEL
 from commpress.integrations.fsdp.param_groups import Unit, units_of
@@ -32,7 +34,7 @@ def compress_hsdp(
     *,
     min_numel: int = MIN_NUMEL,
     error_feedback: bool = True,
-    on_nonfinite: Literal["skip", "propagate"] = "skip",
+    on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
     timeout: timedelta | None = None,
     checksum: bool = False,
     seed: int = 0,
@@ -44,8 +46,7 @@ def compress_hsdp(
     no way in.) Replicas must start with equal weights. Residuals are of this rank's shard: 4 bytes per parameter, divided
     by the ranks of a node, and as much again divided by the replicas.
     """
-    if on_nonfinite not in ("skip", "propagate"):
-        raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'propagate'")
+    check_on_nonfinite(on_nonfinite)
     group = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
     return ReplicatedState(
         units_of(model), group, policy_for(model, gradients, min_numel=min_numel), error_feedback=error_feedback,
@@ -70,6 +71,7 @@ class ReplicatedState:
     ) -> None:
         check_feedback(error_feedback)
         self.on_nonfinite, self.seed, self.step, self.counters = on_nonfinite, seed, 0, Counters()
+        self._error: NonFiniteGradient | None = None
         self.channel = Channel.among(group, timeout=timeout, workspace=Workspace(checksum=checksum))
         whole = {name: p.numel() for unit in units for name, p in zip(unit.names, unit.parameters, strict=True)}
         self.exchanges = Exchanges(
@@ -98,12 +100,23 @@ class ReplicatedState:
         if not finite:
             self.counters.skipped_buckets += 1
             log.warning("gradients of %s held NaN or infinity in some replica", unit.unit.name)
-            shard.fill_(0.0 if self.on_nonfinite == "skip" else float("nan"))
+            if self.on_nonfinite == "raise" and self._error is None:
+                self._error = NonFiniteGradient(
+                    f"gradients of {unit.unit.name} held NaN or infinity in some replica. No residual was changed. Look for "
+                    "the cause in the loss, or pass on_nonfinite='skip'."
+                )
+                Variable._execution_engine.queue_callback(self._raise)
+            shard.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)
         elif buffer is not shard:
             shard.copy_(buffer)
         self.counters.bucket(sum(m.pieces.numel for m in exchange.messages), exchange.messages, self.channel.size)
         self.counters.steps, self.counters.wire_bytes = self.step, self.channel.sent_bytes
         self.counters.wire_seconds = self.channel.waited
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for a bitwise resume with the same mesh: every rank saves and loads its own."""
