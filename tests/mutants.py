@@ -112,6 +112,14 @@ MUTANTS = [
         "norm = torch.tensor(float(every[:, 0].sum()) ** 0.5", "norm = torch.tensor(mine**0.5", "tests/test_partitioned.py",
     ),
     Mutant(
+        "a put reads the tensor that it replaces", "tiered_mem/packs.py",
+        "(block.slot is not None and not block.leaving) or", "True or", "tests/store/test_store.py",
+    ),
+    Mutant(
+        "a record of an unknown version is read", "tiered_mem/folders.py",
+        "            if found != magic:", "            if False:", "tests/store/test_store_damage.py",
+    ),
+    Mutant(
         "a manifest before its data", "tiered_mem/commit.py",
         "                self._sync()\n                self._write(cut, snapshot)",
         "                self._write(cut, snapshot)\n                self._sync()", "tests/store/test_store_crash.py",
