@@ -23,7 +23,7 @@ import modelled
 from commpress.cli import outputs, ranks, rounds, table
 from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
-from commpress.collectives.transports.transport import own_transport
+from commpress.collectives.transports.factory import own_transport
 from commpress.errors import InvalidArgument
 from commpress.plan.simulator import simulate_calls
 from commpress.plan.ways import buffer_by

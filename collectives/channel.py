@@ -10,8 +10,9 @@ from commpress.collectives.allreduce import Workspace
 from commpress.collectives.levels import Levels, levels_of
 from commpress.collectives.links import Links
 from commpress.collectives.topology import Topology
+from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Loopback, Recorded, Timed
-from commpress.collectives.transports.transport import Transport, own_transport
+from commpress.collectives.transports.transport import Transport
 from commpress.work import Steps, Worker, run
 
 T = TypeVar("T")

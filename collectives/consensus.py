@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from commpress.collectives.scalars import gathered
-from commpress.collectives.transports.transport import Transport, own_transport
+from commpress.collectives.transports.factory import own_transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.work import Steps
 

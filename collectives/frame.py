@@ -24,10 +24,9 @@ import numpy as np
 import torch
 
 from commpress.checksum import checksum_of
-from commpress.collectives.transports.memory import memory_of, rows_in
+from commpress.collectives.transports.rows import HEADER, memory_of, rows_in
 from commpress.errors import CommunicationError, Corrupted, Mismatch
 
-HEADER = 64
 AGREED = (slice(0, 4), slice(5, 60))  # the bytes in which two ranks must not differ
 FLAGS = 4
 NOT_FINITE, ASKS = 1, 2  # the sender's numbers are not; it asks all others for a word after this step

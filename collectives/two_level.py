@@ -27,8 +27,7 @@ from commpress.collectives.allreduce import Outcome, Workspace, any_flag, averag
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.subset import part_of
-from commpress.collectives.transports.transport import Transport
+from commpress.collectives.transports.transport import Transport, part_of
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic

@@ -212,7 +212,7 @@ MUTANTS = [
         "== told and length <= limit else None", "== told else None", "tests/test_sockets.py",
     ),
     Mutant(
-        "a child keeps its parent's connections", "collectives/transports/forks.py",
+        "a child keeps its parent's connections", "collectives/transports/meeting.py",
         "        owner.forked()", "        pass", "tests/test_meeting.py",
     ),
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from commpress.collectives.allreduce import Workspace, compressed_allreduce, red
 from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.transports.loopback import Faulty, Loopback, simulate
-from commpress.collectives.transports.transport import TorchTransport
+from commpress.collectives.transports.torch import TorchTransport
 from commpress.errors import CommunicationError, Corrupted, Mismatch, PeerFailure
 from commpress.work import Done, run
 from ranks import meet

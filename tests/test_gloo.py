@@ -17,9 +17,10 @@ from commpress.codecs.policy import ByName, Same
 from commpress.collectives import buckets
 from commpress.collectives.allreduce import Workspace, compressed_allreduce, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.transports import gloo_threads as threads
+from commpress.collectives.transports import gloo
+from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
-from commpress.collectives.transports.transport import TorchTransport, own_transport
+from commpress.collectives.transports.torch import TorchTransport
 from commpress.feedback import ErrorFeedback
 from commpress.work import Worker, run
 from ways import WAYS, transport_by
@@ -240,9 +241,9 @@ def test_another_transport_is_refused(pool):
 
 def scheduling_of(make):
     """How the threads are scheduled that Gloo starts for what ``make`` makes, and whether the others are as before."""
-    before = {thread: os.sched_getscheduler(thread) for thread in threads._threads()}
+    before = {thread: os.sched_getscheduler(thread) for thread in gloo._threads()}
     made = make()
-    after = {thread: os.sched_getscheduler(thread) for thread in threads._threads()}
+    after = {thread: os.sched_getscheduler(thread) for thread in gloo._threads()}
     del made
     new = [after[thread] for thread in after.keys() - before.keys()]
     return new, all(after.get(thread, policy) == policy for thread, policy in before.items())

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sources
 from commpress.backend import Policy
-from commpress.collectives.transports.gloo_connections import connections_of
+from commpress.collectives.transports.gloo import connections_of
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from fault_calls import ANYBODY, CALLS, COMPRESSED, FAULTS, applies, make
 from group_calls import as_world

@@ -31,7 +31,7 @@ from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports import sockets
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.collectives.transports.rows import rows_of
-from commpress.collectives.transports.subset import part_of
+from commpress.collectives.transports.transport import part_of
 from commpress.collectives.two_level import hierarchical_allreduce, hierarchy_of
 from commpress.errors import CommunicationError, Corrupted
 from ranks import meet

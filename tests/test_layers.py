@@ -42,8 +42,9 @@ ANYWHERE = ("torch", "numpy", "msgpack")
 HOMES = {
     "torch.distributed": (
         "commpress.collectives.consensus",
-        "commpress.collectives.transports.group_lifetime",
-        "commpress.collectives.transports.transport",
+        "commpress.collectives.transports.factory",
+        "commpress.collectives.transports.gloo",
+        "commpress.collectives.transports.torch",
         "commpress.collectives.topology",
         "commpress.torch_private",
         "commpress.integrations*",
@@ -177,7 +178,7 @@ def test_a_forbidden_import_is_found(module, source):
         ("commpress.cli.demo", "import commpress\nimport matplotlib.pyplot\nfrom torch import distributed"),
         ("commpress.integrations.ddp.hook", "import torch.distributed as dist\nfrom commpress import errors, tiered_mem"),
         ("commpress.collectives.allreduce", "from commpress.work import run\nfrom commpress.collectives import frame"),
-        ("commpress.collectives.transports.transport", "import torch\n\nrank = torch.distributed.get_rank()"),
+        ("commpress.collectives.transports.torch", "import torch\n\nrank = torch.distributed.get_rank()"),
         ("commpress.kernels.cpu.sources.codec", "import math\nimport numba\nimport numpy as np"),
         ("commpress.work", "import torch\nfrom commpress.errors import Fault"),
     ],

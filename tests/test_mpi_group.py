@@ -222,7 +222,7 @@ def disagree_and_rebuild():
 
 
 def kind_of_transport():
-    from commpress.collectives.transports.transport import own_transport
+    from commpress.collectives.transports.factory import own_transport
 
     transport = own_transport()
     return type(transport) is MpiTransport and transport.timeout == dist.group.WORLD.timeout

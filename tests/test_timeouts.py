@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.collectives.transports.transport import own_transport, timeout_of
+from commpress.collectives.transports.factory import own_transport, timeout_of
 from commpress.errors import PeerFailure
 from group_calls import as_world
 from ranks import Ranks

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from commpress.collectives.topology import PLACE, Place, Topology, agree, place, slurm_tasks, topology_of
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.collectives.transports.transport import TorchTransport
+from commpress.collectives.transports.torch import TorchTransport
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch
 from commpress.work import run
 from test_gloo import TIMEOUT

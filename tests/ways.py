@@ -2,7 +2,8 @@
 
 import torch.distributed as dist
 
-from commpress.collectives.transports.transport import TorchTransport, socket_transport
+from commpress.collectives.transports.factory import socket_transport
+from commpress.collectives.transports.torch import TorchTransport
 
 WAYS = ("sockets", "messages", "collectives")  # our own connections; Gloo point to point; torch's collectives
 

@@ -26,7 +26,7 @@ from commpress.collectives.all_to_all.routes import (
     telling,
 )
 from commpress.collectives.frame import FLAT, Frame
-from commpress.collectives.transports.memory import LONGEST
+from commpress.collectives.transports.rows import LONGEST
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels import arithmetic

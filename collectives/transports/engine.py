@@ -1,6 +1,6 @@
 """Moves messages over the connections of one rank, in whatever thread waits for one of them.
 
-Whoever waits for an exchange moves the bytes of all that are under way (the leader; others wait for him), so that no other
+Whoever waits for a transfer moves the bytes of all that are under way (the leader; others wait for him), so that no other
 thread stands between a tensor and the kernel. What comes before its receive is posted is read aside.
 
 Note: when nobody waits. The kernel's buffers take a few MiB of each peer. A thread looks every ``TICK`` seconds, so that
@@ -17,18 +17,18 @@ from collections.abc import Mapping
 import numpy as np
 
 from commpress.collectives.frame import HEADER
-from commpress.collectives.transports.forks import close_in_children
+from commpress.collectives.transports.meeting import close_in_children
 from commpress.collectives.transports.messages import (
     DAMAGED,
+    GIVE_UP,
     HEAD,
     HUNG_UP,
-    LAST_WORDS,
-    LOUDEST,
-    Exchange,
+    LONGEST_REASON,
     Message,
     Parts,
     Receipt,
     Sending,
+    Transfer,
     opened,
 )  # fmt: skip
 from commpress.errors import CommunicationError, Corrupted
@@ -38,7 +38,7 @@ ROOM = 4 << 20  # bytes a connection takes while nobody reads it, as far as the 
 WAKE = 256 << 10  # bytes of a payload that are worth waking up for
 EARLY = 256 << 20  # bytes read aside, above which a peer is read only if something is due from it
 TICK = 0.02
-TURNS = 8  # reads from one peer before another has its turn
+READS = 8  # reads from one peer before another has its turn
 
 
 class _Peer:
@@ -54,17 +54,17 @@ class _Peer:
         self.due = 0  # receipts posted that no message has met
         self.outgoing: deque[Sending] = deque()
         self.message: Message | None = None  # whose payload comes now
-        self.heads = memoryview(bytearray(_PARSED))
-        self.end = 0  # of what was read into ``heads``
+        self.unparsed = memoryview(bytearray(_PARSED))
+        self.end = 0  # of what was read into ``unparsed``
         self.mask = select.EPOLLIN
-        self._low = 0
-        self.low(ROOM)  # makes the kernel's buffer as large as the wake-up would need, and leaves it so
-        self.low(1)
+        self._wake_at = 0
+        self.wake_at(ROOM)  # makes the kernel's buffer as large as the wake-up would need, and leaves it so
+        self.wake_at(1)
 
-    def low(self, count: int) -> None:
+    def wake_at(self, count: int) -> None:
         """Wake up for so many bytes."""
-        if count != self._low:
-            self._low = count
+        if count != self._wake_at:
+            self._wake_at = count
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 
@@ -81,18 +81,18 @@ class Engine:
         self._receipts: dict[tuple[int, int], Receipt] = {}
         self._early: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self._early_bytes = 0
-        self._under_way: set[Exchange] = set()
+        self._under_way: set[Transfer] = set()
         self._leading = self._closed = False
         self._given_up, self._damaged = "", list[int]()
         self._driven = 0.0
         self._busy = threading.Event()
         close_in_children(self)
-        self._keeper = threading.Thread(target=self._keep, name="commpress-sockets", daemon=True)
-        self._keeper.start()
+        self._thread = threading.Thread(target=self._watch, name="commpress-sockets", daemon=True)
+        self._thread.start()
 
-    def post(self, exchange: Exchange, out: Mapping[int, Parts], inp: Mapping[int, Parts], tag: int) -> Exchange:
+    def post(self, transfer: Transfer, out: Mapping[int, Parts], inp: Mapping[int, Parts], tag: int) -> Transfer:
         """Make room for what comes, send what goes as far as the kernel takes it."""
-        transport = exchange.transport
+        transport = transfer.transport
         rank, size, members = transport.rank, transport.size, transport.members
         tag &= 0xFFFFFFFFFFFFFFFF
         with self._changed:
@@ -102,31 +102,31 @@ class Engine:
                 at_fault = tuple(members.index(r) for r in self._damaged if r in members)
                 kind = Corrupted if self._damaged else CommunicationError
                 raise kind(f"these connections failed before: {self._given_up} Build a new process group.", ranks=at_fault)
-            self._under_way.add(exchange)
+            self._under_way.add(transfer)
             for peer in [(rank - i) % size for i in range(1, size)]:
                 if peer in out:
-                    exchange.receiving.add(peer)
-                    exchange.unheard[peer] = out[peer][0]
-                    self._expect(self._peers[members[peer]], Receipt(exchange, peer, out[peer]), tag)
+                    transfer.receiving.add(peer)
+                    transfer.headers_due[peer] = out[peer][0]
+                    self._expect(self._peers[members[peer]], Receipt(transfer, peer, out[peer]), tag)
             for peer in [(rank + i) % size for i in range(1, size)]:
                 if peer in inp:
-                    exchange.sending.add(peer)
-                    exchange.untold.add(peer)
-                    self._send(self._peers[members[peer]], Sending(exchange, peer, inp[peer], tag))
-            self._tidy(exchange)
+                    transfer.sending.add(peer)
+                    transfer.headers_unsent.add(peer)
+                    self._send(self._peers[members[peer]], Sending(transfer, peer, inp[peer], tag))
+            self._settle(transfer)
         if not self._busy.is_set():
             self._busy.set()
-        return exchange
+        return transfer
 
-    def drive(self, exchange: Exchange, deadline: float) -> None:
-        """Until the exchange is over or the deadline has passed."""
+    def drive(self, transfer: Transfer, deadline: float) -> None:
+        """Until the transfer is over or the deadline has passed."""
         with self._changed:
-            while not exchange.over and (left := deadline - time.monotonic()) > 0:
+            while not transfer.over and (left := deadline - time.monotonic()) > 0:
                 if self._leading:
                     self._changed.wait(min(left, 1.0))
                 else:
                     self._lead(min(left, 1.0))
-            self._drop(exchange)
+            self._drop(transfer)
 
     def close(self) -> None:
         with self._changed:
@@ -188,12 +188,12 @@ class Engine:
                     self._listen(each)
             message.meet(receipt)
             if message.at < message.length and not peer.open:
-                receipt.exchange.closed[receipt.rank] = peer.end_of_it
+                receipt.transfer.closed[receipt.rank] = peer.end_of_it
             return
         if key in self._receipts:
-            raise CommunicationError(f"two exchanges under way at once have tag {tag}: each needs its own")
+            raise CommunicationError(f"two transfers under way at once have tag {tag}: each needs its own")
         if not peer.open:
-            receipt.exchange.closed[receipt.rank] = peer.end_of_it
+            receipt.transfer.closed[receipt.rank] = peer.end_of_it
             return
         self._receipts[key] = receipt
         peer.due += 1
@@ -201,8 +201,8 @@ class Engine:
 
     def _send(self, peer: _Peer, sending: Sending) -> None:
         if not peer.open:
-            if sending.exchange is not None:
-                sending.exchange.closed[sending.rank] = peer.end_of_it
+            if sending.transfer is not None:
+                sending.transfer.closed[sending.rank] = peer.end_of_it
             return
         peer.outgoing.append(sending)
         if len(peer.outgoing) == 1:
@@ -215,15 +215,15 @@ class Engine:
             except BlockingIOError:
                 break
             except OSError:
-                self._read(peer)  # its last words
+                self._read(peer)  # why it gave up, if it said so
                 if peer.open:
                     self._hang_up(peer)
                 return
             if not peer.outgoing[0].advance(count):
                 break
             done = peer.outgoing.popleft()
-            if done.exchange is not None:
-                self._tidy(done.exchange)
+            if done.transfer is not None:
+                self._settle(done.transfer)
         self._listen(peer)
 
     def _listen(self, peer: _Peer) -> None:
@@ -238,14 +238,14 @@ class Engine:
         return self._early_bytes > EARLY and not peer.due and peer.message is None
 
     def _read(self, peer: _Peer) -> None:
-        for turn in range(TURNS):
+        for i in range(READS):
             message = peer.message
-            if turn and self._ignored(peer):
+            if i and self._ignored(peer):
                 break
             if message is None:
-                room = peer.heads[peer.end :]
+                room = peer.unparsed[peer.end :]
             elif message.memory is None:
-                room = peer.heads[: message.length - message.at]
+                room = peer.unparsed[: message.length - message.at]
             else:
                 room = message.memory[message.at :]
             try:
@@ -266,13 +266,13 @@ class Engine:
                 return
             if count < len(room):
                 break
-        peer.low(1 if peer.message is None else max(min(peer.message.length - peer.message.at, WAKE), 1))
+        peer.wake_at(1 if peer.message is None else max(min(peer.message.length - peer.message.at, WAKE), 1))
         self._listen(peer)
 
     def _parse(self, peer: _Peer) -> None:
         at, end = 0, peer.end
         while end - at >= HEAD and peer.message is None:
-            head = opened(peer.heads[at : at + HEAD])
+            head = opened(peer.unparsed[at : at + HEAD])
             if head is None:
                 self._refuse(peer, DAMAGED)
                 return
@@ -284,18 +284,18 @@ class Engine:
                 return
             part = min(length, end - at)
             if part and message.memory is not None:
-                message.memory[:part] = peer.heads[at : at + part]
+                message.memory[:part] = peer.unparsed[at : at + part]
             at += part
             self._advance(peer, message, part)
             if not peer.open:
                 return  # type: ignore[unreachable]  # mypy does not know that ``_advance`` may hang up
         if at < end:
-            peer.heads[: end - at] = bytes(peer.heads[at:end])
+            peer.unparsed[: end - at] = bytes(peer.unparsed[at:end])
         peer.end = end - at
 
     def _place(self, peer: _Peer, message: Message, tag: int) -> None:
-        if tag == LAST_WORDS:
-            message.memory, message.last_words = memoryview(bytearray(message.length)), True
+        if tag == GIVE_UP:
+            message.memory, message.gives_up = memoryview(bytearray(message.length)), True
             return
         receipt = self._receipts.pop((peer.rank, tag), None)
         if receipt is None:
@@ -309,34 +309,34 @@ class Engine:
             return
         peer.due -= 1
         message.meet(receipt)
-        self._tidy(receipt.exchange)
+        self._settle(receipt.transfer)
 
     def _advance(self, peer: _Peer, message: Message, count: int) -> None:
-        exchange = message.receipt.exchange if message.receipt is not None else None
+        transfer = message.receipt.transfer if message.receipt is not None else None
         message.advance(count)
         peer.message = message if message.at < message.length else None
-        if message.last_words and peer.message is None and message.memory is not None:
+        if message.gives_up and peer.message is None and message.memory is not None:
             how = f"gave up: {bytes(message.memory).decode('utf-8', 'replace')}"
             self._hang_up(peer, how)
             self._give_up(f"rank {peer.rank} {how}", tell=False)
-        if exchange is not None:
-            self._tidy(exchange)
+        if transfer is not None:
+            self._settle(transfer)
 
-    def _tidy(self, exchange: Exchange) -> None:
-        if exchange.over:
-            self._under_way.discard(exchange)
+    def _settle(self, transfer: Transfer) -> None:
+        if transfer.over:
+            self._under_way.discard(transfer)
 
-    def _drop(self, exchange: Exchange) -> None:
+    def _drop(self, transfer: Transfer) -> None:
         """What has failed takes no more messages; its own that lie here still leave, for peers that wait for them."""
-        self._under_way.discard(exchange)
-        if not exchange.receiving:
+        self._under_way.discard(transfer)
+        if not transfer.receiving:
             return
-        for key in [key for key, receipt in self._receipts.items() if receipt.exchange is exchange]:
+        for key in [key for key, receipt in self._receipts.items() if receipt.transfer is transfer]:
             del self._receipts[key]
             self._peers[key[0]].due -= 1
         for peer in self._peers.values():
             message = peer.message
-            if message is not None and message.receipt is not None and message.receipt.exchange is exchange:
+            if message is not None and message.receipt is not None and message.receipt.transfer is transfer:
                 message.memory = message.receipt = None
 
     def _refuse(self, peer: _Peer, how: str) -> None:
@@ -351,14 +351,14 @@ class Engine:
         if self._closed or self._given_up:
             return
         self._given_up = reason
-        for exchange in self._under_way:
-            exchange.given_up, exchange.damaged = reason, tuple(self._damaged)
+        for transfer in self._under_way:
+            transfer.given_up, transfer.damaged = reason, tuple(self._damaged)
         self._changed.notify_all()
         if not tell:
             return
-        words = reason.encode()[:LOUDEST]
+        words = reason.encode()[:LONGEST_REASON]
         for peer in self._peers.values():
-            self._send(peer, Sending(None, peer.rank, (memoryview(bytes(HEADER) + words),), LAST_WORDS))
+            self._send(peer, Sending(None, peer.rank, (memoryview(bytes(HEADER) + words),), GIVE_UP))
 
     def _hang_up(self, peer: _Peer, how: str = HUNG_UP) -> None:
         """The peer has closed its end, whatever it was doing, or is of no more use."""
@@ -367,19 +367,19 @@ class Engine:
         del self._by_file[peer.socket.fileno()]
         peer.socket.close()
         for sending in peer.outgoing:
-            if sending.exchange is not None:
-                sending.exchange.closed[sending.rank] = how
+            if sending.transfer is not None:
+                sending.transfer.closed[sending.rank] = how
         peer.outgoing.clear()
         for key in [key for key in self._receipts if key[0] == peer.rank]:
             receipt = self._receipts.pop(key)
-            receipt.exchange.closed[receipt.rank] = how
+            receipt.transfer.closed[receipt.rank] = how
         if peer.message is not None and peer.message.receipt is not None:
-            peer.message.receipt.exchange.closed[peer.message.receipt.rank] = how
+            peer.message.receipt.transfer.closed[peer.message.receipt.rank] = how
         self._changed.notify_all()
 
     # ------------------------------------------------------------ when nobody waits
 
-    def _keep(self) -> None:
+    def _watch(self) -> None:
         while True:
             self._busy.wait()
             time.sleep(TICK)

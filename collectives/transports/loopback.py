@@ -202,7 +202,7 @@ class Faulty(_Wrapper):
 
 @dataclass
 class Timed(_Wrapper):
-    """Adds up the seconds spent waiting for the wire."""
+    """Adds up the seconds spent waiting for the network."""
 
     inner: Transport
     seconds: float = 0.0

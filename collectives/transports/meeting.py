@@ -12,11 +12,13 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Protocol
 
-from commpress.collectives.transports.forks import close_in_children
 from commpress.errors import CommunicationError, PeerFailure
 
 HELLO, PING = 4, 5  # kinds of greeting: a connection that stays; a question whether this process runs
@@ -269,3 +271,35 @@ def _address(host: str, port: int) -> tuple[str, int] | tuple[str, int, int, int
     """For ``connect``. An address that holds on one link only is reached over our own interface, whatever the peer says."""
     address, on_link, theirs = host.partition("%")
     return (address, port, 0, socket.if_nametoindex(_interface() or theirs)) if on_link else (address, port)
+
+
+# ---------------------------------------------------------------- forked children
+
+
+class FileOwner(Protocol):
+    """An object with open files."""
+
+    def forked(self) -> None:
+        """Close them, in the child. Locks may be held by threads that are not there."""
+
+
+_owners: weakref.WeakSet[FileOwner] = weakref.WeakSet()
+
+
+def close_in_children(owner: FileOwner) -> None:
+    """Have forked children close these files: while a child has a connection open, nobody notices that its parent has died.
+
+    Programs that a process starts do not get them: Python marks every file that it opens so.
+    """
+    _register()
+    _owners.add(owner)
+
+
+@cache
+def _register() -> None:
+    os.register_at_fork(after_in_child=_close)
+
+
+def _close() -> None:
+    for owner in list(_owners):
+        owner.forked()

@@ -1,4 +1,4 @@
-"""What is under way on connections of our own: exchanges, and the messages that they are made of."""
+"""Transfers over connections of our own, and the messages that they are made of."""
 
 import struct
 import time
@@ -8,15 +8,15 @@ from typing import Protocol
 
 from commpress.checksum import checksum_of
 from commpress.collectives.frame import HEADER, same
-from commpress.collectives.transports.memory import LONGEST
+from commpress.collectives.transports.rows import LONGEST
 from commpress.errors import CommunicationError, Corrupted, PeerFailure
 
 _LENGTHS = struct.Struct("<QQ")  # tag, bytes of the payload
 _SUM = struct.Struct("<Q")  # checksum of both and of the header
 ENVELOPE = _LENGTHS.size + _SUM.size
 HEAD = ENVELOPE + HEADER
-LAST_WORDS = 2**64 - 1  # the tag of a message in which a rank says why it gives up
-LOUDEST = 4096  # bytes of them
+GIVE_UP = 2**64 - 1  # the tag of a message in which a rank says why it gives up
+LONGEST_REASON = 4096  # bytes of that
 HUNG_UP = "closed its connection: it died, left or gave up waiting"
 DAMAGED = "sent an envelope that came damaged: memory or network corrupt data; check both before going on"
 
@@ -24,7 +24,7 @@ Parts = tuple[memoryview, ...]  # a header and a payload, or both in one
 
 
 class Party(Protocol):
-    """The transport that an exchange belongs to. Ranks are its own."""
+    """The transport that a transfer belongs to. Ranks are its own."""
 
     rank: int
     size: int
@@ -35,7 +35,7 @@ class Party(Protocol):
     def peer(self, rank: int) -> str:
         """How messages name a rank."""
 
-    def drive(self, exchange: "Exchange") -> None:
+    def drive(self, transfer: "Transfer") -> None:
         """Until it is over or the time is."""
 
     def abandon(self, reason: str) -> None:
@@ -52,20 +52,20 @@ def opened(head: memoryview) -> tuple[int, int, bytes] | None:
     """Tag, bytes of the payload and header; None if they are not what was sent, or more than can be."""
     lengths, (told,), header = bytes(head[: _LENGTHS.size]), _SUM.unpack(head[_LENGTHS.size : ENVELOPE]), bytes(head[ENVELOPE:])
     tag, length = _LENGTHS.unpack(lengths)
-    limit = LOUDEST if tag == LAST_WORDS else LONGEST
+    limit = LONGEST_REASON if tag == GIVE_UP else LONGEST
     return (tag, length, header) if checksum_of(lengths + header) == told and length <= limit else None
 
 
 @dataclass(eq=False)
-class Exchange:
+class Transfer:
     """Rows to and from peers. Ranks are those of its transport."""
 
     transport: Party
     wanted: dict[int, bytes] | None  # the header that is due from each rank, if that is known
     keep: object  # the tensors whose memory moves
     posted: float = field(default_factory=time.monotonic)
-    unheard: dict[int, memoryview] = field(default_factory=dict)  # ranks whose header has not come, and where it belongs
-    untold: set[int] = field(default_factory=set)  # ranks to which our header has not gone
+    headers_due: dict[int, memoryview] = field(default_factory=dict)  # ranks whose header has not come, and where it belongs
+    headers_unsent: set[int] = field(default_factory=set)  # ranks to which our header has not gone
     receiving: set[int] = field(default_factory=set)
     sending: set[int] = field(default_factory=set)
     closed: dict[int, str] = field(default_factory=dict)  # ranks that hung up before the end, and how
@@ -79,7 +79,7 @@ class Exchange:
         if self.closed or self.broken or self.given_up:
             return True
         if self.differ:
-            return not self.unheard and not self.untold
+            return not self.headers_due and not self.headers_unsent
         return not self.receiving and not self.sending
 
     def wait(self) -> None:
@@ -90,7 +90,7 @@ class Exchange:
             transport.abandon(f"rank {transport.rank}: {self.broken}.")
             raise CommunicationError(f"rank {transport.rank}: {self.broken}")
         if self.differ and self.wanted:
-            for r, header in self.unheard.items():
+            for r, header in self.headers_due.items():
                 header[:HEADER] = self.wanted[r]  # not to blame
             transport.failure = "the ranks disagreed and left messages behind."
         elif not self.over or self.closed or (self.given_up and (self.receiving or self.sending)):
@@ -107,37 +107,37 @@ class Exchange:
         told = damaged or sorted(r for r, how in self.closed.items() if how != HUNG_UP)
         late = seconds >= transport.timeout.total_seconds() / 2 and not told
         silent = sorted(self.receiving - closed) if late or not closed else []
-        deaf = sorted(self.sending - closed) if not closed and not silent else []
+        blocked = sorted(self.sending - closed) if not closed and not silent else []
         says = [f"{transport.peer(r)} was silent for {seconds:.1f} s" for r in silent]
-        says += [f"{transport.peer(r)} took nothing for {seconds:.1f} s" for r in deaf]
+        says += [f"{transport.peer(r)} took nothing for {seconds:.1f} s" for r in blocked]
         says += [f"{transport.peer(r)} {self.closed[r]}" for r in sorted(closed)]
         if self.given_up and not closed:
             told = [transport.members.index(r) for r in self.damaged if r in transport.members]
-            silent, deaf, says = [], [], [self.given_up.rstrip(".")]
+            silent, blocked, says = [], [], [self.given_up.rstrip(".")]
         transport.failure = f"rank {transport.rank}: " + "; ".join(says) + "."
         kind = Corrupted if damaged or self.damaged else PeerFailure
-        return kind(transport.failure, ranks=tuple(told or silent or deaf or sorted(closed)))
+        return kind(transport.failure, ranks=tuple(told or silent or blocked or sorted(closed)))
 
 
 @dataclass(eq=False)
 class Receipt:
     """Where a row is due that one rank sends."""
 
-    exchange: Exchange
+    transfer: Transfer
     rank: int
     parts: Parts
 
     def fit(self, message: "Message") -> bool:
         """Take the header; whether the payload may follow."""
-        exchange, header = self.exchange, message.header
+        transfer, header = self.transfer, message.header
         self.parts[0][:HEADER] = header
-        exchange.unheard.pop(self.rank, None)
-        wanted = exchange.wanted and exchange.wanted[self.rank]
+        transfer.headers_due.pop(self.rank, None)
+        wanted = transfer.wanted and transfer.wanted[self.rank]
         if wanted and not same(wanted, header):
-            exchange.differ = True
+            transfer.differ = True
             return False
         if message.length != len(self.payload):
-            exchange.broken = f"rank {self.rank} sent {message.length} bytes where {len(self.payload)} were due"
+            transfer.broken = f"rank {self.rank} sent {message.length} bytes where {len(self.payload)} were due"
             return False
         return True
 
@@ -153,7 +153,7 @@ class Message:
         self.header, self.length, self.at = header, length, 0
         self.memory: memoryview | None = None
         self.receipt: Receipt | None = None
-        self.last_words = False
+        self.gives_up = False
 
     def meet(self, receipt: Receipt) -> None:
         if not receipt.fit(self):
@@ -168,15 +168,15 @@ class Message:
     def advance(self, count: int) -> None:
         self.at += count
         if self.at == self.length and self.receipt is not None:
-            self.receipt.exchange.receiving.discard(self.receipt.rank)
+            self.receipt.transfer.receiving.discard(self.receipt.rank)
             self.receipt = None
 
 
 class Sending:
-    """One that goes. Last words belong to no exchange."""
+    """One that goes. The reason for giving up belongs to no transfer."""
 
-    def __init__(self, exchange: Exchange | None, rank: int, parts: Parts, tag: int) -> None:
-        self.exchange, self.rank = exchange, rank
+    def __init__(self, transfer: Transfer | None, rank: int, parts: Parts, tag: int) -> None:
+        self.transfer, self.rank = transfer, rank
         length = sum(map(len, parts)) - HEADER
         self.left: list[memoryview | bytes] = [envelope(tag, length, bytes(parts[0][:HEADER])), *parts]
         self.head = HEAD
@@ -184,13 +184,13 @@ class Sending:
     def advance(self, count: int) -> bool:
         """Whether all of it is gone."""
         self.head -= count
-        if self.head <= 0 and self.exchange is not None:
-            self.exchange.untold.discard(self.rank)
+        if self.head <= 0 and self.transfer is not None:
+            self.transfer.headers_unsent.discard(self.rank)
         while self.left and count >= len(self.left[0]):
             count -= len(self.left.pop(0))
         if self.left:
             self.left[0] = memoryview(self.left[0])[count:]
             return False
-        if self.exchange is not None:
-            self.exchange.sending.discard(self.rank)
+        if self.transfer is not None:
+            self.transfer.sending.discard(self.rank)
         return True

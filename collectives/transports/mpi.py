@@ -86,20 +86,20 @@ class MpiTransport:
         if self._host_only(inp):
             return self._staged.all_to_all(out, inp, tag)
         self._usable()
-        return _Exchange(self, rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
+        return _MpiTransfer(self, rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if self._host_only(inp):
             return self._staged.all_gather(out, inp, tag)
         self._usable()
         rows = dict.fromkeys(range(self.size), inp[0])
-        return _Exchange(self, Rows(out, dict(enumerate(out))), Rows(inp, rows), None, tag)
+        return _MpiTransfer(self, Rows(out, dict(enumerate(out))), Rows(inp, rows), None, tag)
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         if self._host_only(inp.headers):
             return self._staged.exchange(out, inp, wanted, tag)
         self._usable()
-        return _Exchange(self, out, inp, wanted, tag)
+        return _MpiTransfer(self, out, inp, wanted, tag)
 
     def subset(self, ranks: Sequence[int]) -> "MpiTransport | None":
         if self.rank not in ranks:
@@ -198,7 +198,7 @@ class MpiTransport:
             raise CommunicationError(f"this transport failed before: {self.failure} Start the MPI job anew.")
 
 
-class _Exchange:
+class _MpiTransfer:
     """Rows to and from peers, all receives posted before the first send. Headers travel as messages of their own.
 
     Note: how a payload finds its receive. A receive must fit what comes: Open MPI writes past the end of one that is too short

@@ -1,11 +1,19 @@
-"""Rows that travel between ranks: a header and a payload for each, of any length, and to some ranks only."""
+"""Rows that travel between ranks: a header and a payload each, and their bytes where they lie in memory of the host.
 
+Note: not by way of NumPy, after which torch refuses to resize a tensor's memory, as FSDP does.
+"""
+
+import ctypes
+import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from commpress.collectives.frame import HEADER
+from commpress.errors import InvalidArgument
+
+HEADER = 64  # bytes; ``frame`` tells what they are
+LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes: a length from a peer that is more is none
 
 
 class Rows(NamedTuple):
@@ -15,6 +23,27 @@ class Rows(NamedTuple):
     payloads: Mapping[int, torch.Tensor]  # uint8[n], contiguous, by rank
 
 
-def rows_of(wire: torch.Tensor) -> Rows:
+def rows_of(message: torch.Tensor) -> Rows:
     """The rows of uint8[size, row], taken apart."""
-    return Rows(wire[:, :HEADER], dict(enumerate(wire[:, HEADER:])))
+    return Rows(message[:, :HEADER], dict(enumerate(message[:, HEADER:])))
+
+
+def rows_in(message: torch.Tensor) -> list[memoryview]:
+    """The memory of the rows of uint8[n, row], whose elements are contiguous."""
+    if message.device.type != "cpu":
+        where = f"rows are on {message.device}"
+        raise InvalidArgument(f"a Gloo group sends host memory, but {where}: use a group of NCCL for them")
+    (count, width), step = message.shape, message.stride(0)
+    if not count:
+        return []
+    memory = _memory(message.data_ptr(), (count - 1) * step + width)
+    return [memory[r * step : r * step + width] for r in range(count)]
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host, which must outlive it."""
+    return _memory(tensor.data_ptr(), tensor.nbytes)
+
+
+def _memory(address: int, count: int) -> memoryview:
+    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")

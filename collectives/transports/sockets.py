@@ -17,9 +17,8 @@ import torch
 from commpress.collectives.frame import HEADER
 from commpress.collectives.transports.engine import Engine
 from commpress.collectives.transports.meeting import Meeting
-from commpress.collectives.transports.memory import memory_of, rows_in
-from commpress.collectives.transports.messages import Exchange, Parts
-from commpress.collectives.transports.rows import Rows
+from commpress.collectives.transports.messages import Parts, Transfer
+from commpress.collectives.transports.rows import Rows, memory_of, rows_in
 from commpress.errors import CommunicationError
 from commpress.work import Work
 
@@ -71,17 +70,17 @@ class SocketTransport:
         world = self.mesh.world[self.members[rank]]
         return f"rank {rank}" if world == rank else f"rank {rank} (global rank {world})"
 
-    def drive(self, exchange: Exchange) -> None:
-        self.mesh.engine.drive(exchange, time.monotonic() + self.timeout.total_seconds())
+    def drive(self, transfer: Transfer) -> None:
+        self.mesh.engine.drive(transfer, time.monotonic() + self.timeout.total_seconds())
 
     def _post(
         self, out: Mapping[int, Parts], inp: Mapping[int, Parts], wanted: dict[int, bytes] | None, tag: int, keep: object
-    ) -> Exchange:
+    ) -> Transfer:
         if self.failure:
             raise CommunicationError(
                 f"this transport failed before: {self.failure} Destroy the process group and build a new one."
             )
-        return self.mesh.engine.post(Exchange(self, wanted, keep), out, inp, tag)
+        return self.mesh.engine.post(Transfer(self, wanted, keep), out, inp, tag)
 
 
 class Mesh:
@@ -103,8 +102,8 @@ class Mesh:
         weakref.finalize(self, self.engine.close)
 
 
-def _parts(wire: torch.Tensor) -> dict[int, Parts]:
-    return {r: (row,) for r, row in enumerate(rows_in(wire))}
+def _parts(message: torch.Tensor) -> dict[int, Parts]:
+    return {r: (row,) for r, row in enumerate(rows_in(message))}
 
 
 def _apart(rows: Rows, rank: int) -> dict[int, Parts]:

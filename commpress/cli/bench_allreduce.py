@@ -25,8 +25,8 @@ import torch.distributed as dist
 from commpress.cli import outputs, ranks, rounds, sizes, table
 from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
+from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Recorded
-from commpress.collectives.transports.transport import own_transport
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import NUMEL, SHARD, SOURCE, WIDTH
 

@@ -29,8 +29,9 @@ from commpress.cli import outputs, ranks, rounds, sizes, table
 from commpress.codecs import codec_named
 from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
 from commpress.collectives.topology import Topology
+from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Recorded
-from commpress.collectives.transports.transport import Transport, own_transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.work import run as drive
 

@@ -29,7 +29,8 @@ from commpress.collectives.buckets import one_message
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.links import FIRST, BufferTrial, Link, Links, Stack
 from commpress.collectives.topology import Topology, agree
-from commpress.collectives.transports.transport import Divisible, Transport, own_transport
+from commpress.collectives.transports.factory import own_transport
+from commpress.collectives.transports.transport import Divisible, Transport
 from commpress.collectives.two_level import Hierarchy, hierarchy_of
 from commpress.errors import InvalidArgument
 from commpress.kernels import instead

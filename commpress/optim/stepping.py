@@ -9,8 +9,9 @@ import torch
 
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.consensus import AgreeOver, Consensus, consensus_over
+from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Loopback, Recorded
-from commpress.collectives.transports.transport import Transport, own_transport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.optim.counters import OptimizerCounters
 from commpress.optim.flat import Flat

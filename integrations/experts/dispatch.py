@@ -10,7 +10,8 @@ import torch.distributed as dist
 from commpress.codecs import Codec, codec_named
 from commpress.collectives.all_to_all.all_to_all import Order, Way, all_to_all, compressed_all_to_all
 from commpress.collectives.channel import Channel
-from commpress.collectives.transports.transport import TorchTransport, Transport
+from commpress.collectives.transports.torch import TorchTransport
+from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 
 

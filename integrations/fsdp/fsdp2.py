@@ -18,7 +18,8 @@ from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.reduce_scatter import Deal
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.transport import Divisible, Transport, own_transport
+from commpress.collectives.transports.factory import own_transport
+from commpress.collectives.transports.transport import Divisible, Transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.fsdp.param_groups import Unit, units_of

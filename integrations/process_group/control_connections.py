@@ -12,8 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from commpress.collectives.transports.forks import close_in_children
-from commpress.collectives.transports.meeting import PING, Meeting, welcome, welcomed
+from commpress.collectives.transports.meeting import PING, Meeting, close_in_children, welcome, welcomed
 from commpress.integrations.process_group.records import RECORD
 
 

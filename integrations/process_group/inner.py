@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.collectives.transports.gloo_connections import Connections, connections_of
-from commpress.collectives.transports.gloo_threads import yielding
-from commpress.collectives.transports.group_lifetime import outlive
+from commpress.collectives.transports.factory import own_connections
+from commpress.collectives.transports.gloo import Connections, connections_of, outlive, yielding
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
-from commpress.collectives.transports.transport import TorchTransport, Transport, own_connections
+from commpress.collectives.transports.torch import TorchTransport
+from commpress.collectives.transports.transport import Transport
 from commpress.integrations.process_group.blame import grace_of
 from commpress.integrations.process_group.mpi_collectives import MpiGroup
 from commpress.torch_private import abort, begin_sequence, refusing_backend

@@ -18,8 +18,8 @@ from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.checkpoint import exact_state, residuals_of
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.collectives.scalars import gathered
+from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Loopback, Recorded
-from commpress.collectives.transports.transport import own_transport
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from commpress.feedback import ResidualStore
 from commpress.integrations.zero import sharded, state

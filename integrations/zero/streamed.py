@@ -21,8 +21,8 @@ from torch import nn
 from torch.autograd import Variable
 
 from commpress.collectives.scalars import gathered
+from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Loopback, Recorded
-from commpress.collectives.transports.transport import own_transport
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero import whole_values
 from commpress.integrations.zero.allocation import return_large_blocks

@@ -1,0 +1,115 @@
+"""Transports made for a process group: the kind that its backend calls for, its kernels compared when ranks meet."""
+
+import contextlib
+import os
+import select
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+from commpress.collectives.scalars import gathered
+from commpress.collectives.transports.gloo import connections_of, linger_at_exit, outlive, yielding
+from commpress.collectives.transports.mpi import MpiTransport
+from commpress.collectives.transports.sockets import Mesh, SocketTransport
+from commpress.collectives.transports.torch import TorchTransport, plain_backend, plainly_gloo
+from commpress.collectives.transports.transport import Transport
+from commpress.errors import InvalidArgument, Mismatch
+from commpress.kernels.cpu.digest import digest
+from commpress.work import run
+
+_DIGITS = 12  # of the digest, hexadecimal: as a number it is exact in float64
+_SEQUENCE = 0x1FFF  # far from the first messages, which may follow at once
+
+
+def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> Any:
+    """A transport among the ranks of ``process_group``, so that its messages meet no others: over MPI if the group is.
+
+    Else over a new group, of Gloo or NCCL below "commpress", which would check every message. Collective over those ranks. None
+    where torch.distributed is not initialised: there is nobody to talk to. ``timeout``: of every wait; None: that of the group.
+    """
+    if not dist.is_initialized():
+        return None
+    patience = timeout_of(process_group) if timeout is None else timeout
+    communicator = getattr(process_group or dist.group.WORLD, "communicator", None)
+    if communicator is not None:
+        transport: Any = MpiTransport(communicator, timeout=patience)
+        require_same_kernels(transport)
+        return transport
+    linger_at_exit()
+    outlive(process_group or dist.group.WORLD)
+    if plainly_gloo(process_group) and own_connections():
+        transport = socket_transport(process_group, timeout=patience)
+        require_same_kernels(transport)
+        return transport
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    backend = plain_backend(dist.get_backend(process_group))
+    make = partial(dist.new_group, ranks, timeout=patience, backend=backend, use_local_synchronization=True)
+    group, connections = connections_of(partial(yielding, make), len(ranks) - 1)
+    transport = TorchTransport(group, timeout=patience, connections=connections)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
+    require_same_kernels(transport, device)
+    return transport
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """The timeout that a group was made with; the default group's where it was made without one, as by a device mesh."""
+    known = [found for each in (group, dist.group.WORLD) if each is not None and (found := _timeout(each)) is not None]
+    usual = (default_pg_timeout, default_pg_nccl_timeout)
+    return next((each for each in known if each not in usual), known[0] if known else default_pg_timeout)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Note: torch tells it by way of the options of a group's backends only."""
+    if isinstance(given := getattr(group, "timeout", None), timedelta):  # "commpress"
+        return given
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):  # no backend for it, or one without options
+            found: timedelta = group._get_backend(torch.device(device)).options._timeout
+            return found
+    return None
+
+
+def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedelta) -> SocketTransport:
+    """Over connections of our own among the ranks of a group, by which they tell each other where they are."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+
+    def tell(here: bytes) -> list[bytes]:
+        mine = torch.tensor(list(here), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in ranks]
+        dist.all_gather(every, mine, group=group)
+        return [bytes(row.tolist()) for row in every]
+
+    return SocketTransport(Mesh(dist.get_rank(group), ranks, tell, timeout), timeout=timeout)
+
+
+def own_connections() -> bool:
+    """Whether rows of Gloo groups go over connections of our own, or through Gloo's messages (docs/transports.md)."""
+    chosen = os.environ.get("COMMPRESS_TRANSPORT", "sockets" if hasattr(select, "epoll") else "gloo")
+    if chosen not in ("sockets", "gloo"):
+        raise InvalidArgument(f"COMMPRESS_TRANSPORT is {chosen!r}, expected sockets or gloo; the same on every rank")
+    return chosen == "sockets"
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def require_same_kernels(transport: Transport, device: torch.device | str = "cpu") -> None:
+    """One small collective; raises ``Mismatch`` on every rank if the digests of kernel sources differ."""
+    if transport.size == 1:
+        return
+    mine = float(int(digest()[:_DIGITS], 16))
+    every = run(gathered([mine], transport=transport, sequence=_SEQUENCE, device=device))[:, 0]
+    ranks = {number: [r for r, each in enumerate(every) if each == number] for number in every.tolist()}
+    if len(ranks) == 1:
+        return
+    usual = max(ranks.values(), key=len)
+    found = "; ".join(f"ranks {of} have {int(number):0{_DIGITS}x}" for number, of in ranks.items())
+    raise Mismatch(
+        f"ranks would compute different bits: the digests of their kernels' sources differ ({found}). Install the same "
+        "version of commpress on every host, or the same checkout.",
+        ranks=tuple(r for of in ranks.values() if of is not usual for r in of),
+    )
