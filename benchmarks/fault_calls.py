@@ -11,7 +11,7 @@ from commpress.torch_private import all_gather_single, reduce_scatter_single
 
 NUMEL = 4096
 ANYBODY = "recv, any source"
-TIMES = 40  # a call that has been made so often is foreseen by all: it begins on promises
+TIMES = 40  # before the one that is wrong, where calls are repeated
 
 
 def _rows(numel: int, dtype: torch.dtype) -> list[torch.Tensor]:

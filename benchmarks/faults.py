@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from commpress.cli import table
 from commpress.errors import CommunicationError, InvalidArgument
-from commpress.integrations.process_group.group_options import Policy
+from commpress.integrations.process_group.group_options import GroupOptions
 from fault_calls import ANYBODY, CALLS, COMPRESSED, FAULTS, applies, make
 
 DOCUMENT = """\
@@ -38,7 +38,7 @@ Written by `{command}`. Three ranks over the backend "commpress", a timeout of {
 before the call, or makes it wrong; each cell holds the exception that ranks 0 and 1 raise, the rank they name, and the
 seconds until the slower of them has raised. After every case both destroyed the group and all-reduced over a new one of two.
 
-A call that is repeated has been made 40 times before: it begins on promises, and is found wrong beside its data.
+A call that is repeated has been made 40 times before.
 
 Who receives from anybody may first hear that the two others disagree. Which of them is wrong it cannot know: it names the one
 that is blamed.
@@ -174,11 +174,11 @@ def _answer(pipe: Connection, seconds: float) -> Seen | None:
 
 def _rank(rank: int, folder: str, call: str, fault: str, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    policy = None
+    options = None
     if call == COMPRESSED:
         codec = "int8" if rank == FAULTY and fault == "wrong codec" else "sign"
-        policy = Policy(codec, min_numel=1, only="everything")
-    _join(folder, "first", rank, RANKS, timeout, policy)
+        options = GroupOptions(codec, min_numel=1, only="everything")
+    _join(folder, "first", rank, RANKS, timeout, options)
     make("barrier" if fault == "wrong codec" else call, None)
     pipe.send("ready")
     pipe.recv()
@@ -205,8 +205,8 @@ def _goes_on(folder: str, rank: int) -> bool:
     return tensor.tolist() == [3.0] * 8
 
 
-def _join(folder: str, name: str, rank: int, size: int, timeout: float, policy: Any) -> None:
+def _join(folder: str, name: str, rank: int, size: int, timeout: float, options: Any) -> None:
     where = f"file://{Path(folder) / name}"
     dist.init_process_group(
-        "commpress", init_method=where, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), pg_options=policy
+        "commpress", init_method=where, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), pg_options=options
     )

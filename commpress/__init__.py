@@ -46,7 +46,7 @@ _HOMES = {
     "load_distributed": "commpress.integrations.trainers.distributed_checkpoint",
     "ErrorFeedback": "commpress.feedback",
     "compressed_allreduce": "commpress.collectives.allreduce",
-    "Policy": "commpress.integrations.process_group.group_options",
+    "GroupOptions": "commpress.integrations.process_group.group_options",
     "Topology": "commpress.collectives.topology",
     "load_links": "commpress.collectives.links",
     "TieredStore": "commpress.tiered_mem",
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from commpress.integrations.observe.endpoint import MetricsEndpoint
     from commpress.integrations.observe.metrics import Metrics, to_writer
     from commpress.integrations.observe.watch import watch
-    from commpress.integrations.process_group.group_options import Policy
+    from commpress.integrations.process_group.group_options import GroupOptions
     from commpress.integrations.trainers.distributed_checkpoint import load_distributed, save_distributed
     from commpress.integrations.trainers.launch import init_process_group
     from commpress.integrations.zero.offloaded import Offloaded
@@ -141,7 +141,7 @@ __all__ = [
     "load_distributed",
     "ErrorFeedback",
     "compressed_allreduce",
-    "Policy",
+    "GroupOptions",
     "Topology",
     "load_links",
     "TieredStore",

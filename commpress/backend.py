@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.process_group.group import ProcessGroup
-from commpress.integrations.process_group.group_options import Policy
+from commpress.integrations.process_group.group_options import GroupOptions
 
-__all__ = ["Policy", "ProcessGroup", "register"]
+__all__ = ["GroupOptions", "ProcessGroup", "register"]
 
 
 _INNER: dict[str, Literal["torch", "mpi"]] = {"commpress": "torch", "commpress_mpi": "mpi"}
 
 
-def _make(inner: Literal["torch", "mpi"], name: str, options: Any, policy: Any) -> ProcessGroup:
-    """What torch calls for each new group; ``pg_options`` of the caller arrive as ``policy``."""
+def _make(inner: Literal["torch", "mpi"], name: str, options: Any, pg_options: Any) -> ProcessGroup:
+    """What torch calls for each new group; ``pg_options`` are the caller's."""
     if getattr(options, "enable_reconfigure", False):
         raise InvalidArgument(f"enable_reconfigure is True, and a group of {name!r} keeps its ranks: leave it out")
     return ProcessGroup(
@@ -29,7 +29,7 @@ def _make(inner: Literal["torch", "mpi"], name: str, options: Any, policy: Any) 
         options.group_rank,
         options.group_size,
         options.timeout,
-        policy=policy,
+        pg_options=pg_options,
         global_ranks=options.global_ranks_in_group,
         name=name,
         inner=inner,

@@ -24,7 +24,7 @@ WIDTH = 32
 
 
 def as_world(
-    backend: str, file: str, function: Callable[..., Any], *args: Any, policy: Any = None, seconds: float = 60
+    backend: str, file: str, function: Callable[..., Any], *args: Any, pg_options: Any = None, seconds: float = 60
 ) -> Any:
     """``function(*args)`` with a default group of ``backend`` in place of the pool's."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -33,7 +33,7 @@ def as_world(
     assert "COMMPRESS" in dir(dist.Backend), commpress.backend
     dist.init_process_group(
         backend, init_method=f"file://{file}-{backend.replace(':', '-')}", rank=rank, world_size=size,
-        timeout=timedelta(seconds=seconds), pg_options=policy,
+        timeout=timedelta(seconds=seconds), pg_options=pg_options,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about its renamed functions

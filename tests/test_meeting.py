@@ -17,7 +17,7 @@ from commpress.collectives.transports import meeting as meetings
 from commpress.collectives.transports.meeting import HELLO, PING, STRANGERS, WELCOME, Door, Meeting
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.errors import CommunicationError, PeerFailure
-from commpress.integrations.process_group.control_connections import Lines
+from commpress.integrations.process_group.control_connections import ControlConnections
 from group_calls import as_world
 from test_faults import PATIENT, caught, reduce
 from ways import transport_by
@@ -187,7 +187,7 @@ def test_absent_ranks_are_named():
 
 def test_a_process_that_has_silent_visitors_answers_who_asks(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 2)
-    one, two = on_all(lambda rank: Lines(store, rank, 2, PATIENT), range(2))
+    one, two = on_all(lambda rank: ControlConnections(store, rank, 2, PATIENT), range(2))
     strangers = [knock(one._meeting) for _ in range(20)]
     stop = threading.Event()
 
@@ -204,8 +204,8 @@ def test_a_process_that_has_silent_visitors_answers_who_asks(tmp_path):
     assert two.silent(0.1) == (0,)
     for stranger in strangers:
         stranger.close()
-    for lines in (one, two):
-        lines.close(b"")
+    for connections in (one, two):
+        connections.close(b"")
 
 
 # ---------------------------------------------------------------- addresses
@@ -268,7 +268,7 @@ def test_an_address_of_one_link_is_reached_over_the_own_interface(monkeypatch):
 
 def die_beside_a_child(way):
     """Rank 1 has a child, as a data loader's worker is one, when it dies; rank 0 says when it knew."""
-    if way == "lines":
+    if way == "control connections":
         group = dist.group.WORLD
         step = lambda: dist.all_reduce(torch.ones(3), group=group)  # noqa: E731
     else:
@@ -291,7 +291,7 @@ def die_beside_a_child(way):
     return error, end - start
 
 
-@pytest.mark.parametrize("way", ["sockets", "lines"])
+@pytest.mark.parametrize("way", ["sockets", "control connections"])
 def test_a_child_does_not_hide_the_death_of_its_parent(mortal, tmp_path, way):
     call = (
         (die_beside_a_child, way) if way == "sockets" else (in_commpress, f"{tmp_path}/file", die_beside_a_child, way)

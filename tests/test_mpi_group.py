@@ -13,10 +13,10 @@ import group_calls
 import test_ddp
 import test_expert_exchange
 import test_fsdp_checkpoint
-import test_group_policy
+import test_group_options
 import test_optim_gloo
 import test_partitioned
-from commpress.backend import Policy, ProcessGroup
+from commpress.backend import GroupOptions, ProcessGroup
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.errors import InvalidArgument, Mismatch
 from mpi_world import MpiWorld
@@ -260,10 +260,10 @@ def test_fsdp2(over_mpi):
     test_fsdp_checkpoint.test_nothing_of_a_gradient_is_lost(over_mpi)
 
 
-def test_the_policy(over_mpi, pool, tmp_path):
-    policy = Policy("sign", min_numel=100)
-    seen = over_mpi.run(test_group_policy.backwards, dist.ReduceOp.SUM, policy=policy, size=3)
-    expected = pool.run(test_group_policy.run_backwards, f"{tmp_path}/file", False, policy, size=3)
+def test_the_options(over_mpi, pool, tmp_path):
+    options = GroupOptions("sign", min_numel=100)
+    seen = over_mpi.run(test_group_options.backwards, dist.ReduceOp.SUM, pg_options=options, size=3)
+    expected = pool.run(test_group_options.run_backwards, f"{tmp_path}/file", False, options, size=3)
     for (mine, counters), (theirs, counted) in zip(seen, expected, strict=True):
         assert counters == counted
         for one, two in zip(mine, theirs, strict=True):

@@ -12,7 +12,7 @@ from commpress.codecs.planned import load_plan
 from commpress.collectives.links import Link, Links, Stack
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
-from commpress.integrations.process_group.group_options import policy_from
+from commpress.integrations.process_group.group_options import group_options_from
 from commpress.plan.candidates import Settings, candidates, plan_of, recommended
 from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link
 from commpress.plan.costs import device_costs
@@ -86,10 +86,10 @@ def test_the_command_writes_what_hook_and_backend_read(tmp_path, capsys):
     rows = json.loads((tmp_path / "all.json").read_text())["candidates"]
     assert {"plain", "sign", "0/1 Adam, every 16", "ZeRO-2 int8", "offload to disk int8"} <= {row["name"] for row in rows}
     if plan.codec != "powersgd-4":
-        assert policy_from(str(out)).codec == plan.codec
+        assert group_options_from(str(out)).codec == plan.codec
     assert main([*command, "--link", "none,1us"]) == 0
     assert "do not compress" in capsys.readouterr().out
-    assert policy_from(str(out)) is None
+    assert group_options_from(str(out)) is None
 
 
 def test_the_command_gives_every_layer_a_codec_of_its_own(compiled, tmp_path, capsys):

@@ -127,8 +127,8 @@ def lose_the_peer(backend):
 
 
 def in_groups_of(seconds, file, backend, function, *args):
-    policy = commpress.Policy("int8", min_numel=8, only="everything") if backend == "commpress" else None
-    return as_world(backend, file, function, *args, policy=policy, seconds=seconds)
+    options = commpress.GroupOptions("int8", min_numel=8, only="everything") if backend == "commpress" else None
+    return as_world(backend, file, function, *args, pg_options=options, seconds=seconds)
 
 
 @pytest.mark.parametrize("backend", PATHS)

@@ -1,4 +1,4 @@
-"""Moves messages over the connections of one rank, in whatever thread waits for one of them.
+"""Engine that moves messages over the connections of one rank, in whatever thread waits for one of them.
 
 Whoever waits for a transfer moves the bytes of all that are under way (the leader; others wait for him), so that no other
 thread stands between a tensor and the kernel. What comes before its receive is posted is read aside.
@@ -24,11 +24,11 @@ from commpress.collectives.transports.messages import (
     HEAD,
     HUNG_UP,
     LONGEST_REASON,
-    Message,
+    IncomingMessage,
+    OutgoingMessage,
     Parts,
     Receipt,
-    Sending,
-    Transfer,
+    SocketTransfer,
     opened,
 )  # fmt: skip
 from commpress.errors import CommunicationError, Corrupted
@@ -52,8 +52,8 @@ class _Peer:
         self.open = True
         self.end_of_it = ""  # how it was closed
         self.due = 0  # receipts posted that no message has met
-        self.outgoing: deque[Sending] = deque()
-        self.message: Message | None = None  # whose payload comes now
+        self.outgoing: deque[OutgoingMessage] = deque()
+        self.message: IncomingMessage | None = None  # whose payload comes now
         self.unparsed = memoryview(bytearray(_PARSED))
         self.end = 0  # of what was read into ``unparsed``
         self.mask = select.EPOLLIN
@@ -68,7 +68,7 @@ class _Peer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 
-class Engine:
+class SocketEngine:
     """Moves what is under way on the connections of one rank. All methods may be called by any thread."""
 
     def __init__(self, connections: Mapping[int, socket.socket]) -> None:
@@ -79,9 +79,9 @@ class Engine:
         for file, peer in self._by_file.items():
             self._poll.register(file, peer.mask)
         self._receipts: dict[tuple[int, int], Receipt] = {}
-        self._early: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self._early: dict[tuple[int, int], deque[IncomingMessage]] = defaultdict(deque)
         self._early_bytes = 0
-        self._under_way: set[Transfer] = set()
+        self._under_way: set[SocketTransfer] = set()
         self._leading = self._closed = False
         self._given_up, self._damaged = "", list[int]()
         self._driven = 0.0
@@ -90,7 +90,7 @@ class Engine:
         self._thread = threading.Thread(target=self._watch, name="commpress-sockets", daemon=True)
         self._thread.start()
 
-    def post(self, transfer: Transfer, out: Mapping[int, Parts], inp: Mapping[int, Parts], tag: int) -> Transfer:
+    def post(self, transfer: SocketTransfer, out: Mapping[int, Parts], inp: Mapping[int, Parts], tag: int) -> SocketTransfer:
         """Make room for what comes, send what goes as far as the kernel takes it."""
         transport = transfer.transport
         rank, size, members = transport.rank, transport.size, transport.members
@@ -112,13 +112,13 @@ class Engine:
                 if peer in inp:
                     transfer.sending.add(peer)
                     transfer.headers_unsent.add(peer)
-                    self._send(self._peers[members[peer]], Sending(transfer, peer, inp[peer], tag))
+                    self._send(self._peers[members[peer]], OutgoingMessage(transfer, peer, inp[peer], tag))
             self._settle(transfer)
         if not self._busy.is_set():
             self._busy.set()
         return transfer
 
-    def drive(self, transfer: Transfer, deadline: float) -> None:
+    def drive(self, transfer: SocketTransfer, deadline: float) -> None:
         """Until the transfer is over or the deadline has passed."""
         with self._changed:
             while not transfer.over and (left := deadline - time.monotonic()) > 0:
@@ -199,7 +199,7 @@ class Engine:
         peer.due += 1
         self._listen(peer)
 
-    def _send(self, peer: _Peer, sending: Sending) -> None:
+    def _send(self, peer: _Peer, sending: OutgoingMessage) -> None:
         if not peer.open:
             if sending.transfer is not None:
                 sending.transfer.closed[sending.rank] = peer.end_of_it
@@ -227,14 +227,14 @@ class Engine:
         self._listen(peer)
 
     def _listen(self, peer: _Peer) -> None:
-        """Which news of a peer count now."""
+        """Choose the news of a peer that count now."""
         mask = (0 if self._ignored(peer) else select.EPOLLIN) | (select.EPOLLOUT if peer.outgoing else 0)
         if mask != peer.mask and peer.open:
             peer.mask = mask
             self._poll.modify(peer.socket.fileno(), mask)
 
     def _ignored(self, peer: _Peer) -> bool:
-        """Whether nothing is due from it, and enough read aside."""
+        """True where nothing is due from it, and enough read aside."""
         return self._early_bytes > EARLY and not peer.due and peer.message is None
 
     def _read(self, peer: _Peer) -> None:
@@ -277,7 +277,7 @@ class Engine:
                 self._refuse(peer, DAMAGED)
                 return
             tag, length, header = head
-            message = Message(header, length)
+            message = IncomingMessage(header, length)
             at += HEAD
             self._place(peer, message, tag)
             if not peer.open:
@@ -293,7 +293,7 @@ class Engine:
             peer.unparsed[: end - at] = bytes(peer.unparsed[at:end])
         peer.end = end - at
 
-    def _place(self, peer: _Peer, message: Message, tag: int) -> None:
+    def _place(self, peer: _Peer, message: IncomingMessage, tag: int) -> None:
         if tag == GIVE_UP:
             message.memory, message.gives_up = memoryview(bytearray(message.length)), True
             return
@@ -311,7 +311,7 @@ class Engine:
         message.meet(receipt)
         self._settle(receipt.transfer)
 
-    def _advance(self, peer: _Peer, message: Message, count: int) -> None:
+    def _advance(self, peer: _Peer, message: IncomingMessage, count: int) -> None:
         transfer = message.receipt.transfer if message.receipt is not None else None
         message.advance(count)
         peer.message = message if message.at < message.length else None
@@ -322,12 +322,12 @@ class Engine:
         if transfer is not None:
             self._settle(transfer)
 
-    def _settle(self, transfer: Transfer) -> None:
+    def _settle(self, transfer: SocketTransfer) -> None:
         if transfer.over:
             self._under_way.discard(transfer)
 
-    def _drop(self, transfer: Transfer) -> None:
-        """What has failed takes no more messages; its own that lie here still leave, for peers that wait for them."""
+    def _drop(self, transfer: SocketTransfer) -> None:
+        """Have a failed transfer take no more messages; its own that lie here still leave, for peers that wait for them."""
         self._under_way.discard(transfer)
         if not transfer.receiving:
             return
@@ -358,7 +358,7 @@ class Engine:
             return
         words = reason.encode()[:LONGEST_REASON]
         for peer in self._peers.values():
-            self._send(peer, Sending(None, peer.rank, (memoryview(bytes(HEADER) + words),), GIVE_UP))
+            self._send(peer, OutgoingMessage(None, peer.rank, (memoryview(bytes(HEADER) + words),), GIVE_UP))
 
     def _hang_up(self, peer: _Peer, how: str = HUNG_UP) -> None:
         """The peer has closed its end, whatever it was doing, or is of no more use."""

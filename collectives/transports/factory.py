@@ -87,7 +87,7 @@ def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedel
 
 
 def own_connections() -> bool:
-    """Whether rows of Gloo groups go over connections of our own, or through Gloo's messages (docs/transports.md)."""
+    """True if rows of Gloo groups go over connections of our own, false if through Gloo's messages (docs/transports.md)."""
     chosen = os.environ.get("COMMPRESS_TRANSPORT", "sockets" if hasattr(select, "epoll") else "gloo")
     if chosen not in ("sockets", "gloo"):
         raise InvalidArgument(f"COMMPRESS_TRANSPORT is {chosen!r}, expected sockets or gloo; the same on every rank")

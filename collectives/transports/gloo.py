@@ -55,7 +55,7 @@ class Connections:
 
 
 def connections_of(make: Callable[[], T], count: int) -> tuple[T, Connections]:
-    """What ``make`` made, and the ``count`` connections that it opened.
+    """The result of ``make``, and the ``count`` connections that it opened.
 
     None of them if their number is another: then somebody else has opened some meanwhile, and these shall not be cut.
     """
@@ -86,7 +86,7 @@ def _connected(descriptor: int) -> bool:
 
 
 def yielding(make: Callable[[], T]) -> T:
-    """What ``make`` makes, the threads that Gloo starts meanwhile under SCHED_BATCH."""
+    """The result of ``make``, the threads that Gloo starts meanwhile under SCHED_BATCH."""
     before = _threads()
     made = make()
     for thread in _threads() - before:
@@ -115,12 +115,12 @@ def outlive(group: Any, in_use: Callable[[], bool] | None = None) -> None:
 
 
 def outliving() -> list[Any]:
-    """What is kept now."""
+    """The groups that are kept now."""
     return [group for group, _ in _kept]
 
 
 def _registered(group: dist.ProcessGroup) -> bool:
-    """Whether it has not been destroyed."""
+    """True until it is destroyed."""
     try:
         return bool(dist.get_backend(group))
     except (ValueError, TypeError, AssertionError):

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other for connections of our own: an address, a port and a token nobody else knows.
+"""Meeting of the ranks of a group for connections of our own: each has an address, a port and a token nobody else knows.
 
 Whoever connects must know the listener's random token, which travels only among the ranks, and is told that he is in. Anybody
 else may knock: nobody waits for him.
@@ -130,7 +130,7 @@ class Meeting:
         self._places: list[tuple[str, int, bytes]] = []
 
     def learn(self, places: Sequence[str]) -> None:
-        """What every rank has as ``here``, by rank."""
+        """Take every rank's ``here``, by rank."""
         for place in places:
             host, port, token = place.split(" ")
             self._places.append((host, int(port), bytes.fromhex(token)))
@@ -224,7 +224,7 @@ def welcome(connection: socket.socket) -> bool:
 
 
 def welcomed(connection: socket.socket) -> bool:
-    """Whether the peer that we have called took us in; waits as long as the connection does."""
+    """True if the peer that we have called took us in; waits as long as the connection does."""
     try:
         return connection.recv(len(WELCOME)) == WELCOME
     except OSError:
@@ -235,7 +235,7 @@ def welcomed(connection: socket.socket) -> bool:
 
 
 def _own_address() -> tuple[str, socket.AddressFamily]:
-    """Where peers find this rank: by the rule that Gloo has, so that they can reach it if Gloo can."""
+    """The address by which peers find this rank: by the rule that Gloo has, so that they can reach it if Gloo can."""
     if name := _interface():
         return _address_of(name)
     with contextlib.suppress(OSError):

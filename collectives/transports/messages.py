@@ -33,9 +33,9 @@ class Party(Protocol):
     failure: str | None
 
     def peer(self, rank: int) -> str:
-        """How messages name a rank."""
+        """The name of a rank in messages."""
 
-    def drive(self, transfer: "Transfer") -> None:
+    def drive(self, transfer: "SocketTransfer") -> None:
         """Until it is over or the time is."""
 
     def abandon(self, reason: str) -> None:
@@ -43,7 +43,7 @@ class Party(Protocol):
 
 
 def envelope(tag: int, length: int, header: bytes) -> bytes:
-    """What goes before a header."""
+    """The bytes that go before a header."""
     lengths = _LENGTHS.pack(tag, length)
     return lengths + _SUM.pack(checksum_of(lengths + header))
 
@@ -57,7 +57,7 @@ def opened(head: memoryview) -> tuple[int, int, bytes] | None:
 
 
 @dataclass(eq=False)
-class Transfer:
+class SocketTransfer:
     """Rows to and from peers. Ranks are those of its transport."""
 
     transport: Party
@@ -121,13 +121,13 @@ class Transfer:
 
 @dataclass(eq=False)
 class Receipt:
-    """Where a row is due that one rank sends."""
+    """Memory for a row that one rank sends."""
 
-    transfer: Transfer
+    transfer: SocketTransfer
     rank: int
     parts: Parts
 
-    def fit(self, message: "Message") -> bool:
+    def fit(self, message: "IncomingMessage") -> bool:
         """Take the header; whether the payload may follow."""
         transfer, header = self.transfer, message.header
         self.parts[0][:HEADER] = header
@@ -146,7 +146,7 @@ class Receipt:
         return self.parts[1] if len(self.parts) > 1 else self.parts[0][HEADER:]
 
 
-class Message:
+class IncomingMessage:
     """One that comes: into its receipt, aside if none is posted yet, or to nowhere if it does not fit."""
 
     def __init__(self, header: bytes, length: int) -> None:
@@ -172,17 +172,17 @@ class Message:
             self.receipt = None
 
 
-class Sending:
+class OutgoingMessage:
     """One that goes. The reason for giving up belongs to no transfer."""
 
-    def __init__(self, transfer: Transfer | None, rank: int, parts: Parts, tag: int) -> None:
+    def __init__(self, transfer: SocketTransfer | None, rank: int, parts: Parts, tag: int) -> None:
         self.transfer, self.rank = transfer, rank
         length = sum(map(len, parts)) - HEADER
         self.left: list[memoryview | bytes] = [envelope(tag, length, bytes(parts[0][:HEADER])), *parts]
         self.head = HEAD
 
     def advance(self, count: int) -> bool:
-        """Whether all of it is gone."""
+        """Count bytes that have gone; true if all have."""
         self.head -= count
         if self.head <= 0 and self.transfer is not None:
             self.transfer.headers_unsent.discard(self.rank)

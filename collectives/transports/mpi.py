@@ -49,10 +49,10 @@ def host_buffer(mpi: Any, tensor: torch.Tensor) -> list[Any]:
 
 
 def told_by_rank_0(text: str, comm: Any = None) -> str:
-    """What rank 0 says, on every rank; at most 4 KiB."""
+    """The text of rank 0, on every rank; at most 4 KiB."""
     buffer = np.zeros(4096, np.uint8)
-    said = np.frombuffer(text.encode()[:4096], np.uint8)
-    buffer[: len(said)] = said
+    sent = np.frombuffer(text.encode()[:4096], np.uint8)
+    buffer[: len(sent)] = sent
     (comm or mpi().COMM_WORLD).Bcast(buffer, 0)
     return buffer.tobytes().rstrip(b"\0").decode()
 
@@ -173,7 +173,7 @@ class MpiTransport:
         self.failure = reason
 
     def broken(self, error: Any) -> PeerFailure:
-        """What MPI reports; whom it knows to have failed it says only with fault tolerance switched on."""
+        """The error that MPI reports; whom it knows to have failed it says only with fault tolerance switched on."""
         ranks: tuple[int, ...] = ()
         if hasattr(self.comm, "Get_failed"):
             try:
@@ -214,11 +214,11 @@ class _MpiTransfer:
         froms = [r for r in ((rank - i) % size for i in range(1, size)) if r in out.payloads]
         tos = [r for r in ((rank + i) % size for i in range(1, size)) if r in inp.payloads]
         ahead, comm = wanted is not None, transport.comm
-        said = inp.headers.cpu().numpy() if ahead else None
+        headers = inp.headers.cpu().numpy() if ahead else None
         self.headers = {r: self._post(comm.Irecv, out.headers[r], r, self.tag) for r in froms if ahead}
         self.payloads = {r: self._payload(comm.Irecv, out, r, self.wanted) for r in froms if out.payloads[r].numel()}
         self.sent_headers = {r: self._post(comm.Isend, inp.headers[r], r, self.tag) for r in tos if ahead}
-        self.sent_payloads = {r: self._payload(comm.Isend, inp, r, said) for r in tos if inp.payloads[r].numel()}
+        self.sent_payloads = {r: self._payload(comm.Isend, inp, r, headers) for r in tos if inp.payloads[r].numel()}
         if rank in inp.payloads:
             out.payloads[rank].copy_(inp.payloads[rank])
             if ahead:
@@ -263,7 +263,7 @@ class _MpiTransfer:
 
 
 def _cuda_aware() -> bool:
-    """What the MPI library says of itself."""
+    """True if the MPI library says so of itself."""
     for name in (None, "libmpi.so.40", "libmpi.so.12"):  # Open MPI, MPICH and its relatives
         try:
             return bool(ctypes.CDLL(name).MPIX_Query_cuda_support())

@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch
 
 from commpress.collectives.frame import HEADER
-from commpress.collectives.transports.engine import Engine
+from commpress.collectives.transports.engine import SocketEngine
 from commpress.collectives.transports.meeting import Meeting
-from commpress.collectives.transports.messages import Parts, Transfer
+from commpress.collectives.transports.messages import Parts, SocketTransfer
 from commpress.collectives.transports.rows import Rows, memory_of, rows_in
 from commpress.errors import CommunicationError
 from commpress.work import Work
@@ -66,21 +66,21 @@ class SocketTransport:
         self.mesh.engine.abandon(reason)
 
     def peer(self, rank: int) -> str:
-        """How messages name a rank: its number here, and globally where that differs."""
+        """The name of a rank in messages: its number here, and globally where that differs."""
         world = self.mesh.world[self.members[rank]]
         return f"rank {rank}" if world == rank else f"rank {rank} (global rank {world})"
 
-    def drive(self, transfer: Transfer) -> None:
+    def drive(self, transfer: SocketTransfer) -> None:
         self.mesh.engine.drive(transfer, time.monotonic() + self.timeout.total_seconds())
 
     def _post(
         self, out: Mapping[int, Parts], inp: Mapping[int, Parts], wanted: dict[int, bytes] | None, tag: int, keep: object
-    ) -> Transfer:
+    ) -> SocketTransfer:
         if self.failure:
             raise CommunicationError(
                 f"this transport failed before: {self.failure} Destroy the process group and build a new one."
             )
-        return self.mesh.engine.post(Transfer(self, wanted, keep), out, inp, tag)
+        return self.mesh.engine.post(SocketTransfer(self, wanted, keep), out, inp, tag)
 
 
 class Mesh:
@@ -98,7 +98,7 @@ class Mesh:
             connections = meeting.connect_all(deadline)
         finally:
             meeting.close()
-        self.engine = Engine(connections)
+        self.engine = SocketEngine(connections)
         weakref.finalize(self, self.engine.close)
 
 
@@ -107,6 +107,6 @@ def _parts(message: torch.Tensor) -> dict[int, Parts]:
 
 
 def _apart(rows: Rows, rank: int) -> dict[int, Parts]:
-    """What peers send or get."""
+    """The rows that peers send or get."""
     headers = rows_in(rows.headers)
     return {r: (headers[r], memory_of(p)) for r, p in rows.payloads.items() if r != rank}

@@ -108,14 +108,14 @@ class TorchTransport:
 
     @property
     def spare_bytes(self) -> int:
-        """What lies ready for headers and short payloads."""
+        """Room that lies ready for headers and short payloads."""
         return sum(messages.table.nbytes for messages in tuple(self._spare))
 
     def give(self, *messages: _ShortMessages) -> None:
         self._spare.extend(messages)
 
     def peer(self, rank: int) -> str:
-        """How messages name a rank: its number here, and globally where that differs."""
+        """The name of a rank in messages: its number here, and globally where that differs."""
         world = dist.get_global_rank(self.group, self.members[rank])
         return f"rank {rank}" if world == rank else f"rank {rank} (global rank {world})"
 
@@ -308,12 +308,12 @@ class _BatchedTransfer:
 
 
 def plainly_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether all of it is Gloo, or "commpress" over nothing else; its name is such as cpu:gloo,cuda:nccl."""
+    """True if all of it is Gloo, or "commpress" over nothing else; its name is such as cpu:gloo,cuda:nccl."""
     return all(name.endswith("gloo") for name in plain_backend(dist.get_backend_config(group)).split(","))
 
 
 def checks_asked() -> bool:
-    """Whether NCCL's payloads bear checksums too, of which the host takes a copy; the same on every rank."""
+    """True if NCCL's payloads bear checksums too, of which the host takes a copy; the same on every rank."""
     asked = os.environ.get("COMMPRESS_CHECKSUM", "0")
     if asked not in ("0", "1"):
         raise InvalidArgument(f"COMMPRESS_CHECKSUM is {asked!r}, expected 0 or 1; the same on every rank")
@@ -328,7 +328,7 @@ def plain_backend(name: str) -> str:
 
 
 def _row(header: Any) -> str:
-    """What a rank is about to send, from its header and the bytes of its rows."""
+    """A rank's message in words, from its header and the bytes of its rows."""
     frame = unpack(header[:HEADER])
     return f"{frame.describe() if frame else 'no header'} in rows of {int(header[HEADER:].view('int64')[0])} bytes"
 

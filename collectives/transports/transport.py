@@ -47,10 +47,10 @@ def part_of(transport: Transport, ranks: Sequence[int]) -> Transport | None:
     """A transport among some ranks: one of its own kind if it can, else over its connections. As ``Divisible.subset``."""
     if hasattr(transport, "subset"):
         return transport.subset(ranks)
-    return Part(transport, tuple(sorted(ranks))) if transport.rank in ranks else None
+    return Subset(transport, tuple(sorted(ranks))) if transport.rank in ranks else None
 
 
-class Part:
+class Subset:
     """Some ranks of another transport, which need not know of it: rows go to them alone."""
 
     def __init__(self, inner: Transport, members: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class Part:
             Rows(came, self._among(out.payloads)), Rows(self._spread(inp.headers), self._among(inp.payloads)),
             self._spread(wanted), tag,
         )  # fmt: skip
-        return _PartWork(work, lambda: out.headers.copy_(came[list(self.members)]))
+        return _SubsetWork(work, lambda: out.headers.copy_(came[list(self.members)]))
 
     def _among(self, payloads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         return {self.members[r]: payload for r, payload in payloads.items()}
@@ -84,7 +84,7 @@ class Part:
         return every
 
 
-class _PartWork:
+class _SubsetWork:
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self.work, self.finish = work, finish
 

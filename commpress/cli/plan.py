@@ -6,7 +6,7 @@ optimizer states on the host or on disk. Of those that a file can name it writes
 
   state = commpress.compress(ddp, plan="plan.json")          DDP; "plain" in the file means: torch's own all-reduce
   Trainer(..., callbacks=[commpress.hf.Compress(plan="plan.json")])
-  dist.init_process_group("commpress")                         with COMMPRESS_POLICY=plan.json
+  dist.init_process_group("commpress")                         with COMMPRESS_GROUP_OPTIONS=plan.json
 
 --compute-ms is the step of one rank without communication, as "compute" of commpress bench train says it. With --gradients
 (a file that torch.save made of {parameter name: gradient}) every layer gets a codec of its own: the fewest bytes at an error

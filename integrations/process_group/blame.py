@@ -1,4 +1,4 @@
-"""Who is at fault: the typed errors of the guard, in words that say what the ranks did and what should be done."""
+"""Blame: the typed errors of the guard, which name the ranks at fault, what they did and what should be done."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -7,35 +7,35 @@ from typing import Protocol
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
 from commpress.integrations.process_group.records import GAVE_UP, Record, unpack
 
-_BLAME = 63  # ranks below it fit into the record of one who gives up
+_NAMED = 63  # ranks below it fit into the record of one who gives up
 _KINDS: dict[int, type[CommunicationError]] = {0: CommunicationError, 1: Mismatch, 2: PeerFailure}
 
 
-class Call(Protocol):
-    expected: dict[int, bytes]  # what each peer must say
+class BlamedCall(Protocol):
+    expected: dict[int, bytes]  # the record that each peer must send
 
     def describe(self) -> str: ...
 
 
-class Verdicts:
-    """Of one rank; ``name`` tells how a peer is called."""
+class Blame:
+    """Errors of one rank; ``name`` tells how a peer is called."""
 
     def __init__(self, rank: int, name: Callable[[int], str]) -> None:
         self.rank, self._name = rank, name
 
-    def disagreement(self, work: Call, wrong: Sequence[tuple[int, bytes]]) -> Mismatch:
-        mine, theirs, wrong = work.describe(), [], sorted(wrong)  # whoever was heard first
+    def disagreement(self, work: BlamedCall, wrong: Sequence[tuple[int, bytes]]) -> Mismatch:
+        mine, theirs, wrong = work.describe(), [], sorted(wrong)  # whoever came first
         for peer, data in wrong:
             record = unpack(data)
-            says = record.describe() if record else "something that is no call"
-            theirs.append(f"{self._name(peer)} calls {says if says != mine else 'it with tensors of another shape'}")
+            what = record.describe() if record else "something that is no call"
+            theirs.append(f"{self._name(peer)} calls {what if what != mine else 'it with tensors of another shape'}")
         return Mismatch(
             f"rank {self.rank} calls {mine}, but {'; '.join(theirs)}. Nothing was sent. Every rank must make the same "
             "calls, in the same order, with the same shape, dtype and codec.",
             ranks=tuple(peer for peer, _ in wrong),
         )
 
-    def lost(self, work: Call, gone: Sequence[int], *, left: bool) -> PeerFailure:
+    def lost(self, work: BlamedCall, gone: Sequence[int], *, left: bool) -> PeerFailure:
         how = "left the group" if left else "died: its connection closed without a word"
         return PeerFailure(
             f"rank {self.rank} waits in {work.describe()}, but {self._names(gone)} {how}.", ranks=tuple(gone)
@@ -45,29 +45,29 @@ class Verdicts:
         return PeerFailure(f"{self._names(gone)} died: its connection closed without a word.", ranks=tuple(gone))
 
     def expired(
-        self, work: Call, seconds: float, silent: Sequence[int], said: Mapping[int, Record]
+        self, work: BlamedCall, seconds: float, silent: Sequence[int], others: Mapping[int, Record]
     ) -> CommunicationError:
         """``work`` has waited too long: for ranks that are silent and ranks that do something else instead."""
-        busy = "; ".join(f"{self._name(peer)} calls {record.describe()}" for peer, record in said.items())
+        busy = "; ".join(f"{self._name(peer)} calls {record.describe()}" for peer, record in others.items())
         text = f"rank {self.rank} reached its timeout of {seconds:g} s in {work.describe()}"
         if not silent:
-            return Mismatch(f"{text}, but {busy}. Every rank must make matching calls.", ranks=tuple(said))
+            return Mismatch(f"{text}, but {busy}. Every rank must make matching calls.", ranks=tuple(others))
         what = f"{text}: {self._names(silent)} did not make a matching call: stopped, stuck or far behind."
         return PeerFailure(what + (f" Besides, {busy}." if busy else ""), ranks=tuple(silent))
 
-    def unanswered(self, work: Call, silent: Sequence[int], text: str) -> PeerFailure:
+    def unanswered(self, work: BlamedCall, silent: Sequence[int], text: str) -> PeerFailure:
         return PeerFailure(
             f"rank {self.rank}: {work.describe()} did not finish, and the process of {self._names(silent)} does not "
             f"answer: stopped, or its machine is gone ({text}).",
             ranks=tuple(silent),
         )
 
-    def failed(self, work: Call, text: str) -> CommunicationError:
+    def failed(self, work: BlamedCall, text: str) -> CommunicationError:
         return CommunicationError(f"rank {self.rank}: {work.describe()} failed: {text}")
 
-    def notice(self, peer: int, record: Record, works: Sequence[Call]) -> CommunicationError:
+    def notice(self, peer: int, record: Record, works: Sequence[BlamedCall]) -> CommunicationError:
         """A peer has given up: the group is over. If it blames this rank, the two disagree, and it is the other one."""
-        blamed = tuple(r for r in range(_BLAME) if record.give >> r & 1)
+        blamed = tuple(r for r in range(_NAMED) if record.give >> r & 1)
         direct = any(work.expected.keys() == {peer} for work in works)  # a send or receive that it will not meet
         mine = self.rank in blamed or not blamed
         kind = _KINDS.get(record.reduction, CommunicationError)
@@ -83,10 +83,10 @@ class Verdicts:
         return ", ".join(map(self._name, ranks))
 
 
-def word_of(error: CommunicationError) -> Record:
-    """What a rank that gives up tells its peers."""
+def give_up_record(error: CommunicationError) -> Record:
+    """The record by which a rank that gives up tells its peers why."""
     kind = 1 if isinstance(error, Mismatch) else 2 if isinstance(error, PeerFailure) else 0
-    return Record(kind=GAVE_UP, reduction=kind, give=sum(1 << r for r in error.ranks if r < _BLAME))
+    return Record(kind=GAVE_UP, reduction=kind, give=sum(1 << r for r in error.ranks if r < _NAMED))
 
 
 def again(error: CommunicationError) -> CommunicationError:
@@ -100,7 +100,7 @@ def grace_of(timeout: timedelta) -> float:
 
 
 def speaks_of_a_peer(text: str) -> bool:
-    """Whether an error of the transport may come from a peer's failure."""
+    """True if an error of the transport may come from a peer's failure."""
     lower = text.lower()
     words = ("timed out", "timeout", "closed", "reset by peer", "broken pipe", "abort", "socket", "connect", "nccl")
     return any(word in lower for word in words)

@@ -1,11 +1,13 @@
-"""Lines: one small TCP connection between every two ranks of a group, beside the one that carries the data.
+"""Control connections: one small TCP connection between every two ranks of a group, beside those that carry the data.
 
-They carry records of 64 bytes and nothing else. A line that closes without a word of leave is a death: the kernel closes
+They carry records of 64 bytes and nothing else. One that closes without a record of leave is a death: the kernel closes
 it whatever the process was doing. The door stays open: a peer that doubts whether this process still runs connects to it
 and asks.
 """
 
 import contextlib
+import os
+import select
 import socket
 import time
 from datetime import timedelta
@@ -15,8 +17,11 @@ import torch.distributed as dist
 from commpress.collectives.transports.meeting import PING, Meeting, close_in_children, welcome, welcomed
 from commpress.integrations.process_group.records import RECORD
 
+_HANGUP = select.POLLRDHUP if hasattr(select, "POLLRDHUP") else 0
+Events = dict[int, int]  # by file descriptor
 
-class Line:
+
+class ControlConnection:
     """This rank's end of the connection to one peer."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -24,13 +29,12 @@ class Line:
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
-        self.open, self.left = True, False  # left: the peer has said that it goes
-        self.closed_at = 0.0
+        self.open, self.left = True, False  # left: the peer has told that it leaves
         self.unsent = bytearray()
         self._part = b""
 
-    def say(self, record: bytes) -> None:
-        """Never blocks: what the kernel does not take now goes with the next word or ``flush``."""
+    def send(self, record: bytes) -> None:
+        """Never blocks: what the kernel does not take now goes with the next record or ``flush``."""
         if self.unsent:
             self.unsent += record
             self.flush()
@@ -48,7 +52,7 @@ class Line:
         with contextlib.suppress(OSError):  # BlockingIOError among them
             del self.unsent[: self.socket.send(self.unsent)]
 
-    def hear(self) -> list[bytes]:
+    def receive(self) -> list[bytes]:
         """The whole records that have come."""
         if not self.open:
             return []
@@ -59,7 +63,7 @@ class Line:
         except OSError:
             data = b""
         if not data:
-            self.open, self.closed_at = False, time.monotonic()
+            self.open = False
             return []
         if len(data) == RECORD and not self._part:
             return [data]
@@ -69,21 +73,21 @@ class Line:
         return [data[at : at + RECORD] for at in range(0, whole, RECORD)]
 
 
-class Lines:
-    """All lines of one rank of one group; made by all ranks together."""
+class ControlConnections:
+    """All of one rank of one group; made by all ranks together."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
         self._meeting = Meeting(rank, size)
         self.door = self._meeting.door
-        store.set(f"line/{rank}", self._meeting.here)
+        store.set(f"control/{rank}", self._meeting.here)
         try:
-            self._meeting.learn([store.get(f"line/{peer}").decode() for peer in range(size)])
+            self._meeting.learn([store.get(f"control/{peer}").decode() for peer in range(size)])
             connections = self._meeting.connect_all(time.monotonic() + timeout.total_seconds())
         except BaseException:
             self._meeting.close()
             raise
-        self.lines = {peer: Line(connection) for peer, connection in connections.items()}
+        self.by_rank = {peer: ControlConnection(connection) for peer, connection in connections.items()}
         close_in_children(self)
 
     # ------------------------------------------------------------ is it still running?
@@ -98,7 +102,7 @@ class Lines:
     def silent(self, seconds: float) -> tuple[int, ...]:
         """The peers whose processes do not answer within ``seconds``: stopped, or their machine is gone."""
         asked: dict[int, socket.socket] = {}
-        doubted = [peer for peer, line in self.lines.items() if line.open]
+        doubted = [peer for peer, one in self.by_rank.items() if one.open]
         for peer in doubted:
             with contextlib.suppress(OSError):
                 asked[peer] = self._meeting.call(peer, PING, seconds)
@@ -112,12 +116,65 @@ class Lines:
         return tuple(peer for peer in doubted if peer not in answered)
 
     def forked(self) -> None:
-        for line in self.lines.values():
-            line.socket.close()
+        for connection in self.by_rank.values():
+            connection.socket.close()
 
-    def close(self, word: bytes) -> None:
-        """Say ``word`` to everybody and hang up."""
-        for line in self.lines.values():
-            line.say(word)
-            line.socket.close()
+    def close(self, records: bytes) -> None:
+        """Send ``records`` to everybody and hang up."""
+        for connection in self.by_rank.values():
+            connection.send(records)
+            connection.socket.close()
         self._meeting.close()
+
+
+class Polls:
+    """Files that a rank looks at while it waits: connections to its peers, those who knock, and a pipe by which it is woken.
+
+    ``everybody``: news from any peer. ``one[peer]``: from that one, or that another hung up. ``busy``, ``idle``: for the
+    thread that watches, with and without the news.
+    """
+
+    def __init__(self, connections: ControlConnections) -> None:
+        self.wake, self._waker = os.pipe()
+        os.set_blocking(self.wake, False)
+        os.set_blocking(self._waker, False)
+        self.door = connections.door.fileno()
+        self.peers = {one.socket.fileno(): peer for peer, one in connections.by_rank.items()}  # whose connections are open
+        self.everybody, self.idle, self.busy = select.poll(), select.poll(), select.poll()
+        self.one = {peer: select.poll() for peer in connections.by_rank}
+        for fd, peer in self.peers.items():
+            self.everybody.register(fd, select.POLLIN)
+            self.busy.register(fd, select.POLLIN)
+            self.idle.register(fd, _HANGUP)
+            for other, poll in self.one.items():
+                poll.register(fd, select.POLLIN if other == peer else _HANGUP)
+        for poll in (self.idle, self.busy):
+            poll.register(self.wake, select.POLLIN)
+            poll.register(self.door, select.POLLIN)
+
+    def forget(self, fd: int) -> bool:
+        """Look at this connection no more; False if it was forgotten before."""
+        peer = self.peers.pop(fd, None)
+        if peer is None:
+            return False
+        for poll in (self.everybody, self.idle, self.busy, *self.one.values()):
+            poll.unregister(fd)
+        del self.one[peer]
+        return True
+
+    def nudge(self) -> None:
+        """Wake who waits in ``idle`` or ``busy``."""
+        try:
+            os.write(self._waker, b"!")
+        except BlockingIOError:  # it has been asked more often than it could look
+            return
+
+    def clear(self, events: Events) -> None:
+        """Take the nudges that have come."""
+        if self.wake in events:
+            while len(os.read(self.wake, 4096)) == 4096:
+                pass
+
+    def close(self) -> None:
+        os.close(self.wake)
+        os.close(self._waker)

@@ -19,9 +19,9 @@ from torch.autograd import Variable
 from torch.distributed.constants import default_pg_timeout
 
 from commpress.errors import InvalidArgument
-from commpress.integrations.process_group.calls import GroupWork, profiling
-from commpress.integrations.process_group.control_connections import Lines
-from commpress.integrations.process_group.group_options import Policy, policy_from
+from commpress.integrations.process_group.call import GroupWork, profiling
+from commpress.integrations.process_group.control_connections import ControlConnections
+from commpress.integrations.process_group.group_options import GroupOptions, group_options_from
 from commpress.integrations.process_group.guard import Guard
 from commpress.integrations.process_group.inner import (
     at_once,
@@ -31,7 +31,7 @@ from commpress.integrations.process_group.inner import (
     ready,
     torch_group,
 )  # fmt: skip
-from commpress.integrations.process_group.records import Record, call, counts, exchange, receiving, sending
+from commpress.integrations.process_group.records import Record, all_to_all, call, counts, receiving, sending
 from commpress.integrations.process_group.reducer import GroupReducer
 from commpress.torch_private import AllgatherOptions
 
@@ -41,7 +41,7 @@ Tensors = list[torch.Tensor]
 class ProcessGroup(dist.ProcessGroup):
     """Made by ``init_process_group("commpress")`` and ``new_group``; directly like ``ProcessGroupGloo``.
 
-    ``policy``: what all-reduces may be compressed; None reads ``COMMPRESS_POLICY``, without which all are exact.
+    ``pg_options``: the all-reduces that may be compressed; None reads ``COMMPRESS_GROUP_OPTIONS``, without which all are exact.
     ``name``: what it answers for its backend; as a stand-in for Gloo, Gloo's.
     ``inner``: what carries the data: torch's own Gloo and NCCL, or MPI.
     """
@@ -53,13 +53,13 @@ class ProcessGroup(dist.ProcessGroup):
         size: int,
         timeout: timedelta = default_pg_timeout,
         *,
-        policy: Policy | str | None = None,
+        pg_options: GroupOptions | str | None = None,
         global_ranks: Sequence[int] | None = None,
         name: str = "gloo",
         inner: Literal["torch", "mpi"] = "torch",
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.policy, self._called = policy_from(policy), name
+        self.pg_options, self._called = group_options_from(pg_options), name
         self._store, self._timeout, self._global_ranks = store, timeout, list(global_ranks or range(size))
         make = mpi_group if inner == "mpi" else torch_group
         self._inner: Any
@@ -67,13 +67,11 @@ class ProcessGroup(dist.ProcessGroup):
         self.options = self._get_backend(torch.device("cpu")).options
         self._guard: Guard | None = None
         if size > 1:
-            lines = Lines(dist.PrefixStore("guard", store), rank, size, timeout)
-            self._guard = Guard(
-                lines, timeout=timeout, abort=self._abort, name=self._peer_names(), forecasts=inner == "torch"
-            )
+            connections = ControlConnections(dist.PrefixStore("guard", store), rank, size, timeout)
+            self._guard = Guard(connections, timeout=timeout, abort=self._abort, name=self._peer_names())
             weakref.finalize(self, self._guard.close)
         private = partial(private_transport, self._inner, dist.PrefixStore("compressed", store), rank, size, timeout)
-        self.reducer = GroupReducer(self.policy, rank, size, private)
+        self.reducer = GroupReducer(self.pg_options, rank, size, private)
         weakref.finalize(self, self.reducer.close)
         self._backward: tuple[int, list[GroupWork]] = (-1, [])
 
@@ -89,7 +87,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def counters(self) -> Any:
-        """What this group compressed and what it left alone."""
+        """Counters of what this group compressed and what it left alone."""
         return self.reducer.counters
 
     # ------------------------------------------------------------ collectives
@@ -102,7 +100,7 @@ class ProcessGroup(dist.ProcessGroup):
             return self._reduction("all_reduce", self._inner.allreduce, (tensors, opts), tensors, opts)
         issue = self.reducer.steps(tensors[0], opts.reduceOp)
         record = call("all_reduce", tensors, reduction=int(opts.reduceOp.op), codec=codec)
-        return self._begin(record, None, lambda work: issue(), tensors, opts, foreseeable=False)
+        return self._begin(record, None, lambda work: issue(), tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllreduceCoalescedOptions()
@@ -185,7 +183,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or dist.AllToAllOptions()
         gives, takes = [t.numel() for t in inputs], [t.numel() for t in outputs]
         arguments = (outputs, inputs, opts)
-        return self._exchange("all_to_all", inputs[0].dtype, gives, takes, self._inner.alltoall, arguments, outputs)
+        return self._all_to_all("all_to_all", inputs[0].dtype, gives, takes, self._inner.alltoall, arguments, outputs)
 
     def all_to_all_single(
         self,
@@ -200,14 +198,14 @@ class ProcessGroup(dist.ProcessGroup):
         gives, takes = counts(input, input_splits, self.size()), counts(output, output_splits, self.size())
         arguments = (output, input, list(output_splits), list(input_splits), opts)
         start = self._inner.alltoall_base
-        return self._exchange("all_to_all_single", input.dtype, gives, takes, start, arguments, [output])
+        return self._all_to_all("all_to_all_single", input.dtype, gives, takes, start, arguments, [output])
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
         opts = options_of(dist.BarrierOptions, opts, timeout, {}, "")
         return self._call(call("barrier", []), self._inner.barrier, (opts,), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Gloo's own: it says who is missing, by itself."""
+        """Gloo's own, which names who is missing by itself."""
         self._inner.monitored_barrier(timeout, wait_all_ranks)
 
     # ------------------------------------------------------------ point to point
@@ -230,14 +228,14 @@ class ProcessGroup(dist.ProcessGroup):
             return self._inner.recv_anysource(tensors, tag) if profiled else self._inner.recv(tensors, work.source, tag)
 
         work = GroupWork(self._guard, issue, tensors)
-        self._guard.from_anyone(receiving(tensors[0], tag), work)
+        self._guard.any_source(receiving(tensors[0], tag), work)
         return self._left_to_guard(work)
 
     def _point_to_point(self, work: GroupWork, record: Record, peer: int) -> GroupWork:
         if self._guard is None or peer == self.rank() or at_once(self._inner, work.tensors):
             return self._started(work)
         ready(work.tensors)
-        self._guard.single(record, peer, work)
+        self._guard.point_to_point(record, peer, work)
         return self._left_to_guard(work)
 
     # ------------------------------------------------------------ names of torch before 2.13
@@ -256,17 +254,17 @@ class ProcessGroup(dist.ProcessGroup):
         record = call(name, tensors, reduction=int(opts.reduceOp.op), root=root)
         return self._call(record, start, arguments, tensors, opts)
 
-    def _exchange(
+    def _all_to_all(
         self, name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], start: Callable[..., Any],
         arguments: tuple[Any, ...], tensors: Tensors,
     ) -> GroupWork:  # fmt: skip
-        records = exchange(name, dtype, gives, takes, 0)
+        records = all_to_all(name, dtype, gives, takes, 0)
         if len({*gives, *takes}) == 1:
             return self._call(records[0].pack(), start, arguments, tensors, arguments[-1])
         peers = [r for r in range(self.size()) if r != self.rank()]
-        said = {r: records[r].pack() for r in peers}
+        record = {r: records[r].pack() for r in peers}
         expected = {r: records[r].mirrored().pack() for r in peers}
-        return self._begin(said, expected, lambda work: start(*arguments), tensors, arguments[-1])
+        return self._begin(record, expected, lambda work: start(*arguments), tensors, arguments[-1])
 
     def _call(
         self, record: bytes, start: Callable[..., Any], arguments: tuple[Any, ...], tensors: Tensors, opts: Any
@@ -275,32 +273,31 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _begin(
         self,
-        said: bytes | dict[int, bytes],
+        record: bytes | dict[int, bytes],
         expected: dict[int, bytes] | None,
         issue: Callable[[GroupWork], Any],
         tensors: Tensors,
         opts: Any,
-        foreseeable: bool = True,
     ) -> GroupWork:
-        """Say the call to the peers; wait for their agreement here, unless the caller wants to go on meanwhile."""
+        """Describe the call to the peers; wait for their agreement here, unless the caller wants to go on meanwhile."""
         work = GroupWork(self._guard, issue, tensors)
         if self._guard is None:
             return self._started(work)
-        work.sliced = not at_once(self._inner, tensors)
-        work.foreseeable = work.sliced and foreseeable
+        work.early = at_once(self._inner, tensors)
+        work.sliced = not work.early
         if work.sliced:
             ready(tensors)
         else:
             inner = issue(work)
             work.issue = lambda work: inner
-        self._guard.collective(said, expected, work)
+        self._guard.collective(record, expected, work)
         if not getattr(opts, "asyncOp", True) or profiling():
             if not work.settled:
                 self._guard.settle(work)
             if work.error is not None:
                 raise work.error
             return work
-        self._tell_autograd(work)
+        self._queue_for_autograd(work)
         return self._left_to_guard(work)
 
     def _left_to_guard(self, work: GroupWork) -> GroupWork:
@@ -308,8 +305,8 @@ class ProcessGroup(dist.ProcessGroup):
 
         A profiler sees only what the profiled thread issues: while one runs, it is issued by whoever waits for it.
         """
-        if self._guard is not None and not profiling():
-            self._guard.leave(work)
+        if self._guard is not None and not work.settled and not profiling():
+            self._guard.nudge()
         return work
 
     @staticmethod
@@ -319,7 +316,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise work.error
         return work
 
-    def _tell_autograd(self, work: GroupWork) -> None:
+    def _queue_for_autograd(self, work: GroupWork) -> None:
         """Inside a backward: have it wait for this call, so that an error comes out as what it is.
 
         DDP looks at futures only, and makes "RuntimeError: Unable to cast" of an exception in one.
@@ -368,7 +365,7 @@ class ProcessGroup(dist.ProcessGroup):
         members = [self._global_ranks[r] for r in ordered]
         group = ProcessGroup(
             store, ordered.index(self.rank()), len(ordered), timeout or self._timeout,
-            policy=self.policy, global_ranks=members, name=self._called,
+            pg_options=self.pg_options, global_ranks=members, name=self._called,
             inner="torch" if self.communicator is None else "mpi",
         )  # fmt: skip
         group._set_group_name(label)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which all-reduces of a process group may be compressed: nothing unless somebody says so."""
+"""All-reduces of a process group that may be compressed: none unless somebody says so."""
 
 import os
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from commpress.codecs import Codec, LowRankCodec, codec_named
 from commpress.codecs.planned import load_plan
 from commpress.errors import InvalidArgument
 
-VARIABLE = "COMMPRESS_POLICY"
+VARIABLE = "COMMPRESS_GROUP_OPTIONS"
 _KEYS = ("codec", "min_numel", "ops", "only")
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Policy:
+class GroupOptions:
     """Compress an all-reduce if all of this holds; otherwise it is exact.
 
     - its tensor has at least ``min_numel`` elements, in float32, bfloat16 or float16, on the CPU;
@@ -49,24 +49,25 @@ class Policy:
         return any(op == _OPS[name] for name in self.ops)
 
 
-def policy_from(given: Policy | str | None) -> Policy | None:
-    """A policy as it is, from text such as ``codec=int8,min_numel=65536,ops=sum+avg,only=gradients``, or from a plan's file.
+def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
+    """Options as they are, from text such as ``codec=int8,min_numel=65536,ops=sum+avg,only=gradients``, or from a plan's file.
 
-    None reads ``COMMPRESS_POLICY``; an empty text, or "exact", is no policy.
+    None reads ``COMMPRESS_GROUP_OPTIONS``; an empty text, or "exact", means that all is exact.
     """
     text = os.environ.get(VARIABLE, "") if given is None else given
-    if isinstance(text, Policy):
+    if isinstance(text, GroupOptions):
         return text
     if not isinstance(text, str):
         raise InvalidArgument(
-            f"policy is a {type(text).__name__}, expected a commpress.Policy such as Policy(codec='sign'), or its text"
+            f"pg_options is a {type(text).__name__}, expected commpress.GroupOptions such as GroupOptions(codec='sign'), or "
+            "their text"
         )
     if text.strip() in ("", "exact"):
         return None
     if text.strip().endswith(".json"):  # a plan: all-reduces have no names here, so its rules for single layers do not hold
         plan = load_plan(text.strip())
-        return Policy(plan.codec, max(plan.min_numel, 1)) if plan.compresses else None
-    where = f"{VARIABLE} is" if given is None else "policy is"
+        return GroupOptions(plan.codec, max(plan.min_numel, 1)) if plan.compresses else None
+    where = f"{VARIABLE} is" if given is None else "pg_options is"
     values: dict[str, Any] = {}
     for part in text.split(","):
         key, equals, value = (word.strip() for word in part.partition("="))
@@ -81,7 +82,7 @@ def policy_from(given: Policy | str | None) -> Policy | None:
         values["min_numel"] = int(values["min_numel"])
     if "ops" in values:
         values["ops"] = values["ops"].split("+")
-    return Policy(**values)
+    return GroupOptions(**values)
 
 
 def _op_name(op: Any) -> str:

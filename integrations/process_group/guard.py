@@ -1,11 +1,10 @@
-"""Agreement before data: a call is issued when every peer has said, or promised, that it makes the same one.
+"""Agreement before data: a call is issued when every peer has sent a record of the same one.
 
-Each call sends one record per peer (``agreement``) over the lines. A call that all have promised is issued at once and checked
-beside the data; for another the guard waits for the records of all. Only then does Gloo see it: Gloo ends the process when a
-message is longer than the buffer that waits for it, so a disagreement must not reach it.
+Each call sends one record per peer (``records``) over the control connections and waits for theirs. Only then does Gloo see it:
+Gloo ends the process when a message is longer than the buffer that waits for it, so a disagreement must not reach it.
 
-Note: who reads the lines. Whoever waits for a call reads for all (the leader); others wait for the leader. When calls are
-under way that nobody waits for, the guard's own thread leads. It also watches for lines that close, answers peers that ask
+Note: who reads the connections. Whoever waits for a call reads for all (the leader); others wait for the leader. When calls are
+pending that nobody waits for, the guard's own thread leads. It also watches for connections that close, answers peers that ask
 whether this process still runs, and aborts the transport when a peer is gone.
 
 Note: after a failure the group is broken for good: the ranks are out of step. Destroy it and build another.
@@ -17,92 +16,78 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from commpress.errors import CommunicationError, Mismatch
-from commpress.integrations.process_group.blame import Verdicts, again, grace_of, speaks_of_a_peer, word_of
-from commpress.integrations.process_group.calls import GroupWork, profiling
-from commpress.integrations.process_group.control_connections import Lines
-from commpress.integrations.process_group.matching import Matching, opposite
-from commpress.integrations.process_group.pending_calls import BATCH, Ledger, Said
-from commpress.integrations.process_group.polls import Events, Polls
-from commpress.integrations.process_group.records import CALL, GAVE_UP, LEAVE, LISTENS, RECV, SEND, Record, unpack
+from commpress.integrations.process_group.blame import Blame, again, give_up_record, grace_of, speaks_of_a_peer
+from commpress.integrations.process_group.call import GroupWork, profiling
+from commpress.integrations.process_group.control_connections import ControlConnections, Events, Polls
+from commpress.integrations.process_group.pending_calls import PendingCollectives, PendingPairs, opposite
+from commpress.integrations.process_group.records import ANY_SOURCE, CALL, GAVE_UP, LEAVE, RECV, SEND, Record, unpack
 
 FIRST = 0.02  # seconds to wait for one peer only
-LINGER = 0.5  # seconds that data under way may still take after a peer was found dead, or the ranks disagreed
-GLANCE = 0.05  # seconds between looks while calls that were issued on promises are unchecked and nobody waits for them
+LINGER = 0.5  # seconds that data under way may still take after a peer was found dead
 
 
 class Guard:
     """Decides when the calls of one rank may be issued, and what it means when one fails."""
 
     def __init__(
-        self, lines: Lines, *, timeout: timedelta, abort: Callable[[], object], name: Callable[[int], str], forecasts: bool
+        self, connections: ControlConnections, *, timeout: timedelta, abort: Callable[[], object], name: Callable[[int], str]
     ) -> None:
-        self.rank, self.seconds, self.grace = lines.rank, timeout.total_seconds(), grace_of(timeout)
+        self.rank, self.seconds, self.grace = connections.rank, timeout.total_seconds(), grace_of(timeout)
         self.failure: CommunicationError | None = None
-        self._lines, self._abort, self._verdicts = lines, abort, Verdicts(lines.rank, name)
-        self._peers = lines.lines
+        self._connections, self._abort, self._blame = connections, abort, Blame(connections.rank, name)
+        self._peers = connections.by_rank
         self._changed = threading.Condition()  # re-entrant: a future may call back into the group
-        self._leading, self._glancing, self._closed = False, False, False
-        self._ledger, self._pairs = Ledger(self._peers, forecasts=forecasts), Matching()
-        self._listening: set[int] = set()  # peers that wait to receive from anyone: they are not to blame
+        self._leading, self._closed = False, False
+        self._collectives, self._pairs = PendingCollectives(self._peers), PendingPairs()
+        self._any_source: set[int] = set()  # peers that wait to receive from anyone: they are not to blame
         self._unsettled: set[GroupWork] = set()
         self._dead: set[int] = set()
         self._notices: list[tuple[int, Record]] = []
         self._abort_at: float | None = None
-        self._polls = Polls(lines)
+        self._polls = Polls(connections)
         self._thread = threading.Thread(target=self._watch, name="commpress-guard", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------ calls
 
-    def collective(self, said: bytes | dict[int, bytes], expected: dict[int, bytes] | None, work: GroupWork) -> None:
-        """Say ``said`` (the same to all, or to each peer its own) and queue the call behind those before it."""
+    def collective(self, record: bytes | dict[int, bytes], expected: dict[int, bytes] | None, work: GroupWork) -> None:
+        """Send ``record`` (the same to all, or each peer its own) and queue the call behind those before it."""
         with self._changed:
             self._check()
-            ledger = self._ledger
             self._add(work)
-            if isinstance(said, bytes):
-                ledger.enter(work, said)
-                if ledger.begin_foreseen(self._issue):
-                    self._say(least=BATCH)
-                    return
-                self._say()
-            else:
-                own = ledger.enter_each(work, said, expected or {})
-                self._say()
-                for peer, line in self._peers.items():
-                    line.say(own[peer])
-            self._hear(ledger.awaited())
+            for peer, own in self._collectives.enter(work, record, expected).items():
+                self._peers[peer].send(own)
+            self._receive(self._collectives.missing())
             self._advance()
 
-    def single(self, record: Record, peer: int, work: GroupWork) -> None:
+    def point_to_point(self, record: Record, peer: int, work: GroupWork) -> None:
         """A send to or receive from one peer."""
         with self._changed:
             self._check()
             work.expected = {peer: record.mirrored().pack()}
             self._add(work)
             if peer in self._peers:
-                self._peers[peer].say(record.pack())
+                self._peers[peer].send(record.pack())
             wanted = opposite(record.operation)
-            self._pairs.call(work, peer, wanted, record.root)
+            self._pairs.enter(work, peer, wanted, record.root)
             self._match(peer, wanted, record.root)
             self._advance()
 
-    def from_anyone(self, record: Record, work: GroupWork) -> None:
+    def any_source(self, record: Record, work: GroupWork) -> None:
         """A receive whose source is the first peer that sends with this tag."""
         with self._changed:
             self._check()
             work.record = record
             self._add(work)
-            self._pairs.call_anyone(work, record.root)
-            self._match_anyone(record.root)
+            self._pairs.enter_any_source(work, record.root)
+            self._match_any_source(record.root)
             if not work.settled:
-                self._tell_all(Record(kind=LISTENS, give=1))
+                self._send_all(Record(kind=ANY_SOURCE, give=1))
             self._advance()
 
     def settle(self, work: GroupWork, deadline: float | None = None) -> None:
         """Return when ``work`` is issued or has failed."""
         with self._changed:
-            self._say()
             while not work.settled:
                 limit = work.deadline if deadline is None else min(deadline, work.deadline)
                 left = limit - time.monotonic()
@@ -119,27 +104,18 @@ class Guard:
         """Have the guard's thread look after what is under way."""
         self._polls.nudge()
 
-    def leave(self, work: GroupWork) -> None:
-        """Nobody waits for ``work`` now: the thread looks after it, at once or, if it is issued, on occasion."""
-        if not work.settled or (self._ledger.begun and not self._glancing):
-            self.nudge()
-
     def look(self) -> bool:
-        """Data is late: do the peers make the same call, or any? Whether the group is sound."""
+        """Read what has come, because data is late; false if the group has failed, here or at a peer."""
         with self._changed:
-            self._say()
-            self._hear(list(self._polls.peers.values()))
+            self._receive(list(self._polls.peers.values()))
             self._advance()
+            if self._notices and self.failure is None:
+                self._fail_by_notice()
             return self.failure is None
-
-    def _say(self, *, least: int = 1) -> None:
-        if words := self._ledger.take_unsaid(least):
-            for line in self._peers.values():
-                line.say(words)
 
     def _lead(self, seconds: float) -> None:
         """Wait for news and act on them: at first only for one peer that is missing, so as not to wake for every other."""
-        missing = self._ledger.awaited()
+        missing = self._collectives.missing()
         everybody = self._polls.everybody
         first = self._polls.one.get(missing[0]) if missing else None
         self._leading = True
@@ -150,7 +126,7 @@ class Guard:
         finally:
             self._changed.acquire()
             self._leading = False
-        self._hear({*missing, *self._peers_of(dict(events))})
+        self._receive({*missing, *self._peers_of(dict(events))})
         self._advance()
         self._changed.notify_all()
 
@@ -166,26 +142,26 @@ class Guard:
 
     # ------------------------------------------------------------ matching, under the lock
 
-    def _hear(self, peers: Iterable[int]) -> None:
+    def _receive(self, peers: Iterable[int]) -> None:
         for peer in peers:
-            line = self._peers[peer]
-            if line.unsent:
-                line.flush()
-            for data in line.hear():
+            connection = self._peers[peer]
+            if connection.unsent:
+                connection.flush()
+            for data in connection.receive():
                 kind, operation = data[2], data[3]
                 if kind == CALL and operation in (SEND, RECV) and (record := unpack(data)):
-                    self._pairs.offer(peer, record, data)
+                    self._pairs.received(peer, record, data)
                     self._match(peer, operation, record.root)
-                    self._match_anyone(record.root)
+                    self._match_any_source(record.root)
                 elif kind == CALL:
-                    self._ledger.note(peer, data)
+                    self._collectives.received(peer, data)
                 elif kind == LEAVE:
-                    line.left = True
-                elif kind == LISTENS and (record := unpack(data)):
-                    (self._listening.add if record.give else self._listening.discard)(peer)
+                    connection.left = True
+                elif kind == ANY_SOURCE and (record := unpack(data)):
+                    (self._any_source.add if record.give else self._any_source.discard)(peer)
                 elif kind == GAVE_UP and (record := unpack(data)):
                     self._notices.append((peer, record))
-            if not line.open:
+            if not connection.open:
                 self._hang_up(peer)
 
     def _hang_up(self, peer: int) -> None:
@@ -197,50 +173,44 @@ class Guard:
             self.nudge()
 
     def _match(self, peer: int, operation: int, tag: int) -> None:
-        for work, data in self._pairs.met(peer, operation, tag):
+        for work, data in self._pairs.matched(peer, operation, tag):
             if data != work.expected[peer]:
-                self._fail(self._verdicts.disagreement(work, [(peer, data)]))
+                self._fail(self._blame.disagreement(work, [(peer, data)]))
             if self.failure is not None:
                 break
             self._issue(work)
 
-    def _match_anyone(self, tag: int) -> None:
-        while self.failure is None and (met := self._pairs.met_anyone(tag)):
-            work, peer = met
+    def _match_any_source(self, tag: int) -> None:
+        while self.failure is None and (pair := self._pairs.matched_any_source(tag)):
+            work, peer = pair
             assert work.record is not None
             work.source = peer
             work.expected = {peer: work.record.mirrored().pack()}
-            self._peers[peer].say(work.record.pack())
-            self._pairs.call(work, peer, SEND, tag)
+            self._peers[peer].send(work.record.pack())
+            self._pairs.enter(work, peer, SEND, tag)
             self._match(peer, SEND, tag)
-            if not self._pairs.listens:
-                self._tell_all(Record(kind=LISTENS))
+            if not self._pairs.from_any_source:
+                self._send_all(Record(kind=ANY_SOURCE))
 
     def _advance(self) -> None:
         """Issue every collective on which all agree, in order; fail if somebody differs, is gone or has given up."""
-        ledger = self._ledger
-        while ledger and self.failure is None:
-            work, missing = ledger.oldest(), ledger.missing()
+        collectives = self._collectives
+        while collectives and self.failure is None:
+            missing = collectives.missing()
             gone = [peer for peer in missing if not self._peers[peer].open]
-            if isinstance(work, Said):  # what has begun may have all it needs of a peer that died: its data will tell
-                gone = [peer for peer in gone if self._peers[peer].left]
-            if wrong := ledger.wrong():
-                self._fail(self._verdicts.disagreement(work, wrong))
+            if wrong := collectives.wrong():
+                self._fail(self._blame.disagreement(collectives.oldest(), wrong))
             elif gone:
-                self._lose(work, gone)
+                self._lose(collectives.oldest(), gone)
             if missing or self.failure is not None:
                 break
-            ledger.agreed()
-            if isinstance(work, GroupWork):
-                self._issue(work)
-        if self.failure is None:
-            ledger.begin_foreseen(self._issue)
+            self._issue(collectives.take())
         if len(self._polls.peers) < len(self._peers):
-            for peer, line in self._peers.items():
-                if self.failure is None and not line.open and (waiting := self._pairs.waiting_for(peer)):
+            for peer, connection in self._peers.items():
+                if self.failure is None and not connection.open and (waiting := self._pairs.waiting_for(peer)):
                     self._lose(waiting, [peer])
-        if self._notices and self.failure is None and (self._unsettled or ledger):  # what this rank saw itself weighs more
-            self._heed_notice()
+        if self._notices and self.failure is None and self._unsettled:  # what this rank saw itself weighs more
+            self._fail_by_notice()
 
     def _issue(self, work: GroupWork) -> None:
         self._unsettled.discard(work)
@@ -248,43 +218,41 @@ class Guard:
 
     # ------------------------------------------------------------ failures, under the lock
 
-    def _lose(self, work: Said | GroupWork, gone: list[int]) -> None:
-        self._fail(self._verdicts.lost(work, gone, left=any(self._peers[peer].left for peer in gone)))
+    def _lose(self, work: GroupWork, gone: list[int]) -> None:
+        self._fail(self._blame.lost(work, gone, left=any(self._peers[peer].left for peer in gone)))
 
     def _expire(self, work: GroupWork) -> None:
         """``work`` has waited too long: for whom, and what do they do instead?"""
         if work.expected:
-            late = self._ledger.late(work)
+            late = self._collectives.late(work)
         else:
-            late = [peer for peer in self._peers if peer not in self._listening] or list(self._peers)
-        doing = {peer: self._pairs.offered(peer) or self._ledger.does_instead(peer) for peer in late}
-        said = {peer: record for peer, record in doing.items() if record}
-        silent = [peer for peer in late if peer not in said]
-        self._fail(self._verdicts.expired(work, self.seconds, silent, said))
+            late = [peer for peer in self._peers if peer not in self._any_source] or list(self._peers)
+        doing = {peer: self._pairs.unmatched(peer) or self._collectives.does_instead(peer) for peer in late}
+        others = {peer: record for peer, record in doing.items() if record}
+        silent = [peer for peer in late if peer not in others]
+        self._fail(self._blame.expired(work, self.seconds, silent, others))
 
-    def _heed_notice(self) -> None:
-        self._fail(self._verdicts.notice(*self._notices[0], [*self._unsettled] or [*self._ledger]), tell=False)
+    def _fail_by_notice(self) -> None:
+        self._fail(self._blame.notice(*self._notices[0], [*self._unsettled]), tell=False)
 
     def _fail(self, error: CommunicationError, *, tell: bool = True) -> None:
         self.failure = error
         if tell:
-            self._say()
-            self._tell_all(word_of(error))
+            self._send_all(give_up_record(error))
+        early = any(work.early for work in self._unsettled)
         for work in self._unsettled:
             work.fail(error)
         self._unsettled.clear()
-        if not isinstance(error, Mismatch):
+        if early or not isinstance(error, Mismatch):  # calls agreed on before a disagreement may still finish
             self._abort_at = time.monotonic()
-        elif self._ledger.begun:  # calls agreed on before a disagreement may still finish
-            self._abort_at = time.monotonic() + LINGER
-        self._ledger.clear()
+        self._collectives.clear()
         self.nudge()
         self._changed.notify_all()
 
-    def _tell_all(self, record: Record) -> None:
-        word = record.pack()
-        for line in self._peers.values():
-            line.say(word)
+    def _send_all(self, record: Record) -> None:
+        data = record.pack()
+        for connection in self._peers.values():
+            connection.send(data)
 
     # ------------------------------------------------------------ when the transport fails
 
@@ -297,25 +265,21 @@ class Guard:
         asked = False
         while True:
             with self._changed:
-                self._hear(list(self._polls.peers.values()))
+                self._receive(list(self._polls.peers.values()))
                 if self._dead and self.failure is None:
                     self._lose(work, sorted(self._dead))
-                self._advance()
-                if self._notices and self.failure is None:
-                    self._heed_notice()
+                self.look()
             if self.failure is not None:
                 return type(self.failure)(str(self.failure), ranks=self.failure.ranks)
             if not asked:
-                asked, silent = True, self._lines.silent(self.grace / 2)
+                asked, silent = True, self._connections.silent(self.grace / 2)
                 with self._changed:
                     if silent and self.failure is None and not self._dead:
-                        self._fail(self._verdicts.unanswered(work, silent, text))
+                        self._fail(self._blame.unanswered(work, silent, text))
             elif time.monotonic() >= deadline:
                 with self._changed:
-                    if work in self._ledger:
-                        self._expire(work)
-                    elif self.failure is None:
-                        self._fail(self._verdicts.failed(work, text))
+                    if self.failure is None:
+                        self._fail(self._blame.failed(work, text))
             else:
                 time.sleep(0.01)
 
@@ -329,7 +293,6 @@ class Guard:
                     return
                 leading = bool(self._unsettled) and not self._leading
                 self._leading |= leading
-                self._glancing = bool(self._ledger.begun)
                 limit = self._next_look()
             events = dict((polls.busy if leading else polls.idle).poll(limit))
             with self._changed:
@@ -339,19 +302,17 @@ class Guard:
                     return
                 due = self._look(events)
             if polls.door in events:
-                self._lines.answer()
+                self._connections.answer()
             if due:
                 self._abort()
 
     def _look(self, events: Events) -> bool:
         """Act on news, expire what has waited too long; whether the transport is to be aborted now. Under the lock."""
-        self._polls.calm(events)
-        for line in self._peers.values():
-            if line.unsent:
-                line.flush()
-        if self._glancing:
-            self._say()
-        self._hear(list(self._polls.peers.values()) if self._glancing else self._peers_of(events))
+        self._polls.clear(events)
+        for connection in self._peers.values():
+            if connection.unsent:
+                connection.flush()
+        self._receive(self._peers_of(events))
         self._advance()
         now = time.monotonic()
         for work in [w for w in self._unsettled if w.deadline <= now]:
@@ -361,7 +322,7 @@ class Guard:
         if self._abort_at is None or self._abort_at > now:
             return False
         if self.failure is None and self._dead:
-            self._fail(self._verdicts.died(sorted(self._dead)))
+            self._fail(self._blame.died(sorted(self._dead)))
         self._abort_at = None
         return True
 
@@ -374,9 +335,7 @@ class Guard:
         dues = [work.deadline for work in self._unsettled]
         if self._abort_at is not None:
             dues.append(self._abort_at)
-        if self._glancing:
-            dues.append(time.monotonic() + GLANCE)
-        if any(line.unsent for line in self._peers.values()):
+        if any(connection.unsent for connection in self._peers.values()):
             dues.append(time.monotonic() + 0.02)
         return max(0.0, 1000 * (min(dues) - time.monotonic())) + 1 if dues else None
 
@@ -384,7 +343,7 @@ class Guard:
         return [self._polls.peers[fd] for fd in events if fd in self._polls.peers]
 
     def close(self) -> None:
-        """Say goodbye, end the thread, hang up."""
+        """Tell the peers, end the thread, hang up."""
         with self._changed:
             if self._closed:
                 return
@@ -396,5 +355,5 @@ class Guard:
         self.nudge()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
-        self._lines.close(self._ledger.take_unsaid() + Record(kind=LEAVE).pack())
+        self._connections.close(Record(kind=LEAVE).pack())
         self._polls.close()

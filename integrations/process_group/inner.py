@@ -1,4 +1,4 @@
-"""What lies inside a commpress group: torch's own Gloo and NCCL, or MPI."""
+"""Groups inside a commpress group: torch's own with Gloo and NCCL, or MPI."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Transport
 from commpress.integrations.process_group.blame import grace_of
-from commpress.integrations.process_group.mpi_collectives import MpiGroup
+from commpress.integrations.process_group.mpi_group import MpiGroup
 from commpress.torch_private import abort, begin_sequence, refusing_backend
 
 _UNSET = timedelta(milliseconds=-1)
@@ -70,7 +70,7 @@ def mpi_group(
 
 
 def at_once(inner: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a call may be issued before the peers have agreed: NCCL neither ends the process nor blocks the host."""
+    """True where a call may be issued before the peers have agreed: NCCL neither ends the process nor blocks the host."""
     return bool(tensors) and tensors[0].is_cuda and isinstance(inner, dist.ProcessGroup)
 
 
@@ -97,11 +97,11 @@ def private_transport(inner: Any, store: dist.Store, rank: int, size: int, timeo
         gloo, connections = connections_of(partial(yielding, make), size - 1)
         return _PrivateTransport(gloo, timeout=timeout, point_to_point=True, connections=connections)
 
-    def tell(here: bytes) -> list[bytes]:
+    def share(here: bytes) -> list[bytes]:
         store.set(f"place/{rank}", here.decode())
         return [store.get(f"place/{peer}") for peer in range(size)]
 
-    return SocketTransport(Mesh(rank, range(size), tell, timeout), timeout=timeout)
+    return SocketTransport(Mesh(rank, range(size), share, timeout), timeout=timeout)
 
 
 def options_of(kind: Any, given: Any, timeout: timedelta | None, named: dict[str, Any], field: str) -> Any:

@@ -20,8 +20,8 @@ Steps = Generator[list[Any], None, None]  # requests of MPI
 _ZERO = timedelta(0)
 
 
-class Progress:
-    """What one process has under way on one group."""
+class MpiProgress:
+    """Operations that one process has under way on one group."""
 
     def __init__(self) -> None:
         self.mpi = mpi()
@@ -41,19 +41,19 @@ class Progress:
             if not work.advance():
                 self._pending.append(work)
         if work.settled:
-            work.tell()
+            work.set_future()
         elif not self._waiting:
             self._watch()
         return work
 
     def ask(self) -> bool:
-        """Whether anything ended."""
+        """Ask MPI once; true if anything ended."""
         with self._lock:
             ended = [work for work in self._pending if work.advance()]
             if ended:
                 self._pending = [work for work in self._pending if not work.settled]
         for work in ended:  # not under the lock: what hangs on a future may call the group
-            work.tell()
+            work.set_future()
         return bool(ended)
 
     def drive(self, work: "MpiWork", until: float) -> None:
@@ -110,7 +110,7 @@ class Progress:
             for work in lost:
                 work.fail(RuntimeError(f"{work.name} over MPI was aborted: {why}"))
         for work in lost:
-            work.tell()
+            work.set_future()
         with self._idle:
             self._idle.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -118,7 +118,7 @@ class Progress:
 
     @property
     def left(self) -> bool:
-        """Whether MPI may still touch buffers of operations that were given up."""
+        """True while MPI may still touch buffers of operations that were given up."""
         return bool(self._kept)
 
 
@@ -126,7 +126,7 @@ class MpiWork:
     """The part of torch's ``Work`` that ``GroupWork`` needs."""
 
     def __init__(
-        self, progress: Progress, name: str, steps: Steps, tensors: Sequence[torch.Tensor], deadline: float
+        self, progress: MpiProgress, name: str, steps: Steps, tensors: Sequence[torch.Tensor], deadline: float
     ) -> None:
         self.progress, self.name, self.tensors, self.deadline = progress, name, list(tensors), deadline
         self.settled, self.source = False, -1
@@ -134,29 +134,29 @@ class MpiWork:
         self._steps: Steps | None = steps
         self._requests: list[Any] = []
         self._future: torch.futures.Future[Any] | None = None
-        self._telling, self._told = threading.Lock(), False
+        self._setting, self._set = threading.Lock(), False
 
     def advance(self) -> bool:
-        """Go on as far as it goes without waiting; whether it has ended. Under the lock of ``Progress``."""
+        """Go on as far as it goes without waiting; whether it has ended. Under the lock of ``MpiProgress``."""
         try:
             while not self._requests or self.progress.mpi.Request.Testall(self._requests):
                 with torch.inference_mode():  # tensors made in that mode may be written in that mode only
                     self._requests = next(self._steps)  # type: ignore[arg-type]
         except StopIteration:
             self._steps, self.settled = None, True
-        except Exception as error:  # the waiting thread shall hear it, not whoever happens to ask
+        except Exception as error:  # the waiting thread shall see it, not whoever happens to ask
             self.fail(error)
         return self.settled
 
     def fail(self, error: Exception) -> None:
         self.error, self.settled = error, True
 
-    def tell(self) -> None:
+    def set_future(self) -> None:
         """Set the future, if anybody has asked for one; once."""
-        with self._telling:
-            future, told = self._future, self._told
-            self._told = told or future is not None
-        if future is None or told:
+        with self._setting:
+            future, done = self._future, self._set
+            self._set = done or future is not None
+        if future is None or done:
             return
         if self.error is None:
             future.set_result(self.tensors)
@@ -190,12 +190,12 @@ class MpiWork:
         return self.tensors
 
     def get_future(self) -> torch.futures.Future[Any]:
-        with self._telling:
+        with self._setting:
             if self._future is None:
                 self._future = torch.futures.Future()
             future = self._future
         if self.settled:
-            self.tell()
+            self.set_future()
         return future
 
     def _source_rank(self) -> int:

@@ -1,140 +1,139 @@
-"""The collectives of one rank on which not all have agreed yet, in order, and what the peers have said.
-
-Note: two kinds wait here. A call that all have promised (``forecast``) begins at once, and is checked when something is late
-or on occasion; any other begins when every peer has said it. The transport tells calls apart by their order, so one begins
-only after those before it.
-"""
+"""Calls of one rank to which not all peers have agreed yet: collectives in order, sends and receives by peer and tag."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
-from commpress.integrations.process_group.calls import GroupWork, described
-from commpress.integrations.process_group.forecast import NOTHING, Forecast, checksum
-from commpress.integrations.process_group.records import RECORD, SAID, Record, unpack
+from commpress.integrations.process_group.call import GroupWork
+from commpress.integrations.process_group.records import RECV, SEND, Record, numbered, unpack
 
-BATCH = 8  # calls begun on promises are said together, so many at a time: half of the promises' lead
-
-
-class Said:
-    """What is kept of a call that has begun: not the call, which would keep its tensors alive."""
-
-    def __init__(self, work: GroupWork) -> None:
-        self.number, self.expected = work.number, work.expected
-
-    def describe(self) -> str:
-        return described(self.expected)
+K = TypeVar("K")
+V = TypeVar("V")
+Place = tuple[int, int, int]  # peer, its operation (SEND or RECV), tag
 
 
-class Ledger:
-    """``forecasts``: whether calls may begin on promises."""
+class PendingCollectives:
+    """Queue of collectives waiting for agreement, and of the records of them that have come from each peer.
 
-    def __init__(self, peers: Iterable[int], *, forecasts: bool) -> None:
-        self.begun: deque[Said] = deque()  # on promises; every peer has still to say them, or to be heard
-        self.waiting: deque[GroupWork] = deque()
-        self.unsaid, self.foreseen = bytearray(), 0  # records; calls that began on promises
-        self._heard: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
-        self._counts = dict.fromkeys(self._heard, 0)  # collectives that each peer has said
-        self._forecast = Forecast(self._heard) if forecasts else None
+    The transport tells calls apart by their order, so one begins only after those before it.
+    """
+
+    def __init__(self, peers: Iterable[int]) -> None:
+        self._works: deque[GroupWork] = deque()
+        self._received: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
         self._number = 0
 
     def __bool__(self) -> bool:
-        return bool(self.begun or self.waiting)
+        return bool(self._works)
 
-    # ------------------------------------------------------------ what this rank says
+    def enter(
+        self, work: GroupWork, record: bytes | dict[int, bytes], expected: dict[int, bytes] | None
+    ) -> dict[int, bytes]:
+        """Number a call and queue it; the record that each peer is to get: the same for all, or its own."""
+        number, self._number = self._number, self._number + 1
+        self._works.append(work)
+        if isinstance(record, bytes):
+            work.expected = dict.fromkeys(self._received, numbered(record, number))
+            return work.expected
+        assert expected is not None
+        work.expected = {peer: numbered(each, number) for peer, each in expected.items()}
+        return {peer: numbered(each, number) for peer, each in record.items()}
 
-    def enter(self, work: GroupWork, said: bytes) -> None:
-        """A call that is said alike to every peer: its words are among ``unsaid``."""
-        call = checksum(said) if work.foreseeable else NOTHING
-        number, promise = self._entered(work, call)
-        record = said[:8] + number + said[12:SAID]
-        work.expected = dict.fromkeys(self._heard, record)
-        self.unsaid += record + promise
+    def received(self, peer: int, data: bytes) -> None:
+        self._received[peer].append(data)
 
-    def enter_each(self, work: GroupWork, said: dict[int, bytes], expected: dict[int, bytes]) -> dict[int, bytes]:
-        """One that is said differently: what to tell each peer, after ``unsaid``. Nobody foresees such a call."""
-        number, promise = self._entered(work, NOTHING)
-        work.expected = {peer: e[:8] + number + e[12:SAID] for peer, e in expected.items()}
-        return {peer: s[:8] + number + s[12:SAID] + promise for peer, s in said.items()}
-
-    def _entered(self, work: GroupWork, call: int) -> tuple[bytes, bytes]:
-        work.number, work.call = self._number, call
-        self._number += 1
-        self.waiting.append(work)
-        promise = self._forecast.promise(work.number, call) if self._forecast is not None else NOTHING
-        return (work.number & 0xFFFFFFFF).to_bytes(4, "little"), promise.to_bytes(RECORD - SAID, "little")
-
-    def take_unsaid(self, least: int = 1) -> bytes:
-        """The records to be said, unless they are fewer than ``least``."""
-        if len(self.unsaid) < least * RECORD:
-            return b""
-        words, self.unsaid = bytes(self.unsaid), bytearray()
-        return words
-
-    # ------------------------------------------------------------ what peers say
-
-    def note(self, peer: int, data: bytes) -> None:
-        self._heard[peer].append(data[:SAID])
-        if self._forecast is not None:
-            self._forecast.promised(peer, self._counts[peer], int.from_bytes(data[SAID:], "little"))
-        self._counts[peer] += 1
-
-    def begin_foreseen(self, begin: Callable[[GroupWork], object]) -> bool:
-        """Begin the calls next in order that all have promised; whether none is left that waits."""
-        while self.waiting and self._forecast is not None:
-            work = self.waiting[0]
-            if not work.call or not self._forecast.certain(work.number, work.call):
-                return False
-            self.waiting.popleft()
-            self.begun.append(Said(work))
-            self.foreseen += 1
-            begin(work)
-        return not self.waiting
-
-    def oldest(self) -> Said | GroupWork:
-        """The oldest call, which has begun if it is ``Said``."""
-        return self.begun[0] if self.begun else self.waiting[0]
+    def oldest(self) -> GroupWork:
+        return self._works[0]
 
     def wrong(self) -> list[tuple[int, bytes]]:
-        """The peers that have said something else than the oldest call, and what."""
-        expected = self.oldest().expected
-        return [(peer, heard[0]) for peer, heard in self._heard.items() if heard and heard[0] != expected[peer]]
+        """The peers that call something else than the oldest call, and what."""
+        expected = self._works[0].expected
+        return [(peer, records[0]) for peer, records in self._received.items() if records and records[0] != expected[peer]]
 
     def missing(self) -> list[int]:
-        """The peers that have not said the oldest call."""
-        return [peer for peer, heard in self._heard.items() if not heard]
+        """The peers that have not come to the oldest call; none where no call waits."""
+        return [peer for peer, records in self._received.items() if not records] if self._works else []
 
-    def agreed(self) -> None:
-        """All have said the oldest call."""
-        work = self.begun.popleft() if self.begun else self.waiting.popleft()
-        for heard in self._heard.values():
-            heard.popleft()
-        if self._forecast is not None:
-            self._forecast.forget(work.number)
-
-    # ------------------------------------------------------------ who is late
-
-    def awaited(self) -> list[int]:
-        """The peers that have not said the oldest call that has not begun."""
-        place = len(self.begun)
-        return [peer for peer, heard in self._heard.items() if len(heard) <= place] if self.waiting else []
+    def take(self) -> GroupWork:
+        """The oldest call, on which all agree."""
+        for records in self._received.values():
+            records.popleft()
+        return self._works.popleft()
 
     def late(self, work: GroupWork) -> list[int]:
-        """The peers of ``work`` that have not said it."""
-        place = next((i for i, each in enumerate(self) if each.number == work.number), None)
-        return [peer for peer in work.expected if place is None or len(self._heard[peer]) <= place]
+        """The peers of ``work`` that have not come to it."""
+        place = next((i for i, each in enumerate(self._works) if each is work), None)
+        return [peer for peer in work.expected if place is None or len(self._received[peer]) <= place]
 
     def does_instead(self, peer: int) -> Record | None:
-        """A collective that this peer has said and that this rank has not come to."""
-        heard, place = self._heard[peer], len(self.begun) + len(self.waiting)
-        return unpack(heard[place]) if len(heard) > place else None
-
-    def __contains__(self, work: GroupWork) -> bool:
-        return any(each.number == work.number for each in self)
-
-    def __iter__(self) -> Iterator[Said | GroupWork]:
-        yield from self.begun
-        yield from self.waiting
+        """A collective that this peer has come to and this rank has not."""
+        records, place = self._received[peer], len(self._works)
+        return unpack(records[place]) if len(records) > place else None
 
     def clear(self) -> None:
-        self.begun.clear()
-        self.waiting.clear()
+        self._works.clear()
+
+
+class PendingPairs:
+    """Sends and receives of this rank and of its peers that wait for each other: first come first matched, by peer and tag.
+
+    Empty queues are let go: a tag may never come again.
+    """
+
+    def __init__(self) -> None:
+        self._works: dict[Place, deque[GroupWork]] = {}
+        self._received: dict[Place, deque[bytes]] = {}
+        self._any_source: dict[int, deque[GroupWork]] = {}  # tag → receives from any source
+        self._senders: dict[int, deque[int]] = {}  # tag → peers whose sends wait, oldest first
+
+    def enter(self, work: GroupWork, peer: int, operation: int, tag: int) -> None:
+        """``work`` waits for ``operation`` of ``peer``."""
+        self._works.setdefault((peer, operation, tag), deque()).append(work)
+
+    def enter_any_source(self, work: GroupWork, tag: int) -> None:
+        self._any_source.setdefault(tag, deque()).append(work)
+
+    def received(self, peer: int, record: Record, data: bytes) -> None:
+        self._received.setdefault((peer, record.operation, record.root), deque()).append(data)
+        if record.operation == SEND:
+            self._senders.setdefault(record.root, deque()).append(peer)
+
+    def matched(self, peer: int, operation: int, tag: int) -> Iterator[tuple[GroupWork, bytes]]:
+        """Take the pairs that have met, in order."""
+        place = (peer, operation, tag)
+        while place in self._works and place in self._received:
+            work, data = _take(self._works, place), _take(self._received, place)
+            if operation == SEND:
+                self._senders[tag].remove(peer)
+                if not self._senders[tag]:
+                    del self._senders[tag]
+            yield work, data
+
+    def matched_any_source(self, tag: int) -> tuple[GroupWork, int] | None:
+        """Take the oldest receive from any source, if a send waits for it, and the sender's rank."""
+        if tag not in self._any_source or tag not in self._senders:
+            return None
+        return _take(self._any_source, tag), self._senders[tag][0]
+
+    @property
+    def from_any_source(self) -> bool:
+        """A receive from any source waits."""
+        return bool(self._any_source)
+
+    def waiting_for(self, peer: int) -> GroupWork | None:
+        return next((works[0] for (p, _, _), works in self._works.items() if p == peer), None)
+
+    def unmatched(self, peer: int) -> Record | None:
+        """A send or receive of ``peer`` that nothing here has matched."""
+        return next((unpack(records[0]) for (p, _, _), records in self._received.items() if p == peer), None)
+
+
+def opposite(operation: int) -> int:
+    return RECV if operation == SEND else SEND
+
+
+def _take(queues: dict[K, deque[V]], key: K) -> V:
+    value = queues[key].popleft()
+    if not queues[key]:
+        del queues[key]
+    return value

@@ -1,6 +1,6 @@
-"""What a rank says before its data moves: one record of 64 bytes per call and peer.
+"""Records: 64 bytes per call and peer, which a rank sends before its data moves.
 
-Two ranks agree on a call if each hears from the other exactly the record it expects. In a collective whose parts have one
+Two ranks agree on a call if each receives from the other exactly the record it expects. In a collective whose parts have one
 size that is the record it sent itself; in an all-to-all, what one gives must be what the other takes.
 
 Bytes  0  magic "ca"             Bytes 12  root or tag, i32
@@ -9,7 +9,7 @@ Bytes  0  magic "ca"             Bytes 12  root or tag, i32
        4  reduction, u8                32  hash of the shapes, u32
        5  dtype, u8                    36  codec, 24 ASCII bytes
        6  zeros
-       8  sequence number, u32         60  promise, u32 (``forecast``)
+       8  sequence number, u32         60  zeros
                                        little endian throughout
 """
 
@@ -21,9 +21,8 @@ from typing import NamedTuple
 import torch
 
 RECORD = 64
-SAID = 60  # bytes of it that describe the call
-CALL, LEAVE, GAVE_UP, LISTENS = 1, 2, 3, 6  # kinds, 4 and 5 are greetings; LISTENS: waits to receive from anyone, or no longer
-_LAYOUT = struct.Struct("<2sBBBBxxIiqqI24s")
+CALL, LEAVE, GAVE_UP, ANY_SOURCE = 1, 2, 3, 6  # kinds, 4 and 5 are greetings; ANY_SOURCE: waits to receive so, or no longer
+_LAYOUT = struct.Struct("<2sBBBBxxIiqqI24s4x")
 _MAGIC = b"ca"
 
 OPERATIONS = (
@@ -60,11 +59,10 @@ class Record(NamedTuple):
     codec: bytes = b""
 
     def pack(self) -> bytes:
-        """With no promise."""
-        return _LAYOUT.pack(_MAGIC, *self) + bytes(RECORD - SAID)
+        return _LAYOUT.pack(_MAGIC, *self)
 
     def mirrored(self) -> "Record":
-        """What the peer must say for the two to agree."""
+        """The record that the peer must send for the two to agree."""
         operation = {SEND: RECV, RECV: SEND}.get(self.operation, self.operation)
         return self._replace(operation=operation, give=self.take, take=self.give)
 
@@ -92,6 +90,11 @@ def unpack(data: bytes) -> Record | None:
     return Record(*fields) if magic == _MAGIC else None
 
 
+def numbered(record: bytes, number: int) -> bytes:
+    """The record with a sequence number."""
+    return record[:8] + (number & 0xFFFFFFFF).to_bytes(4, "little") + record[12:]
+
+
 def call(
     name: str, tensors: Sequence[torch.Tensor], *, reduction: int = NO_REDUCTION, root: int = 0, codec: bytes = b""
 ) -> bytes:
@@ -112,7 +115,7 @@ def _packed(
     return Record(CALL, _NUMBERS[name], reduction, code, 0, root, numel, numel, shape, codec).pack()
 
 
-def exchange(name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], sequence: int) -> list[Record]:
+def all_to_all(name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], sequence: int) -> list[Record]:
     """The records of an all-to-all, one for each peer."""
     number, code = _NUMBERS[name], _DTYPES.get(dtype, OTHER_DTYPE)
     return [

@@ -20,8 +20,8 @@ from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.transports.transport import Transport
-from commpress.integrations.process_group.calls import FutureWork
-from commpress.integrations.process_group.group_options import DTYPES, Policy
+from commpress.integrations.process_group.call import FutureWork
+from commpress.integrations.process_group.group_options import DTYPES, GroupOptions
 from commpress.work import Steps
 
 KEPT_BACKWARDS = 8  # a site that has not come for so many backwards is let go
@@ -42,7 +42,7 @@ class GroupCounters:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than float32, of the compressed calls."""
+        """Bytes of float32 for each byte sent, of the compressed calls."""
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,8 +52,8 @@ class GroupCounters:
 class _Site:
     """One call site: how its tensor crosses, what is owed."""
 
-    def __init__(self, tensor: torch.Tensor, policy: Policy, size: int, workspace: Workspace, *, feedback: bool) -> None:
-        exchanges = Exchanges(policy_of(policy.codec), size, workspace, feedback=feedback)
+    def __init__(self, tensor: torch.Tensor, options: GroupOptions, size: int, workspace: Workspace, *, feedback: bool) -> None:
+        exchanges = Exchanges(policy_of(options.codec), size, workspace, feedback=feedback)
         where = [Span("tensor", 0, tensor.numel())], [tensor.shape]
         self.exchange = exchanges.of(("tensor",), lambda: where, tensor.device)
         self.scratch: torch.Tensor | None = None
@@ -63,10 +63,10 @@ class _Site:
 class GroupReducer:
     """Decides, reduces, counts. Its channel exists from the first compressed call on."""
 
-    def __init__(self, policy: Policy | None, rank: int, size: int, transport: Callable[[], Transport]) -> None:
-        self.policy, self.counters = policy, GroupCounters()
+    def __init__(self, options: GroupOptions | None, rank: int, size: int, transport: Callable[[], Transport]) -> None:
+        self.options, self.counters = options, GroupCounters()
         self._rank, self._size, self._private = rank, size, transport
-        self._codec = codec_named(policy.codec).spec.encode() if policy is not None else b""
+        self._codec = codec_named(options.codec).spec.encode() if options is not None else b""
         self._sites: dict[tuple[object, ...], _Site] = {}
         self._task, self._backwards, self._nth = -1, 0, 0
         self._sequence = 0  # every rank counts, also a call that the others then refuse
@@ -90,21 +90,21 @@ class GroupReducer:
         elements[reason] = elements.get(reason, 0) + sum(t.numel() for t in tensors)
 
     def _why_not(self, tensors: Any, op: Any) -> str | None:
-        policy = self.policy
-        if policy is None:
-            return "no policy"
+        options = self.options
+        if options is None:
+            return "no options"
         if self._size == 1 or len(tensors) != 1:
             return "one rank" if self._size == 1 else "several tensors"
-        if policy.only == "gradients" and torch._C._current_graph_task_id() < 0:
+        if options.only == "gradients" and torch._C._current_graph_task_id() < 0:
             return "not in a backward"
         tensor = tensors[0]
         if tensor.dtype not in DTYPES:
             return "dtype"
-        if not policy.accepts(op):
+        if not options.accepts(op):
             return "reduction"
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.layout is not torch.strided:
             return "layout or device"
-        return "small" if tensor.numel() < policy.min_numel else None
+        return "small" if tensor.numel() < options.min_numel else None
 
     # ------------------------------------------------------------ reduce
 
@@ -124,7 +124,7 @@ class GroupReducer:
         return start
 
     def _site(self, tensor: torch.Tensor) -> _Site:
-        assert self.policy is not None
+        assert self.options is not None
         task = torch._C._current_graph_task_id()
         if task >= 0 and task != self._task:
             self._task, self._nth, self._backwards = task, 0, self._backwards + 1
@@ -133,7 +133,7 @@ class GroupReducer:
         self._nth += task >= 0
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = _Site(tensor, self.policy, self._size, self._workspace, feedback=task >= 0)
+            site = self._sites[key] = _Site(tensor, self.options, self._size, self._workspace, feedback=task >= 0)
         site.last_backward = self._backwards
         return site
 

@@ -1,4 +1,4 @@
-"""The ``Work`` of one call on a commpress group: said, agreed and issued, finished, or failed with a typed error."""
+"""Work of one call on a commpress group: agreed and issued, finished, or failed with a typed error."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from commpress.integrations.process_group.guard import Guard
 
 _ZERO = timedelta(0)
-FIRST_SLICE, LAST_SLICE = timedelta(seconds=0.01), timedelta(seconds=0.5)
+SLICE = timedelta(seconds=0.5)
 _TOO_SHORT = "Operation timed out!"  # what torch says of the wait; Gloo's own timeout reads otherwise
 
 
@@ -25,9 +25,9 @@ class GroupWork(dist.Work):
         super().__init__()
         self.guard, self.issue, self.tensors = guard, issue, tensors
         self.settled, self.deadline = False, 0.0
-        self.number, self.call, self.foreseeable = -1, 0, False  # of a collective: ``ledger``
-        self.expected: dict[int, bytes] = {}  # what each peer must say
+        self.expected: dict[int, bytes] = {}  # the record that each peer must send
         self.record: Record | None = None
+        self.early = False  # issued before the peers agree
         self.sliced = False  # may be waited for again
         self.source = -1  # of a receive from any source
         self.inner: Any = None
@@ -39,7 +39,7 @@ class GroupWork(dist.Work):
         """Called once, by the guard under its lock."""
         try:
             self.inner = self.issue(self)
-        except Exception as error:  # what the transport says to its caller, the caller shall hear
+        except Exception as error:  # the caller shall see it, not whoever issues the call
             self.fail(error)
             return
         self.issue = _issued
@@ -69,23 +69,22 @@ class GroupWork(dist.Work):
     def _finish(self, timeout: timedelta) -> None:
         """Wait for the data.
 
-        Note: in slices, each twice as long as the one before. When data is late, the guard looks at what peers have said.
-        A collective may be waited for again after a wait that was too short; a wait for a send or a receive may not, but that
-        one waits for its peer alone.
+        Note: in slices. A peer that fails after all have agreed may never issue the call: when data is late, the guard looks at
+        what peers have sent. A collective may be waited for again after a wait that was too short; a wait for a send or a
+        receive may not, but that one waits for its peer alone.
         """
-        slices, limit = self.sliced and timeout == _ZERO, FIRST_SLICE
+        slices = self.sliced and timeout == _ZERO
         while True:
             try:
-                self.inner.wait(limit) if slices else self.inner.wait(*([timeout] if timeout > _ZERO else []))
+                self.inner.wait(SLICE) if slices else self.inner.wait(*([timeout] if timeout > _ZERO else []))
             except Exception as error:
                 if slices and self.guard is not None and _TOO_SHORT in str(error) and self.guard.look():
-                    limit = min(2 * limit, LAST_SLICE)
                     continue
-                told = self.guard.explain(error, self) if self.guard is not None else error
-                if told is error:
+                typed = self.guard.explain(error, self) if self.guard is not None else error
+                if typed is error:
                     raise
-                self.error = told
-                raise told from error
+                self.error = typed
+                raise typed from error
             self._done = True
             return
 
@@ -146,14 +145,14 @@ class FutureWork:
 
 
 def described(expected: dict[int, bytes]) -> str:
-    """The call of which peers are expected to say this."""
+    """The call of which peers are expected to send these records."""
     record = unpack(next(iter(expected.values())))
     assert record is not None
     return record.mirrored().describe()
 
 
 def profiling() -> bool:
-    """Whether a profiler runs: it sees only what the thread issues that it was started on."""
+    """True while a profiler runs: it sees only what the thread issues that it was started on."""
     return torch.autograd._profiler_enabled()
 
 

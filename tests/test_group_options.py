@@ -1,4 +1,4 @@
-"""Compression through a process group: what a policy says, what is left alone, and the same bits as the simulation."""
+"""Compression through a process group: what options say, what is left alone, and the same bits as the simulation."""
 
 import os
 
@@ -17,26 +17,26 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.transports.sockets import SocketTransport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
-from commpress.integrations.process_group.group_options import Policy, policy_from
+from commpress.integrations.process_group.group_options import GroupOptions, group_options_from
 from commpress.integrations.process_group.reducer import KEPT_BACKWARDS
 from group_calls import as_world
 
-# ---------------------------------------------------------------- what a policy says
+# ---------------------------------------------------------------- what options say
 
 
 @pytest.mark.parametrize(
-    ("text", "policy"),
+    ("text", "options"),
     [
         ("", None),
         ("exact", None),
-        ("int8", Policy("int8")),
-        ("codec=sign", Policy("sign")),
-        ("codec=int4, min_numel=10, ops=avg, only=everything", Policy("int4", 10, ["avg"], "everything")),
-        ("bf16,ops=sum+avg", Policy("bf16", ops=(dist.ReduceOp.SUM, dist.ReduceOp.AVG))),
+        ("int8", GroupOptions("int8")),
+        ("codec=sign", GroupOptions("sign")),
+        ("codec=int4, min_numel=10, ops=avg, only=everything", GroupOptions("int4", 10, ["avg"], "everything")),
+        ("bf16,ops=sum+avg", GroupOptions("bf16", ops=(dist.ReduceOp.SUM, dist.ReduceOp.AVG))),
     ],
 )
-def test_a_policy_as_text(text, policy):
-    assert policy_from(text) == policy
+def test_options_as_text(text, options):
+    assert group_options_from(text) == options
 
 
 @pytest.mark.parametrize(
@@ -55,22 +55,22 @@ def test_a_policy_as_text(text, policy):
 )
 def test_a_wrong_text_says_what_is_wrong(text, complaint):
     with pytest.raises(InvalidArgument, match=complaint):
-        policy_from(text)
+        group_options_from(text)
 
 
 def test_the_environment_counts_only_without_an_argument(monkeypatch):
-    monkeypatch.setenv("COMMPRESS_POLICY", "int8,min_numel=5")
-    assert policy_from(None) == Policy("int8", 5)
-    assert policy_from("exact") is None
-    assert policy_from(commpress.Policy("sign")) == Policy("sign")
-    monkeypatch.setenv("COMMPRESS_POLICY", "int9")
+    monkeypatch.setenv("COMMPRESS_GROUP_OPTIONS", "int8,min_numel=5")
+    assert group_options_from(None) == GroupOptions("int8", 5)
+    assert group_options_from("exact") is None
+    assert group_options_from(commpress.GroupOptions("sign")) == GroupOptions("sign")
+    monkeypatch.setenv("COMMPRESS_GROUP_OPTIONS", "int9")
     with pytest.raises(InvalidArgument, match="int9"):
-        policy_from(None)
+        group_options_from(None)
 
 
-def test_something_that_is_no_policy():
+def test_something_that_is_no_options():
     with pytest.raises(InvalidArgument, match="dict"):
-        policy_from({"codec": "sign"})
+        group_options_from({"codec": "sign"})
 
 
 # ---------------------------------------------------------------- call sites
@@ -145,8 +145,8 @@ def twin(size, codec, average):
 @pytest.mark.parametrize("codec", ["sign", "int8", SignCodec(block=0)], ids=str)
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "avg"])
 def test_every_call_site_equals_the_simulation(pool, tmp_path, codec, average):
-    policy = Policy(codec, min_numel=100)
-    seen = pool.run(run_backwards, f"{tmp_path}/file", average, policy, size=3)
+    options = GroupOptions(codec, min_numel=100)
+    seen = pool.run(run_backwards, f"{tmp_path}/file", average, options, size=3)
     for (results, counters), expected in zip(seen, twin(3, codec, average), strict=True):
         for step, (got, want) in enumerate(zip(results, expected, strict=True)):
             for i in (0, 2):
@@ -163,8 +163,8 @@ def test_every_call_site_equals_the_simulation(pool, tmp_path, codec, average):
         assert counters["wire_bytes"] == 2 * 2 * sum(rows), "both ways, to two peers"
 
 
-def run_backwards(file, average, policy):
-    return as_world("commpress", file, backwards, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, policy=policy)
+def run_backwards(file, average, options):
+    return as_world("commpress", file, backwards, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, pg_options=options)
 
 
 def changing_sites():
@@ -175,11 +175,11 @@ def changing_sites():
 
 
 def test_a_site_that_does_not_come_again_is_let_go_and_counted(pool, tmp_path):
-    assert pool.run(with_policy, f"{tmp_path}/file", changing_sites, Policy("sign", 1), size=2) == [(1, 1)] * 2
+    assert pool.run(with_options, f"{tmp_path}/file", changing_sites, GroupOptions("sign", 1), size=2) == [(1, 1)] * 2
 
 
-def with_policy(file, function, policy):
-    return as_world("commpress", file, function, policy=policy)
+def with_options(file, function, options):
+    return as_world("commpress", file, function, pg_options=options)
 
 
 # ---------------------------------------------------------------- everything
@@ -199,8 +199,8 @@ def outside_of_backward():
 
 
 def test_everything_takes_what_it_can_and_counts_the_rest(pool, tmp_path):
-    policy = Policy("int8", min_numel=150, only="everything")
-    for results, counters in pool.run(with_policy, f"{tmp_path}/file", outside_of_backward, policy, size=2):
+    options = GroupOptions("int8", min_numel=150, only="everything")
+    for results, counters in pool.run(with_options, f"{tmp_path}/file", outside_of_backward, options, size=2):
         assert results == [([254.0], torch.float32), ([254.0], torch.bfloat16), ([254.0], torch.float64), ([254], torch.int32)]
         assert counters["compressed_calls"] == 3
         assert counters["exact_calls"] == {"dtype": 2, "reduction": 1, "small": 1}
@@ -231,7 +231,7 @@ def test_the_hook_gives_the_same_over_this_backend_and_over_gloo(pool, tmp_path)
 
 
 
-def train(policy_text):
+def train(text):
     """DDP with a codec by environment; a metric and the norm of the gradients are reduced outside of backward."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1, bias=False)))
@@ -257,11 +257,11 @@ def train(policy_text):
 
 
 def train_under(file, text):
-    os.environ["COMMPRESS_POLICY"] = text
+    os.environ["COMMPRESS_GROUP_OPTIONS"] = text
     try:
         return as_world("commpress", file, train, text)
     finally:
-        del os.environ["COMMPRESS_POLICY"]
+        del os.environ["COMMPRESS_GROUP_OPTIONS"]
 
 
 def test_ddp_under_the_environment_variable(pool, tmp_path):

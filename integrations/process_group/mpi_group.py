@@ -1,7 +1,7 @@
 """The collectives of a process group over MPI (mpi4py), in Python: torch's wheels are built without MPI.
 
 Bytes go point to point, from and into the tensors themselves; sums are torch's own arithmetic in the order of Gloo's ring
-(``ring``), so no dtype needs an MPI type and results have Gloo's bits. Lengths are not checked here: the guard of the group has
+(``ring_order``), so no dtype needs an MPI type and results have Gloo's bits. Lengths are not checked here: the guard has
 compared them, which is as well, because Open MPI writes past the end of a receive that is too short.
 """
 
@@ -17,8 +17,7 @@ import torch.distributed as dist
 from commpress.collectives.all_to_all.executor import Scratch
 from commpress.collectives.transports.mpi import host_buffer, mpi
 from commpress.errors import InvalidArgument
-from commpress.integrations.process_group.host_memory import Joined, Landing, contiguous, flat_of, numbers_of
-from commpress.integrations.process_group.mpi_progress import MpiWork, Progress, Steps
+from commpress.integrations.process_group.mpi_progress import MpiProgress, MpiWork, Steps
 from commpress.integrations.process_group.ring_order import Fold, bounds, chunk
 
 Tensors = Sequence[torch.Tensor]
@@ -28,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 class MpiGroup:
-    """What ``ProcessGroup`` needs of the group inside it, on communicators of its own; made by all its ranks together.
+    """Group inside a ``ProcessGroup``, on communicators of its own; made by all its ranks together.
 
     ``communicator`` carries nothing: others make copies of it, in the same order on every rank.
     """
@@ -37,7 +36,7 @@ class MpiGroup:
         self._mpi, self.rank, self.size, self.seconds = mpi(), rank, size, limit.total_seconds()
         self.communicator = self._communicator(store)
         self._data, self._pairs = self.communicator.Dup(), self.communicator.Dup()
-        self._progress, self._scratch, self._calls = Progress(), Scratch(), 0
+        self._progress, self._scratch, self._calls = MpiProgress(), Scratch(), 0
         weakref.finalize(self, self._progress.close)
 
     def _communicator(self, store: dist.Store) -> Any:
@@ -135,7 +134,7 @@ class MpiGroup:
         return self._begin("barrier", self._barrier(), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
-        """Rank 0 hears from every rank and then answers; it says who is missing: the first, or all of them."""
+        """Rank 0 waits for every rank and then answers; its error names who is missing: the first, or all of them."""
         seconds = timeout.total_seconds() if timeout is not None else self.seconds
         end = time.monotonic() + seconds
 
@@ -173,12 +172,12 @@ class MpiGroup:
 
     def _move(self, outgoing: Mapping[int, Tensors], incoming: Mapping[int, Tensors], tag: int | None = None) -> Steps:
         """Tensors to and from each rank; those for this rank itself are copied."""
-        landings = {r: [Landing(t) for t in tensors] for r, tensors in incoming.items()}
+        views = {r: [HostView(t) for t in tensors] for r, tensors in incoming.items()}
         sent = {r: [flat_of(t) for t in tensors] for r, tensors in outgoing.items()}
-        yield self._swap(sent, {r: [x.space for x in row] for r, row in landings.items()}, self._tag(tag))
-        for row in landings.values():
-            for landing in row:
-                landing.settle()
+        yield self._swap(sent, {r: [x.numbers for x in row] for r, row in views.items()}, self._tag(tag))
+        for row in views.values():
+            for view in row:
+                view.write_back()
 
     def _swap(self, outgoing: Mapping[int, Tensors], incoming: Mapping[int, Tensors], tag: int) -> list[Any]:
         """Receives first; each rank begins with its neighbour, so that not all send to the same one."""
@@ -194,8 +193,8 @@ class MpiGroup:
         return requests
 
     def _all_reduce(self, tensors: Tensors, opts: Any) -> Steps:
-        landing = Joined(tensors) if len(tensors) > 1 else Landing(tensors[0])
-        buffer, tag = landing.space, self._tag()
+        view = JoinedViews(tensors) if len(tensors) > 1 else HostView(tensors[0])
+        buffer, tag = view.numbers, self._tag()
         fold, per_rank = self._fold(buffer, opts)
         every = range(self.size)
         if buffer.nbytes <= SMALL:
@@ -211,10 +210,10 @@ class MpiGroup:
             fold(self._with(mine, parts), mine, low, per_rank)
             yield self._swap({r: [mine] for r in every}, {r: [c] for r, c in enumerate(chunks)}, tag)
         self._scratch.give(held)
-        landing.settle()
+        view.write_back()
 
     def _sparse_sum(self, tensor: torch.Tensor) -> Steps:
-        """Everybody hears everybody's indices and values, and adds in the order of the ranks."""
+        """Every rank gets all indices and values, and adds them in the order of the ranks."""
         mine, tag = tensor.detach().cpu().coalesce(), self._tag()
         others = [r for r in range(self.size) if r != self.rank]
         count = torch.tensor([mine._nnz()])
@@ -233,8 +232,8 @@ class MpiGroup:
         tensor.copy_(total.coalesce())
 
     def _reduce(self, tensor: torch.Tensor, opts: Any) -> Steps:
-        landing, root, tag = Landing(tensor), opts.rootRank, self._tag()
-        buffer = landing.space
+        view, root, tag = HostView(tensor), opts.rootRank, self._tag()
+        buffer = view.numbers
         fold, per_rank = self._fold(buffer, opts, even=False)
         chunks = [slice(*bounds(r, buffer.numel(), per_rank)) for r in range(self.size)]
         mine = buffer[chunks[self.rank]]
@@ -246,33 +245,33 @@ class MpiGroup:
         yield self._swap({root: [total]}, arriving, tag)
         self._scratch.give(held)
         if self.rank == root:
-            landing.settle()
+            view.write_back()
 
     def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *, whole: bool) -> Steps:
         """``outputs[i]`` := the reduction of every rank's ``inputs[i][me]``.
 
         The order of adding is that of an all-reduce of all ``inputs[i]`` side by side (``whole``), or of each by itself.
         """
-        landings, tag = [Landing(t) for t in outputs], self._tag()
+        views, tag = [HostView(t) for t in outputs], self._tag()
         rows = [[flat_of(t) for t in row] for row in inputs]
-        parts, held = zip(*(self._parts(x.space.numel(), x.space) for x in landings), strict=True)
+        parts, held = zip(*(self._parts(x.numbers.numel(), x.numbers) for x in views), strict=True)
         incoming = {r: [p[r] for p in parts] for r in range(self.size) if r != self.rank}
         outgoing = {r: [row[r] for row in rows] for r in range(self.size) if r != self.rank}
         yield self._swap(outgoing, incoming, tag)
-        for landing, row, part in zip(landings, rows, parts, strict=True):
-            space = landing.space
-            fold, per_rank = self._fold(space, opts, numel=space.numel() * (self.size if whole else 1))
-            start = self.rank * space.numel() if whole else 0
-            fold(self._with(numbers_of(row[self.rank]), part), space, start, per_rank)
-            landing.settle()
+        for view, row, part in zip(views, rows, parts, strict=True):
+            numbers = view.numbers
+            fold, per_rank = self._fold(numbers, opts, numel=numbers.numel() * (self.size if whole else 1))
+            start = self.rank * numbers.numel() if whole else 0
+            fold(self._with(numbers_of(row[self.rank]), part), numbers, start, per_rank)
+            view.write_back()
         self._scratch.give(*held)
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> Steps:
-        landing = Landing(tensor)
+        view = HostView(tensor)
         if tensor.numel():
-            yield [self._data.Ibcast(self._bytes(landing.space), root)]
+            yield [self._data.Ibcast(self._bytes(view.numbers), root)]
         if self.rank != root:
-            landing.settle()
+            view.write_back()
 
     def _barrier(self) -> Steps:
         yield [self._data.Ibarrier()]
@@ -282,9 +281,9 @@ class MpiGroup:
         yield [self._pairs.Isend(self._bytes(flat), peer, tag)]
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Steps:
-        landing = Landing(tensor)
-        yield [self._pairs.Irecv(self._bytes(landing.space), peer, tag)]
-        landing.settle()
+        view = HostView(tensor)
+        yield [self._pairs.Irecv(self._bytes(view.numbers), peer, tag)]
+        view.write_back()
 
     # ------------------------------------------------------------ parts of steps
 
@@ -302,9 +301,9 @@ class MpiGroup:
     def _bytes(self, flat: torch.Tensor) -> list[Any]:
         return host_buffer(self._mpi, flat)
 
-    def _fold(self, space: torch.Tensor, opts: Any, *, numel: int = -1, even: bool = True) -> tuple[Fold, int]:
-        fold = Fold(int(opts.reduceOp.op), space.dtype, self.size)
-        return fold, chunk(space.numel() if numel < 0 else numel, space.itemsize, self.size, even=even)
+    def _fold(self, numbers: torch.Tensor, opts: Any, *, numel: int = -1, even: bool = True) -> tuple[Fold, int]:
+        fold = Fold(int(opts.reduceOp.op), numbers.dtype, self.size)
+        return fold, chunk(numbers.numel() if numel < 0 else numel, numbers.itemsize, self.size, even=even)
 
     def _parts(self, numel: int, like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Room for as many numbers of every rank; also what to give back."""
@@ -371,3 +370,47 @@ def _waited(work: MpiWork, end: float) -> bool:
         return work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
     except RuntimeError:
         return False
+
+
+# ---------------------------------------------------------------- memory of the host, which MPI reads and writes
+
+
+class HostView:
+    """A tensor's elements as plain ``numbers`` side by side: its own memory if that is so, else a copy to write back."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, flat = tensor, flat_of(tensor)
+        self.numbers = numbers_of(flat)
+        self.copied = flat.data_ptr() != tensor.data_ptr()
+
+    def write_back(self) -> None:
+        if self.copied:
+            self.tensor.detach().copy_(self.numbers.view(self.tensor.dtype).view(self.tensor.shape))
+
+
+class JoinedViews:
+    """Several tensors in one ``HostView``."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.numbers = torch.cat([numbers_of(flat_of(t)) for t in tensors])
+
+    def write_back(self) -> None:
+        for tensor, part in zip(self.tensors, self.numbers.split([t.numel() for t in self.tensors]), strict=True):
+            tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in order, in memory of the host: its own, or a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+
+
+def numbers_of(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory as numbers that can be added: truth values as bytes."""
+    return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise InvalidArgument(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: what arrives must lie side by side")
+    return tensor
