@@ -4,8 +4,8 @@
 
 The C++ reducer of a DDP model that is freed after its process group was destroyed may be the group's last owner: it then waits
 for Gloo's threads while it holds the interpreter's lock, for which one of them waits to let go of a collective's tensors.
-Whether one does is a matter of luck, which is helped: Gloo's threads run where this one waits, and get no lock meanwhile. Of
-torch's DDP alone many runs then hang. Another model lives until the interpreter ends.
+Whether one does is a matter of luck, which is helped here: with torch's DDP alone these ranks hang. A second model lives until
+the interpreter ends.
 """
 
 import gc
@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -42,22 +41,16 @@ def train(what, group=None):
     return ddp
 
 
-def gather(group=None):
-    every = [torch.empty(64, 64) for _ in range(2)]
-    dist.all_gather(every, torch.ones(64, 64), group=group)
-
-
-@contextmanager
-def alone():
-    """Other threads run where this one waits, on its processor."""
+def free_after_its_group(what):
+    group = dist.new_group([0, 1])
+    ddp = train(what, group)
+    dist.barrier(group=group)
     before, cores = sys.getswitchinterval(), os.sched_getaffinity(0)
-    others = [int(thread) for thread in os.listdir("/proc/self/task") if int(thread) != os.getpid()]
-    sys.setswitchinterval(SECONDS)
-    os.sched_setaffinity(0, {min(cores)})
-    for thread in others:
-        os.sched_setaffinity(thread, {min(cores)})
-        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-    yield
+    hold_gloo(group)
+    dist.destroy_process_group(group)
+    del group  # before the model, which is its last owner then
+    del ddp
+    gc.collect()
     os.sched_setaffinity(0, cores)
     for thread in map(int, os.listdir("/proc/self/task")):
         os.sched_setaffinity(thread, cores)
@@ -65,14 +58,19 @@ def alone():
     sys.setswitchinterval(before)
 
 
-def free_after_its_group(what):
-    group = dist.new_group([0, 1])
-    ddp = train(what, group)
-    with alone():
-        gather(group)
-        dist.destroy_process_group(group)
-        del ddp, group
-        gc.collect()
+def hold_gloo(group):
+    """A thread of Gloo is about to let go of the tensors of a collective, and comes to it where this one waits."""
+    others = [int(thread) for thread in os.listdir("/proc/self/task") if int(thread) != os.getpid()]
+    core = {min(os.sched_getaffinity(0))}
+    sys.setswitchinterval(SECONDS)
+    dist.all_gather([torch.empty(64, 64) for _ in range(2)], torch.ones(64, 64), group=group, async_op=True)
+    end = time.perf_counter() + 0.5
+    while time.perf_counter() < end:  # not sleep(), which gives the lock away
+        pass
+    os.sched_setaffinity(0, core)
+    for thread in others:
+        os.sched_setaffinity(thread, core)
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def rank_of(what, rank, file):
@@ -84,7 +82,7 @@ def rank_of(what, rank, file):
     if hasattr(os, "SCHED_IDLE"):  # Linux
         free_after_its_group(what)
     kept.append(train(what))
-    gather()
+    dist.all_gather([torch.empty(64, 64) for _ in range(2)], torch.ones(64, 64))
     dist.destroy_process_group()
 
 

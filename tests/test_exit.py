@@ -82,7 +82,7 @@ def ends(what, runs):
     return result.stdout.split("\n")[:-1], result.stderr[-2000:]
 
 
-@pytest.mark.parametrize("what", ["hook", "backend"])
+@pytest.mark.parametrize("what", ["hook", "optimizer", "backend"])
 def test_forked_ranks_end(compiled, what):
     lines, said = ends(what, 1)
     assert lines == [f"{what} well"], said
