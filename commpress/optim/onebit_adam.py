@@ -42,7 +42,8 @@ class OneBitAdam(CompressedOptimizer):
       is stable, or a ``schedules.Freeze``.
     - ``codec``, ``min_numel``: how momentum travels; smaller tensors travel exactly.
     - ``spiky_codec``: for gradients of tensors whose variance does not freeze, because it is concentrated in few elements or
-      zero somewhere (embeddings, output layers). None: only zeros keep one from freezing, and it travels by ``exact_codec``.
+      zero somewhere (embeddings, output layers); "bits4" sends half as much, and moves elements of small gradients later.
+      None: only zeros keep one from freezing, and it travels by ``exact_codec``.
     - ``exact_codec``: how gradients travel in exact steps: "none" (default), "bf16", "int8" on slow links, or "log3" on the
       slowest, which costs final loss
     - ``variance_floor``: no element's frozen variance is taken as less than this share of its tensor's mean.
