@@ -14,7 +14,7 @@ from commpress.cli.gpt import GPT, TransformerBlock
 from commpress.cli.text import batch, standard_library
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
-from commpress.optim.stepping import SteppingOptimizer
+from commpress.optim.optimizer import CompressedOptimizer
 
 RANKS = 4
 TASKS = ("gpt", "bert", "digits")
@@ -129,7 +129,7 @@ def task_of(name: str) -> tuple[Callable[[], nn.Module], Callable[[torch.Generat
     return Digits, digits_batches()
 
 
-def optimizer_of(run: Run, model: nn.Module, transport: object) -> SteppingOptimizer:
+def optimizer_of(run: Run, model: nn.Module, transport: object) -> CompressedOptimizer:
     """``adam`` and ``lamb`` are ours with exact steps only, which are torch's Adam and LAMB."""
     lr = RATES[run.reference]
     options = {

@@ -26,11 +26,14 @@ import torch
 
 from commpress.cli import outputs, table
 from commpress.cli.gpt import GPT
+from commpress.collectives.allreduce import settle
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
-from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.optim.optimizer import Round
+from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.schedules import DoublingIntervals
+from commpress.work import run as run_steps
 
 BAR = 2.0
 HEAD = ["step", "ms", "against AdamW(fused)", "B/parameter", "at copy speed, ms"]
@@ -147,19 +150,17 @@ def codec(width: int, layers: int) -> Callable[[], float]:
 
     @torch.no_grad()
     def step() -> float:
-        before = first.workspace.encode_seconds + first.workspace.decode_seconds
+        before = first.channel.workspace.encode_seconds + first.channel.workspace.decode_seconds
         every = range(len(first._flat.parameters))
-        for o, outcomes in zip(
-            optimizers, simulate([o.reduce(Round.COMPRESSED, every, workspace=o.workspace) for o in optimizers]), strict=True
-        ):
-            o.quantized.settle(outcomes, finite=True)
-        return first.workspace.encode_seconds + first.workspace.decode_seconds - before
+        for outcomes in simulate([o.reduce(Round.COMPRESSED, every) for o in optimizers]):
+            settle(outcomes, taken=True)
+        return first.channel.workspace.encode_seconds + first.channel.workspace.decode_seconds - before
 
     return step
 
 
 def arithmetic(
-    cls: Callable[..., CompressedOptimizer], width: int, layers: int, kind: Round, *, begins: bool = False, **options: object
+    cls: Callable[..., ReplicatedOptimizer], width: int, layers: int, kind: Round, *, begins: bool = False, **options: object
 ) -> Callable[[], object]:
     """The part of one step of rank 0 of two that touches no codec and no wire."""
     more: dict[str, object] = options | {"warmup_steps": 1, "spiky_codec": None, "min_numel": 0}
@@ -171,7 +172,7 @@ def arithmetic(
     optimizer.exact([p.grad for p in optimizer._flat.parameters if p.grad is not None])
     optimizer.steps_done = 1
     if kind is not Round.EXACT:
-        optimizer.after(Round.EXACT)
+        run_steps(optimizer.after(Round.EXACT))
     mean = optimizer.work.clone().normal_()
     if isinstance(optimizer, ZeroOneAdam):
         optimizer.local(1.0)

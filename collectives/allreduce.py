@@ -10,6 +10,7 @@ whether its sender's numbers were finite, so all ranks take the same decision wi
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -152,12 +153,14 @@ def reduce_bucket(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    asks: bool = False,
     reduce: Callable[..., Steps[Outcome]] | None = None,
 ) -> Steps[list[Outcome]]:
     """All messages of one bucket, pipelined; ``sequence`` numbers the first. ``reduce``: in place of ``reduce_message``."""
+    reduce = reduce or partial(reduce_message, asks=asks)
     return overlapped(
         (
-            (reduce or reduce_message)(
+            reduce(
                 buffer,
                 feedback,
                 message=message,

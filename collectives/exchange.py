@@ -1,7 +1,8 @@
-"""How the tensors of one flat buffer cross a channel: in which messages, with which residuals, and how many numbers they take.
+"""Exchanges: how tensors of one flat buffer cross a channel, in which messages, with which residuals, taking how many numbers.
 
 ``Exchanges`` cuts each set of tensors once and keeps the result. Rows, matrices (PowerSGD) and sketches of one buffer travel
 side by side; with a topology rows and matrices travel in two levels. Residuals belong to tensors, whatever they travel with.
+``scatter`` has the exchange of who divides state among the ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,12 +45,12 @@ class Exchange:
     waits: int | None  # how often the steps wait, where that is known beforehand
 
     def steps(
-        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0
+        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False
     ) -> Steps[list[Outcome]]:
         """Means of the tensors in ``buffer`` (float32), in place; commit or discard the outcomes.
 
         ``key`` seeds what is drawn, the same on every rank. ``gain`` multiplies what comes and divides the mean, so that
-        residuals of scaled gradients are in unscaled units.
+        residuals of scaled gradients are in unscaled units. ``asks`` travels with rows in one level: see ``reduce_message``.
         """
         raise NotImplementedError
 
@@ -76,14 +77,14 @@ class Reduce(Exchange):
         self.waits = None if whole else 2 * len(rows)
 
     def steps(
-        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0
+        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False
     ) -> Steps[list[Outcome]]:
         options: dict[str, Any] = {
             "transport": channel.transport, "workspace": channel.workspace, "key": key, "gain": gain,
         }  # fmt: skip
         count, reduce = len(self.rows), reduce_changes if self.changes else None
         rows = reduce_bucket(
-            buffer, self.feedbacks[:count], messages=self.rows, sequence=sequence, reduce=reduce, **options
+            buffer, self.feedbacks[:count], messages=self.rows, sequence=sequence, asks=asks, reduce=reduce, **options
         )
         if not self.whole:
             return (yield from rows)
@@ -131,7 +132,7 @@ class ReduceInLevels(Exchange):
         self._factors: dict[Message, Route] = {}
 
     def steps(
-        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0
+        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False
     ) -> Steps[list[Outcome]]:
         assert channel.levels is not None
         hierarchy, workspace = channel.levels.hierarchy, channel.workspace
@@ -213,8 +214,12 @@ class Exchanges:
         """Cut by ``policy`` from the next call on; residuals stay with their tensors."""
         if policy != self.policy:
             self.policy = policy
-            for key in [key for key in self._known if not key[0]]:
-                self._known.pop(key).forget(self.workspace)
+            self.recut()
+
+    def recut(self) -> None:
+        """The policy says something else from the next call on."""
+        for key in [key for key in self._known if not key[0]]:
+            self._known.pop(key).forget(self.workspace)
 
     def pay(self, name: str, out: torch.Tensor, rank: int) -> None:
         """Add what is owed of a tensor to ``out``, its gradient on this rank, so that an exact mean carries all of it."""

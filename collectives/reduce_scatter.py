@@ -22,7 +22,7 @@ import torch
 from commpress.codecs import Codec, Policy
 from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, any_flag, exchange, noise
 from commpress.collectives.buckets import MESSAGE, PIECE, Message, describe
-from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
+from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, ASKS, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic
@@ -38,6 +38,7 @@ class Part(NamedTuple):
     at: int  # first element in a row
     width: int  # elements in a row, the same in every row
     numel: int  # of the whole parameter: the last rows may hold fewer than ``width``, or none
+    source: int | None = None  # first element in a buffer of whole parameters; None: the buffer is made of rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +128,9 @@ def _deal(
                 first = row * part.width + offset
                 numel = min(max(part.numel - first, 0), count)
                 mark = zlib.crc32(f"{part.name}@{first}".encode())
-                keep = feedback and not codec.lossless and numel > 0
-                piece = Piece(lies[row] * stride + part.at + offset, numel, codec.kind, codec.block, mark, keep)
+                keep = feedback and codec.feedback and not codec.lossless and numel > 0
+                source = lies[row] * stride + part.at + offset if part.source is None else part.source + first
+                piece = Piece(source, numel, codec.kind, codec.block, mark, keep)
                 yield _Line((part.name, first), piece, -(-count // 8) * 8, place * stride + part.at + offset)
 
     mine = list(dealt_to(rank))
@@ -163,16 +165,18 @@ def reduce_rows(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    asks: bool = False,
 ) -> Steps[list[Outcome]]:
     """out := ``gain`` · the mean over the ranks of what this rank owns of ``buffer``, pipelined.
 
     Out is float32, the buffer of a dtype that the kernels know.
 
-    The sequence numbers from ``sequence`` on are used up, one per deal. Residuals are of gain · x.
+    The sequence numbers from ``sequence`` on are used up, one per deal. Residuals are of gain · x. ``asks`` travels in the
+    headers, as in ``reduce_message``.
     """
     return overlapped(
         (
-            _reduce(buffer, out, feedback, deal, transport, workspace, sequence + i, key, gain)
+            _reduce(buffer, out, feedback, deal, transport, workspace, sequence + i, key, gain, asks)
             for i, (deal, feedback) in enumerate(zip(plan, feedbacks, strict=True))
         ),
         limit=ALONGSIDE,
@@ -230,6 +234,7 @@ def _reduce(
     sequence: int,
     key: int,
     gain: float,
+    asks: bool,
 ) -> Steps[Outcome]:
     pieces, device, ranks = deal.every.pieces, buffer.device, deal.ranks
     kernels = arithmetic(device)
@@ -246,14 +251,14 @@ def _reduce(
     )  # fmt: skip
     workspace.encoded(start)
     frame = Frame(ALL_TO_ALL, ranks, deal.every.codec, pieces.numel, sequence, deal.every.label)
-    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag, transport, workspace)
+    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag | ASKS if asks else flag, transport, workspace)
 
     start = perf_counter()
     kernels.decode_mean(inbox[:, HEADER:], out, deal.own, 0)
-    finite = not bool(any_flag(inbox))
+    finite, asks = not bool(any_flag(inbox)), bool(any_flag(inbox, ASKS))
     workspace.decoded(start)
     workspace.give_wires(outbox, inbox)
-    return Outcome(deal.every, finite, old, new, workspace)
+    return Outcome(deal.every, finite, old, new, workspace, asks=asks)
 
 
 def _gather(

@@ -161,6 +161,20 @@ class ResidualStore:
                 sent.zero_()
                 reduced.zero_()
 
+    def scale(self, name: str, factor: torch.Tensor, rank: int) -> None:
+        """What is owed of parameter ``name`` is in other units from now on: multiplied by ``factor``, element by element."""
+        for (whose, offset), sent, reduced in self.places():
+            if whose == name:
+                part = factor.view(-1)[offset : offset + sent.numel()]
+                sent.mul_(part)
+                own = part[rank * reduced.numel() :][: reduced.numel()]
+                reduced[: own.numel()].mul_(own)
+
+    def move_to(self, other: "ResidualStore") -> None:
+        """The other store owes it from now on."""
+        other.load({key: tuple(r.clone() for r in every) for key, every in self.every().items()})
+        self.load({})
+
     def load(self, residuals: Mapping[Key, Residual]) -> None:
         """Replace all residuals; pieces that no message has brought yet wait for it. All or nothing."""
         for key in residuals.keys() & self._places.keys():

@@ -1,4 +1,4 @@
-"""What the optimizers compute on flat buffers, in torch operations for any device; ``cpu_adam`` is the fast CPU path.
+"""Arithmetic of the optimizers on flat buffers, in torch operations for any device; ``cpu_adam`` is the fast CPU path.
 
 Everything is element by element. ``segments`` says which parameter x and gradient g belong to which run of the flat
 float32 buffers (m momentum, v variance, u accumulated steps, a anchor), so that gradients need not be copied together.

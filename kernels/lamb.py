@@ -1,4 +1,4 @@
-"""What LAMB computes, layer by layer, in torch operations for any device; ``cpu_lamb`` is the fast CPU path.
+"""Arithmetic of LAMB, layer by layer, in torch operations for any device; ``cpu_lamb`` is the fast CPU path.
 
 Every segment is a layer: x its parameters, g its gradient, p = m/s with the ``divisors`` of ``adam``. ``coefficient`` and
 ``factor`` have one number per layer. w is room for as many floats as m, which may be the buffer that the gradient lies in.

@@ -11,7 +11,7 @@ import torch
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.kernels.pieces import width_of
 from commpress.optim import lanes
-from commpress.optim.channel import Channel
+from commpress.optim.optimizer import CompressedOptimizer
 
 SHAPES = ((40, 50), (700,), (7,))
 boundless = mock.patch.object(lanes, "REACH", math.inf)  # for equations: gradients count in full, and nobody wakes up
@@ -84,8 +84,8 @@ class Replicas:
         return flat([lanes.divisor(i) for i in range(len(self.shapes))])
 
     def owed(self) -> np.ndarray:
-        """R, the total residual of the compressed channel, side by side like ``flat``."""
-        return owed([o.quantized for o in self.optimizers])
+        """R, the total residual of compressed rounds, side by side like ``flat``."""
+        return owed(self.optimizers)
 
     def elastic(self) -> list[dict[str, Any]]:
         with torch.no_grad():
@@ -96,11 +96,11 @@ def flat(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
     return np.concatenate([t.detach().double().view(-1).numpy() for t in tensors if t is not None])
 
 
-def owed(channels: Sequence[Channel]) -> np.ndarray:
-    first, size = channels[0].flat, len(channels)
+def owed(optimizers: Sequence[CompressedOptimizer]) -> np.ndarray:
+    first, size = optimizers[0]._flat, len(optimizers)
     total = {name: np.zeros(numel) for name, (_, numel) in zip(first.names, first.places, strict=True)}
-    for rank, channel in enumerate(channels):
-        for (name, offset), sent, reduced in channel.residuals.places():
+    for rank, optimizer in enumerate(optimizers):
+        for (name, offset), sent, reduced in optimizer.quantized.residuals.places():
             part = total[name][offset : offset + sent.numel()]
             part += sent.double().numpy() / size
             own = part[rank * width_of(sent.numel(), size) :][: reduced.numel()]

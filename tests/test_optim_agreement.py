@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from commpress.errors import Mismatch, NonFiniteGradient
-from commpress.optim.optimizer import CompressedOptimizer
+from commpress.optim.replicated import ReplicatedOptimizer
 from optim_twin import SHAPES, boundless, equal, flat, mean, noise, state_of
 from test_onebit_adam import BETA1, replicas
 
@@ -120,4 +120,4 @@ def test_low_precision_parameters_have_float32_weights_behind_them(dtype):
 
 def test_a_subclass_that_says_too_little_is_refused_by_name():
     with pytest.raises(TypeError, match="apply, prepare, round"):
-        CompressedOptimizer([torch.nn.Parameter(torch.zeros(3))], {})
+        ReplicatedOptimizer([torch.nn.Parameter(torch.zeros(3))], {})

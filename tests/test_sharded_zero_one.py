@@ -99,9 +99,9 @@ def test_what_is_sent_and_what_is_owed_add_up():
 def test_steps_between_synchronisations_send_nothing():
     group, sent = replicas(3), []
     for step in range(16):
-        before = group.optimizers[0].transport.sent_bytes
+        before = group.optimizers[0].channel.transport.sent_bytes
         group.step(noise(3, step))
-        sent.append(group.optimizers[0].transport.sent_bytes - before > 0)
+        sent.append(group.optimizers[0].channel.transport.sent_bytes - before > 0)
     assert sent == [True] * 4 + [False, False, False, True] * 3
     assert group.optimizers[0].counters.local_bytes == 0
 

@@ -91,7 +91,7 @@ def by_role(
 
 
 def roles_of(model: torch.nn.Module) -> dict[str, str]:
-    """Parameter → role. The output layer is the last matrix that is no embedding, or the embedding itself if they are tied."""
+    """Parameter → role. The output layer is the last of several matrices that are no embeddings, or the embedding if tied."""
     roles: dict[str, str] = {}
     matrices: list[str] = []
     seen: set[int] = set()
@@ -115,7 +115,7 @@ def roles_of(model: torch.nn.Module) -> dict[str, str]:
     tied = last is not None and any(
         isinstance(m, torch.nn.Embedding) and m.weight is last.weight for m in model.modules()
     )
-    if matrices and not tied:
+    if len(matrices) > 1 and not tied:
         roles[matrices[-1]] = "output"
     return roles
 

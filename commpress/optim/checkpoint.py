@@ -16,25 +16,25 @@ from commpress.schedules import Facts
 from commpress.work import Steps
 
 if TYPE_CHECKING:
-    from commpress.optim.optimizer import CompressedOptimizer
+    from commpress.optim.replicated import ReplicatedOptimizer
 
 log = logging.getLogger("commpress")
 
 CHANNELS = ("full", "quantized")
 
 
-def exact(optimizer: "CompressedOptimizer") -> dict[str, Any]:
+def exact(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
     return _head(optimizer) | {
-        name: exact_state(getattr(optimizer, name).residuals, optimizer.transport, optimizer.steps_done)
+        name: exact_state(getattr(optimizer, name).residuals, optimizer.channel.transport, optimizer.steps_done)
         for name in CHANNELS
     }
 
 
-def elastic(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> Steps[dict[str, Any]]:
+def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[dict[str, Any]]:
     """This rank's part: its shard of what is still owed, and on rank 0 what all ranks share."""
     shared, part = (yield from optimizer.shared()), _head(optimizer)
     momentum = shared.pop("exp_avg", None)
-    if optimizer.transport.rank == 0:
+    if optimizer.channel.rank == 0:
         for number, p in enumerate(optimizer._flat.parameters):
             state["state"][number] = {key: value.clone() for key, value in optimizer.state[p].items()}
             if momentum is not None:
@@ -45,12 +45,12 @@ def elastic(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> Steps[di
     for name in CHANNELS:
         store = getattr(optimizer, name).residuals
         part[name] = yield from elastic_state(
-            store, optimizer.transport, optimizer.steps_done, optimizer.next_sequence()
+            store, optimizer.channel.transport, optimizer.steps_done, optimizer.channel.take()
         )
     return state | {"commpress": part}
 
 
-def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> None:
+def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> None:
     if any("commpress" not in state for state in states):
         _load_adam(optimizer, states[0])
         return
@@ -61,7 +61,7 @@ def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> 
     else:
         residuals = _residuals(optimizer, parts)
         shared = next(s for s in states if s["commpress"]["quantized"]["rank"] == 0)
-    optimizer.lanes.begin()
+    optimizer.forget()
     _fill(optimizer, shared)
     head = shared["commpress"]
     optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
@@ -71,8 +71,8 @@ def load(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) -> 
         getattr(optimizer, name).residuals.load(residuals[name] if residuals else {})
 
 
-def load_rank(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> None:
-    """Only what this rank has apart from the others, after a state of another rank gave what all share."""
+def load_rank(optimizer: "ReplicatedOptimizer", part: dict[str, Any]) -> None:
+    """This rank's own part, after a state of another rank gave what all share."""
     if int(part["step"]) != optimizer.steps_done:
         raise StateMismatch(
             f"the state of this rank is of step {part['step']}, what was loaded before is of step {optimizer.steps_done}: load "
@@ -84,9 +84,9 @@ def load_rank(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> None:
         getattr(optimizer, name).residuals.load(residuals[name] if residuals else {})
 
 
-def _own(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> dict[str, Any] | None:
+def _own(optimizer: "ReplicatedOptimizer", part: dict[str, Any]) -> dict[str, Any] | None:
     """The residuals of an exact state if this rank saved it. Of another rank only what all share can be used."""
-    of, mine = part["quantized"], optimizer.transport
+    of, mine = part["quantized"], optimizer.channel.transport
     if (of["rank"], of["size"]) == (mine.rank, mine.size):
         return _residuals(optimizer, [part])
     log.warning(
@@ -97,7 +97,7 @@ def _own(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> dict[str, An
     return None
 
 
-def _head(optimizer: "CompressedOptimizer") -> dict[str, Any]:
+def _head(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
     return {
         "optimizer": type(optimizer).__name__,
         "step": optimizer.steps_done,
@@ -106,7 +106,7 @@ def _head(optimizer: "CompressedOptimizer") -> dict[str, Any]:
     }
 
 
-def _residuals(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _residuals(optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names = {part["optimizer"] for part in parts}
     if names != {type(optimizer).__name__}:
         raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
@@ -114,15 +114,15 @@ def _residuals(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]
     numels = {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
     residuals = {}
     for name in CHANNELS:
-        _, residuals[name] = residuals_of([part[name] for part in parts], optimizer.transport)
+        _, residuals[name] = residuals_of([part[name] for part in parts], optimizer.channel.transport)
         check_fit(residuals[name], numels)
     return residuals
 
 
-def _load_adam(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> None:
+def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     """Momentum, variance and steps of torch's Adam: a run begun with it goes on with exact steps. One that torch's tools have
     carried from here to here goes on as it was, but for what compression left behind."""
-    optimizer.lanes.begin()
+    optimizer.forget()
     _fill(optimizer, state)
     steps = {int(s["step"]) for s in state["state"].values()}
     if len(steps) > 1:
@@ -136,10 +136,10 @@ def _load_adam(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> None:
     optimizer._taken.fill_(optimizer.steps_done)
 
 
-def _fill(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> None:
+def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     """Hyperparameters and per-parameter tensors, after all of them were found to fit."""
     groups, flat = state["param_groups"], optimizer._flat
-    sizes, mine = [len(g["params"]) for g in groups], [len(at) for _, at in optimizer.groups()]
+    sizes, mine = ([len(g["params"]) for g in every] for every in (groups, optimizer.param_groups))
     if sizes != mine:
         raise StateMismatch(
             f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the state of this model"
@@ -155,7 +155,7 @@ def _fill(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> None:
                     + (f"with shape {tuple(value.shape)}, expected {tuple(into.shape)}" if into is not None else
                        f"but {type(optimizer).__name__} has no such thing: expected {sorted(own[i])}")
                 )  # fmt: skip
-    for (group, _), saved in zip(optimizer.groups(), groups, strict=True):
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
     for i, number in enumerate(numbers):
         for key, value in state["state"].get(number, {}).items():

@@ -1,4 +1,4 @@
-"""What an optimizer sent, in numbers a user can read."""
+"""Counters of what an optimizer sent, for users to read."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -42,7 +42,7 @@ class OptimizerCounters:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than float32 all-reduces."""
+        """Bytes of float32 all-reduces over bytes sent."""
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     @property

@@ -1,4 +1,4 @@
-"""Which tensors are frozen and which live, and what everything is divided by.
+"""Lanes of tensors, frozen or live, and what everything is divided by.
 
     live      g travels, eight bits or more an element; m, v and the step are Adam's own
     frozen    v stands still, and in one bit travels         p = (β1·m + (1 − β1)·g')/s        g' = g within ±κ·s
@@ -59,10 +59,9 @@ class Lanes:
             raise InvalidArgument(f"variance_floor is {floor!r}, expected a number of at least 0")
         self.codec, self.finer, self.exact, self.min_numel, self.floor = codec, finer, exact, min_numel, floor
 
-    def lay_out(self, flat: "Flat", groups: Sequence[tuple[dict[str, Any], range]], variance: torch.Tensor, ranks: int) -> None:
-        """For these parameters, all of them live: what earlier ones were is not known here."""
-        self.flat, self.variance, self.ranks = flat, variance, ranks
-        self._group = [group for group, at in groups for _ in at]
+    def lay_out(self, flat: "Flat", groups: Sequence[dict[str, Any]], variance: torch.Tensor, ranks: int) -> None:
+        """Begin with these parameters, each with its group, all of them live: what earlier ones were is not known here."""
+        self.flat, self._group, self.variance, self.ranks = flat, groups, variance, ranks
         count = len(flat.parameters)
         self.frozen_at, self.thawed_at, self.variance_steps = (torch.zeros(count, dtype=torch.int64) for _ in STATE)
         self.lines = np.zeros((count, 4), np.float32)
@@ -72,7 +71,7 @@ class Lanes:
         self._index = {name: i for i, name in enumerate(flat.names)}
 
     def begin(self) -> None:
-        """As after so many of Adam's steps as are counted elsewhere: all are live."""
+        """Begin anew, after as many of Adam's steps as are counted elsewhere: all are live."""
         for name in STATE:
             getattr(self, name).zero_()
         self.trips[:] = 0
@@ -94,7 +93,7 @@ class Lanes:
 
     @property
     def frozen(self) -> torch.Tensor:
-        """Of each parameter."""
+        """One truth value for each parameter."""
         return self.frozen_at > self.thawed_at
 
     def part(self, indices: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -103,7 +102,7 @@ class Lanes:
         return tuple(i for i in every if not frozen[i]), tuple(i for i in every if frozen[i])
 
     def choose(self, name: str, numel: int) -> Codec:
-        """As a ``Policy`` of what compressed rounds send. Vectors that live are few elements that move everything."""
+        """Codec in compressed rounds: this is a ``Policy``. Vectors that live are few elements that move everything."""
         codec, i = self.codec.choose(name, numel), self._index[name]
         if codec.lossless or self.frozen[i]:
             return codec
@@ -133,7 +132,7 @@ class Lanes:
             self.trips[i] = 0
 
     def name(self, i: int) -> str:
-        """For people: parameters that were given without names have numbers."""
+        """Name and shape for people: parameters that were given without names have numbers."""
         return f"{self.flat.names[i]} {tuple(self.flat.parameters[i].shape)}"
 
     # ------------------------------------------------------------ what is divided by
@@ -157,7 +156,7 @@ class Lanes:
         self.lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], reach
 
     def divisors(self, indices: Sequence[int]) -> np.ndarray:
-        """As kernels want them. A tensor without any variance has the floor of the others."""
+        """Divisors as kernels want them. A tensor without any variance has the floor of the others."""
         lines = self.lines[list(indices)]
         if not lines[:, 1].all() and (seen := self.lines[:, 1] > 0).any():
             squares = np.square(self.lines[seen, 1], dtype=np.float64)
@@ -196,7 +195,7 @@ class Lanes:
     # ------------------------------------------------------------ who wakes up
 
     def see(self, indices: Sequence[int], beyond: torch.Tensor) -> None:
-        """How many elements of each of these parameters had a gradient out of reach."""
+        """Take note of how many elements of each of these parameters had a gradient out of reach."""
         self._seen[tuple(indices)] = beyond
 
     def remember(self, taken: bool) -> None:
@@ -210,5 +209,5 @@ class Lanes:
                 self.trips[i] = min(self.trips[i] + 1, PATIENCE) if trip else max(self.trips[i] - 1, 0)
 
     def waking(self) -> np.ndarray:
-        """Which tensors this rank wants to be live."""
+        """Truth values: the tensors that this rank wants to be live."""
         return self.trips >= PATIENCE

@@ -21,18 +21,15 @@ from typing import Any, Literal
 
 import torch
 
-from commpress.codecs.family import EXACT
-from commpress.codecs.policy import Same
-from commpress.errors import InvalidArgument
-from commpress.optim.channel import Channel
-from commpress.optim.optimizer import CompressedOptimizer, Round
-from commpress.schedules import AfterSteps, Freeze, WhenStable, pruned
+from commpress.optim.optimizer import Round, freeze_of
+from commpress.optim.replicated import ReplicatedOptimizer
+from commpress.schedules import Freeze, pruned
 from commpress.work import Steps
 
 log = logging.getLogger("commpress")
 
 
-class OneBitAdam(CompressedOptimizer):
+class OneBitAdam(ReplicatedOptimizer):
     """AdamW that sends about one bit per parameter once the variance has settled.
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other groups: it makes a new one.
@@ -74,17 +71,7 @@ class OneBitAdam(CompressedOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
         }  # fmt: skip
-        check_defaults(defaults)
-        self.freeze: Freeze
-        if warmup_steps == "auto":
-            self.freeze = WhenStable(window=max(round(1 / (1 - betas[1])), 1))
-        else:
-            self.freeze = AfterSteps(warmup_steps) if isinstance(warmup_steps, int) else warmup_steps
-        if options.get("agree_over") is not None and not isinstance(self.freeze, AfterSteps):
-            raise InvalidArgument(
-                f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks that communicate would freeze "
-                "its variance at a step of its own. Pass a number of steps"
-            )
+        self.freeze = freeze_of(warmup_steps, defaults, options.get("agree_over"))
         self.frozen_at: int | None = None  # the end of the warm-up; each tensor has a time of its own
         super().__init__(params, defaults, **options)
 
@@ -93,7 +80,7 @@ class OneBitAdam(CompressedOptimizer):
         return self.frozen_at is not None
 
     def round(self) -> Round:
-        return Round.COMPRESSED if self.frozen and self.transport.size > 1 else Round.EXACT
+        return Round.COMPRESSED if self.frozen and self.channel.size > 1 else Round.EXACT
 
     def prepare(
         self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
@@ -128,8 +115,9 @@ class OneBitAdam(CompressedOptimizer):
             self._thaw_alone()
         super().exact(gradients, among)
 
-    def after(self, kind: Round) -> None:
-        if self.transport.size == 1:
+    def after(self, kind: Round) -> Steps[None]:
+        yield from ()
+        if self.channel.size == 1:
             return
         step = self.steps_done
         if self.frozen_at is None:
@@ -139,7 +127,7 @@ class OneBitAdam(CompressedOptimizer):
                 self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
             if self.freeze.freezes(step, self.facts):
                 self.frozen_at = step
-                self.full.move_to(self.quantized)
+                self.full.residuals.move_to(self.quantized.residuals)
                 self._freeze(range(len(self._flat.parameters)))
             return
         live, frozen = self.lanes.part(range(len(self._flat.parameters)))
@@ -161,8 +149,8 @@ class OneBitAdam(CompressedOptimizer):
         self.lanes.freeze(ready, self.steps_done)
         for i in ready:
             share = 1 - self.lanes.group(i)["betas"][0]
-            self.quantized.scale(self._flat.names[i], share / self.lanes.divisor(i))
-        self.quantized.relay(self._flat)
+            self.quantized.residuals.scale(self._flat.names[i], share / self.lanes.divisor(i), self.channel.rank)
+        self.recut()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
         """One exact message brings what is owed into momentum; then these are live, and nothing is owed."""
@@ -173,14 +161,10 @@ class OneBitAdam(CompressedOptimizer):
         )  # fmt: skip
         for i in indices:
             self._pay(i)
-        exact = Channel(self._flat, Same(EXACT), self.transport, feedback=False)
-        sequence = self._sequence
-        self._sequence += exact.count(indices, self.workspace)
-        outcomes = yield from exact.reduce(self.work, indices, workspace=self.workspace, sequence=sequence, key=0)
-        if all(outcome.finite for outcome in outcomes):
+        if (yield from self.exact_mean(indices)):
             self._take_owed(indices)
         self.lanes.thaw(indices, self.steps_done)
-        self.quantized.relay(self._flat)
+        self.recut()
 
     def _thaw_alone(self) -> None:
         """A state of several ranks goes on with one, which has nothing to compress: Adam from here on."""
@@ -194,7 +178,7 @@ class OneBitAdam(CompressedOptimizer):
     def _pay(self, i: int) -> None:
         """work := this rank's part of what is owed of a parameter, which is owed no more."""
         part = self._works[i].view(-1).zero_()
-        self.quantized.residuals.pay(self._flat.names[i], part, self.transport.rank, self.transport.size)
+        self.quantized.residuals.pay(self._flat.names[i], part, self.channel.rank, self.channel.size)
 
     def _take_owed(self, indices: Sequence[int]) -> None:
         """m := m + s·what is owed, which is in ``work``, within Adam's own bound."""
@@ -217,12 +201,4 @@ class OneBitAdam(CompressedOptimizer):
         else:
             self.frozen_at = schedule["frozen_at"]
             self.lanes.trips[:] = schedule["trips"]
-        self.quantized.relay(self._flat)
-
-
-def check_defaults(defaults: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not float(defaults[name]) >= 0:
-            raise InvalidArgument(f"{name} is {defaults[name]!r}, expected a number of at least 0")
-    if len(defaults["betas"]) != 2 or not all(0 <= beta < 1 for beta in defaults["betas"]):
-        raise InvalidArgument(f"betas is {defaults['betas']!r}, expected two numbers of at least 0 and below 1")
+        self.recut()

@@ -1,4 +1,6 @@
-"""What the compressed optimizers share: flat buffers, rounds over the ranks, agreement, replicas, counters.
+"""Base of the compressed optimizers: rounds over the ranks, agreement, replicas, counters.
+
+``step`` drives an algorithm that may wait; a simulation steps many of them in lockstep.
 
 Note: nothing happens before everybody agrees. A round writes what it wants to communicate into ``work`` and leaves
 momentum, variance, parameters and residuals alone; only when every message of the step was finite on every rank are they
@@ -6,8 +8,9 @@ replaced. A skipped step has changed nothing, on all ranks alike.
 """
 
 import logging
-from abc import abstractmethod
-from collections.abc import Container, Iterable, Sequence
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Literal
@@ -16,26 +19,28 @@ import numpy as np
 import torch
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
-from commpress.collectives.allreduce import Outcome, Workspace
-from commpress.collectives.consensus import AgreeOver
+from commpress.codecs.codec import NotOfRows
+from commpress.codecs.family import EXACT
+from commpress.codecs.policy import Same
+from commpress.collectives.allreduce import Outcome
+from commpress.collectives.buckets import Span, share
+from commpress.collectives.channel import Channel
+from commpress.collectives.consensus import AgreeOver, consensus_over
+from commpress.collectives.exchange import Exchanges
 from commpress.collectives.scalars import gathered
+from commpress.collectives.scatter import Scatter
 from commpress.collectives.transports.transport import Transport
-from commpress.errors import InvalidArgument, NonFiniteGradient
+from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from commpress.feedback import check_feedback
 from commpress.kernels.adam import adam_arithmetic
-from commpress.optim import checkpoint
-from commpress.optim.agreement import Clipping, compare_replicas
-from commpress.optim.channel import Channel
+from commpress.optim.clipping import Clipping
+from commpress.optim.counters import OptimizerCounters
 from commpress.optim.flat import Flat
 from commpress.optim.lanes import Lanes
-from commpress.optim.stepping import SteppingOptimizer
-from commpress.schedules import Facts
-from commpress.torch_private import adam
-from commpress.work import Steps
+from commpress.schedules import AfterSteps, Facts, Freeze, WhenStable
+from commpress.work import Steps, run
 
 log = logging.getLogger("commpress")
-
-ENDLESS = 1e9  # steps after which a bias correction is 1 in every bit
 
 
 class Round(Enum):
@@ -44,8 +49,18 @@ class Round(Enum):
     LOCAL = "local"  # nothing leaves this rank
 
 
-class CompressedOptimizer(SteppingOptimizer):
-    """See ``OneBitAdam`` for the options. Subclasses say what a round sends and what it does with the answer."""
+class CompressedOptimizer(torch.optim.Optimizer, ABC):
+    """See ``OneBitAdam`` for the options. Subclasses say what a round sends and what it does with the answer.
+
+    Note: one verdict for all GradScalers. A scaler looks at the gradients of its own rank. So it must call ``step`` in any
+    case, which it does for who supports scaling, and is told afterwards what all ranks agreed on, in the tensors that its
+    ``update`` reads: all halve their scale, or none does. In a step without communication nobody is asked, and none does.
+    """
+
+    averages_gradients = True  # of all ranks, in ``step``: nobody else may
+    _step_supports_amp_scaling = True  # gradients keep their scale until they are read
+    full: Exchanges | Scatter  # how gradients cross the channel in exact rounds
+    quantized: Exchanges | Scatter  # what crosses it in compressed ones
 
     def __init__(
         self,
@@ -68,6 +83,8 @@ class CompressedOptimizer(SteppingOptimizer):
         grad_scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ) -> None:
+        check_defaults(defaults)
+        check_feedback(error_feedback)
         if agree_over is not None and max_grad_norm is not None:
             raise InvalidArgument(
                 f"max_grad_norm is {max_grad_norm!r} and agree_over is given: groups that communicate apart would each clip by "
@@ -75,194 +92,220 @@ class CompressedOptimizer(SteppingOptimizer):
             )
         if on_nonfinite not in ("skip", "raise"):
             raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
-        self.codec = policy_of(codec, min_numel=min_numel)
-        self.exact_codec = codec_named(exact_codec)
+        self.codec, self.exact_codec = policy_of(codec, min_numel=min_numel), codec_named(exact_codec)
         finer = None if spiky_codec is None else codec_named(spiky_codec)
         self.lanes = Lanes(self.codec, finer, self.exact_codec, min_numel, variance_floor)
-        self.clipping, self.on_nonfinite, self.check_every, self.seed = (
-            Clipping(max_grad_norm), on_nonfinite, check_every, seed,
-        )  # fmt: skip
-        check_feedback(error_feedback)
-        self.error_feedback = error_feedback
-        self.flat: Flat | None = None
-        self.facts = Facts()
+        self.clipping, self.facts = Clipping(max_grad_norm), Facts()
+        self.on_nonfinite, self.check_every, self.seed = on_nonfinite, check_every, seed
+        self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
+        self.counters = OptimizerCounters()
         self.steps_done = 0
-        super().__init__(params, defaults)
-        self.connect(transport, process_group, timeout, agree_over, grad_scaler)
+        self.under_way: Any = None  # what an overlapping hook has started (``integrations.ddp.overlap``)
         self._asked = False  # whether some rank did in this step's headers
-        self.under_way: Any = None  # what an overlapping hook has started (``integrations.overlap``)
-        self._lay_out()
+        self._counted = 0  # bytes that ``counters`` know of
+        self.flat: Flat | None = None
+        super().__init__(params, defaults)
+        parameters, names = self.named_parameters()
+        flat = Flat(parameters, names)
+        self._check_codecs(flat)
+        self.consensus = consensus_over(agree_over, process_group, timeout=timeout)  # where more must stay equal
+        name = "commpress-optimizer"
+        self.channel = (
+            Channel.among(process_group, timeout=timeout, name=name) if transport is None else Channel(transport, name=name)
+        )
+        self._place(flat)
+
+    def _check_codecs(self, flat: Flat) -> None:
+        """Rows are what an optimizer's messages are made of, on however many ranks."""
+        if isinstance(self.exact_codec, NotOfRows):
+            self.exact_codec.refuse()
+        if isinstance(self.lanes.finer, NotOfRows):
+            self.lanes.finer.refuse()
+        for name, (_, numel) in zip(flat.names, flat.places, strict=True):
+            codec = self.codec.choose(name, numel)
+            if isinstance(codec, NotOfRows):
+                codec.refuse()
+
+    # ------------------------------------------------------------ parameters
+
+    def named_parameters(self) -> tuple[list[torch.Tensor], list[str]]:
+        """All of them, group by group, and what they are called: their numbers if nobody gave names."""
+        parameters: list[torch.Tensor] = []
+        names: list[str] = []
+        for group in self.param_groups:
+            first = len(parameters)
+            parameters += group["params"]
+            names += group.get("param_names") or [f"#{i:05d}" for i in range(first, len(parameters))]
+        return parameters, names
+
+    @property
+    def _flat(self) -> Flat:
+        assert self.flat is not None
+        return self.flat
+
+    def groups(self) -> Iterator[tuple[dict[str, Any], range | tuple[int, ...]]]:
+        """Each group and the numbers of those of its parameters that are trained, the same on every rank."""
+        first = 0
+        for group in self.param_groups:
+            every = range(first, first + len(group["params"]))
+            first = every.stop
+            trained = tuple(i for i in every if self.is_trained(i))
+            yield group, every if len(trained) == len(every) else trained
+
+    def is_trained(self, i: int) -> bool:
+        """Like torch's, an optimizer leaves alone what needs no gradient and has none. One that is missing here is zero."""
+        p = self._flat.parameters[i]
+        return p.requires_grad or p.grad is not None
+
+    def spans(self, indices: Sequence[int]) -> list[Span]:
+        flat = self._flat
+        return [Span(flat.names[i], *flat.places[i]) for i in indices]
+
+    def _place(self, flat: Flat) -> None:
+        """Make the buffers of these parameters."""
+        self.flat = flat
+        self.kernels = adam_arithmetic(flat.device)
+        self.work = flat.new()
+
+    def recut(self) -> None:
+        """Parameters go by another codec from now on in compressed rounds."""
+        self.quantized.recut()
+        self._count_shares()
+
+    def _count_shares(self) -> None:
+        flat, size = self._flat, self.channel.size
+        numels = {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
+        self.counters.shares = {n: share(numel, self.lanes.choose(n, numel), size) for n, numel in numels.items()}
 
     # ------------------------------------------------------------ what subclasses say
 
     @abstractmethod
     def round(self) -> Round:
-        """What this step does: a function of the step and of recorded facts, the same on every rank."""
+        """The kind of this step: a function of the step and of recorded facts, the same on every rank."""
 
     @abstractmethod
-    def prepare(
-        self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
-    ) -> None:
-        """Write into ``work`` what a compressed round sends of these parameters; change nothing else."""
+    def take(self, kind: Round) -> Steps[bool]:
+        """One round, and what it leads to; whether it was taken, the same on every rank."""
 
-    @abstractmethod
-    def apply(self, kind: Round) -> None:
-        """Take the mean, which is in ``work``, over into momentum and parameters."""
+    def before(self, kind: Round) -> Steps[None]:
+        """Fetch what a round of this kind needs to know."""
+        yield from ()
 
-    def local(self, gain: float) -> None:
-        """A step without communication, for those whose ``round`` may say LOCAL."""
-        raise TypeError(f"{type(self).__name__}.round() said LOCAL: the class must have local(gain), a step that sends nothing")
-
-    def allocate(self) -> None:
-        """Make the buffers that ``_lay_out`` does not know of."""
+    def after(self, kind: Round) -> Steps[None]:
+        """Facts and schedules, once a step is taken."""
+        yield from ()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
         """Some rank saw that these tensors are no longer those whose variance was frozen (see ``lanes``)."""
         yield from ()
 
+    def replicated(self) -> list[torch.Tensor]:
+        """The tensors that every rank holds alike."""
+        return [p.detach() for p in self._flat.parameters]
+
     # ------------------------------------------------------------ one step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.grad_scaler is None and hasattr(self, "found_inf"):
+            raise InvalidArgument(
+                "step was called by a GradScaler that this optimizer does not know, and cannot tell what all ranks agreed on: "
+                "pass it as grad_scaler= to the constructor, or to commpress.overlap"
+            )
+        try:
+            taken = self.channel.run(self.steps())
+        except NonFiniteGradient:
+            self._tell_scaler(taken=False)
+            raise
+        self._tell_scaler(taken=taken)
+        return loss
 
     def steps(self) -> Steps[bool]:
         """One step as an algorithm that may wait; returns whether it was taken, the same on every rank."""
-        assert self.flat is not None
-        self.flat.check()
-        if self.transport.size > 1 and self.check_every and self.steps_done % self.check_every == 0:
-            yield from compare_replicas(self)
+        self._flat.check()
         self.facts.see(self.steps_done, max(float(group["lr"]) for group in self.param_groups))
         kind = self.round()
-        taken = True
-        if self.consensus is not None and (kind is Round.LOCAL or self.transport.size == 1):  # nobody else asks
-            squares = self.kernels.square_sum(self.flat.segments(range(len(self.flat.parameters))))
-            taken = yield from self.consensus.agreed(bool(np.isfinite(squares)), self.flat.device)
-        if not taken:
-            pass
-        elif kind is Round.LOCAL:
-            self.local(self.gain())
-        elif self.transport.size == 1:
-            taken = self._alone()
-        else:
-            taken = yield from self._together(kind)
-        if taken:
-            self.flat.publish()
-            self.steps_done += 1
-            self._taken += 1
+        yield from self.before(kind)
+        if self.channel.size > 1 and self.check_every and self.steps_done % self.check_every == 0:
+            yield from self._compare_replicas()
+        taken = yield from self.take(kind)
         self.lanes.remember(taken)
         if taken:
-            self.after(kind)
+            self.steps_done += 1
+            yield from self.after(kind)
             yield from self._talk()
-        self.counters.step(kind.value, taken, self.sent_bytes(), self.flat.numel, self.transport.size)
+        self.counters.step(kind.value, taken, self.sent_bytes(), self._flat.numel, self.channel.size)
         if not taken:
             self._say_skipped()
         return taken
 
-    def after(self, kind: Round) -> None:
-        """Facts and schedules, once a step is taken."""
+    def _key(self) -> int:
+        """Seed of what is drawn in this step."""
+        return self.seed * 1_000_003 + self.steps_done
 
-    def _alone(self) -> bool:
-        """World size 1: Adam, on the gradients as they are."""
-        if self.overflowed:
-            return False
-        every = range(len(self._flat.parameters))
-        gradients, gain = [self._flat.gradient(i) for i in every], self.gain()
-        if gain != 1.0 or self.clipping.max_norm is not None:
-            for _, at in self.groups():
-                self.kernels.blend(self._flat.segments(at), self.momentum, self.work, beta=0.0, gain=gain)
-            if not self.clipping.clip(self, self.work):
-                return False
-            gradients = list(self._works)
-        self.exact([self._zero(i) if g is None else g for i, g in enumerate(gradients)])
-        return True
+    def gathered(self, values: Sequence[float]) -> Steps[np.ndarray]:
+        """These numbers of every rank: float64[ranks, len(values)]."""
+        return gathered(
+            values, transport=self.channel.transport, sequence=self.channel.take(), device=self._flat.device
+        )
 
-    def _zero(self, i: int) -> torch.Tensor:
-        return torch.zeros_like(self._flat.weights[i])
+    def exact_mean(self, indices: Sequence[int]) -> Steps[bool]:
+        """``work`` of these parameters := its exact mean; whether it is finite."""
+        exchanges = Exchanges(Same(EXACT), self.channel.size, self.channel.workspace, feedback=False)
+        exact = exchanges.of(tuple(indices), lambda: (self.spans(indices), [()] * len(indices)), self._flat.device)
+        sequence = self.channel.take(exact.sequences)
+        outcomes = yield from exact.steps(self.channel, self.work, sequence=sequence, key=0)
+        return all(outcome.finite for outcome in outcomes)
 
-    def _together(self, kind: Round) -> Steps[bool]:
-        started: list[Outcome] = []
-        left = set(range(len(self._flat.parameters)))
-        if self.under_way is not None:
-            outcomes, indices = yield from self.under_way.finish(kind)
-            started, left = outcomes, left - indices
-        outcomes = []
-        if left:
-            gain = yield from self.clipping.agreed(self, self.gain(), exact=kind is Round.EXACT)
-            for group, at in self.groups():
-                self.begin(kind, group, [i for i in at if i in left], gain)
-            outcomes = yield from self.reduce(kind, sorted(left), workspace=self.workspace)
-        finite = all(outcome.finite for outcome in started + outcomes)
-        if finite and kind is Round.EXACT and not self.clipping.clip(self, self.work):
-            finite = False
+    def gain(self) -> float:
+        """1 / loss scale if a GradScaler left its scale on the gradients."""
+        scale = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    @property
+    def overflowed(self) -> bool:
+        """True if a GradScaler found infinity in the gradients of this rank."""
+        return bool(float(getattr(self, "found_inf", 0.0)))
+
+    def squares(self, gain: float = 1.0) -> float:
+        """‖gain·g‖² of this rank."""
+        return self.kernels.square_sum(self._flat.segments(range(len(self._flat.parameters)))) * gain * gain
+
+    def sent_bytes(self) -> int:
+        """Bytes that left this rank since it was last asked: rounds may begin long before ``step``."""
+        before, self._counted = self._counted, self.channel.sent_bytes
+        return self._counted - before
+
+    # ------------------------------------------------------------ agreement
+
+    def settled(self, outcomes: Sequence[Outcome], finite: bool = True) -> Steps[bool]:
+        """Commit all of them if all ranks that must stay equal were finite, else discard them."""
+        finite = finite and all(outcome.finite for outcome in outcomes)
         if self.consensus is not None:
             finite = yield from self.consensus.agreed(finite, self._flat.device)
-        self.channel(kind).settle(started + outcomes, finite=finite)
-        self._asked = finite and any(outcome.asks for outcome in started + outcomes)
-        if finite:
-            self.apply(kind)
+        for outcome in outcomes:
+            (outcome.commit if finite else outcome.discard)()
+        self._asked = finite and any(outcome.asks for outcome in outcomes)
         return finite
 
+    def asks(self) -> bool:
+        """True if this rank wants tensors to wake up."""
+        return bool(self.lanes.waking().any())
+
     def _talk(self) -> Steps[None]:
-        """If some rank asked for it in a header: which tensors are to wake up, as all ranks see it."""
+        """Wake the tensors that some rank means, if one has asked for it in a header."""
         if not self._asked:
             return
         self._asked = False
-        every = yield from gathered(
-            self.lanes.waking().tolist(), transport=self.transport, sequence=self.next_sequence(), device=self._flat.device
-        )
+        every = yield from self.gathered(self.lanes.waking().tolist())
         indices = np.flatnonzero(every.any(axis=0)).tolist()
         if indices:
             yield from self.wake(indices)
             self.counters.woken_tensors += len(indices)
-
-    def begin(
-        self,
-        kind: Round,
-        group: dict[str, Any],
-        indices: Sequence[int],
-        gain: float,
-        gradients: dict[int, torch.Tensor] | None = None,
-    ) -> None:
-        """Write what a round sends of ``indices``, all of one group, into ``work``; ``gradients`` if not those in ``grad``."""
-        if kind is Round.EXACT:
-            self.blend(indices, gradients, gain)
-        else:
-            self.prepare(group, indices, gradients, gain)
-
-    def blend(self, indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float) -> None:
-        """work := gain·g."""
-        self.kernels.blend(self._flat.segments(indices, gradients), self.momentum, self.work, beta=0.0, gain=gain)
-
-    def reduce(self, kind: Round, indices: Sequence[int], *, workspace: Workspace) -> Steps[list[Outcome]]:
-        channel = self.channel(kind)
-        sequence = self._sequence
-        self._sequence += channel.count(indices, workspace)
-        return channel.reduce(
-            self.work, indices, workspace=workspace, sequence=sequence, key=self.seed * 1_000_003 + self.steps_done,
-            asks=self.asks(),
-        )  # fmt: skip
-
-    def asks(self) -> bool:
-        """Whether this rank wants tensors to wake up."""
-        return bool(self.lanes.waking().any())
-
-    def channel(self, kind: Round) -> Channel:
-        return self.full if kind is Round.EXACT else self.quantized
-
-    def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
-        """What Adam does with mean gradients: torch's own fused kernel, so equal in every bit. ``among``: only of these."""
-        for group, every in self.groups():
-            at = [i for i in every if among is None or i in among]
-            if not at:
-                continue
-            lr, decay = float(group["lr"]), group["weight_decay"]
-            self._counts.fill_(self.steps_done if group["bias_correction"] else ENDLESS)
-            adam(
-                [self._flat.weights[i] for i in at], [gradients[i] for i in at], [self._momenta[i] for i in at],
-                [self._variances[i] for i in at], [], [self._count_tensors[i] for i in at], fused=True, amsgrad=False,
-                beta1=group["betas"][0], beta2=group["betas"][1], lr=lr, weight_decay=decay, eps=group["eps"],
-                maximize=False, decoupled_weight_decay=True,
-            )  # fmt: skip
-            self.lanes.count(at, self.steps_done + 1)
-
-    # ------------------------------------------------------------ agreement
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -274,8 +317,26 @@ class CompressedOptimizer(SteppingOptimizer):
             raise InvalidArgument(f"max_grad_norm is {norm!r}, expected None: the optimizer has agree_over, see there")
         self.clipping = Clipping(norm)
 
-    def replicated(self) -> list[torch.Tensor]:
-        return self._flat.weights
+    def _compare_replicas(self) -> Steps[None]:
+        """Every rank holds the same parameters (mid-window: the same anchor), in every bit."""
+        flat = self._flat
+        sums = [0 if g is None else _bits(g) for g in map(flat.gradient, range(len(flat.parameters)))]
+        mine = zlib.crc32(np.array([_bits(w) for w in self.replicated()], np.int64).tobytes())
+        gradients = zlib.crc32(np.array(sums, np.int64).tobytes()) if any(sums) else 0
+        every = yield from self.gathered([mine, self.steps_done, gradients])
+        different = tuple(r for r in range(self.channel.size) if (every[r, :2] != every[0, :2]).any())
+        if different:
+            raise Mismatch(
+                f"after {self.steps_done} steps the parameters of ranks {list(different)} differ from those of rank 0 (steps "
+                f"done: {[int(s) for s in every[:, 1]]}). Start every rank from the same weights (DistributedDataParallel "
+                "broadcasts them) and change parameters only through this optimizer.",
+                ranks=different,
+            )
+        if self.under_way is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
+            log.warning(
+                "gradients are the same in every bit on all ranks: somebody averaged them already, so compression saves "
+                "nothing. Under DistributedDataParallel call commpress.overlap(ddp, optimizer)."
+            )
 
     def _say_skipped(self) -> None:
         if self.on_nonfinite == "raise":
@@ -291,78 +352,10 @@ class CompressedOptimizer(SteppingOptimizer):
                 count,
             )
 
-    # ------------------------------------------------------------ buffers
-
-    @property
-    def _flat(self) -> Flat:
-        assert self.flat is not None
-        return self.flat
-
-    def groups(self) -> Iterable[tuple[dict[str, Any], range]]:
-        """Each group and the numbers of its parameters."""
-        return zip(self.param_groups, self._indices, strict=True)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self.flat is not None and self.frozen:
-            raise InvalidArgument(
-                "add_param_group after the variance was frozen: the new parameters would have none. Add them before, or make "
-                "a second optimizer for them"
-            )
-        super().add_param_group(param_group)
-        if self.flat is not None:
-            self._lay_out()
-
-    @property
-    def frozen(self) -> bool:
-        return False
-
-    def _lay_out(self) -> None:
-        """Place all parameters; what earlier ones had stays theirs."""
-        first = self.flat is None
-        before = {p: dict(state) for p, state in self.state.items()}
-        parameters: list[torch.Tensor] = []
-        names: list[str] = []
-        self._indices: list[range] = []
-        for group in self.param_groups:
-            at = range(len(parameters), len(parameters) + len(group["params"]))
-            self._indices.append(at)
-            parameters += group["params"]
-            names += group.get("param_names") or [f"#{i:05d}" for i in at]
-        self.flat = Flat(parameters, names)
-        self.kernels = adam_arithmetic(self.flat.device)
-        self.momentum, self.variance, self.work = self.flat.new(), self.flat.new(), self.flat.new()
-        self._empty = self.work[:0]
-        self._counts = torch.zeros(len(parameters))  # of updates, for torch's kernel
-        self._count_tensors = list(self._counts.unbind())
-        self._taken = torch.full((len(parameters),), float(self.steps_done))
-        self._taken_tensors = list(self._taken.unbind())
-        self._momenta, self._works = self.flat.views(self.momentum), self.flat.views(self.work)
-        self._variances = self.flat.views(self.variance)
-        for i, p in enumerate(parameters):
-            if p in before:
-                self._momenta[i].copy_(before[p]["exp_avg"])
-                self._variances[i].copy_(before[p]["exp_avg_sq"])
-        self.lanes.lay_out(self.flat, list(self.groups()), self.variance, self.transport.size)
-        self.lanes.count(range(len(parameters)), self.steps_done)
-        self._show()
-        if first:
-            exact, feedback = policy_of(self.exact_codec, min_numel=256), self.error_feedback
-            self.full = Channel(self.flat, exact, self.transport, feedback=feedback)
-            self.quantized = Channel(self.flat, self.lanes, self.transport, feedback=feedback)
-            self.counters.shares = self.quantized.shares
-        else:
-            self.full.relay(self.flat)
-            self.quantized.relay(self.flat)
-        self.allocate()
-
-    def _show(self) -> None:
-        """``state`` as torch's Adam has it, and which lane a parameter is in; views of what is kept side by side."""
-        for i, p in enumerate(self._flat.parameters):
-            state = self.state[p]
-            state.update(step=self._taken_tensors[i], exp_avg=self._momenta[i], exp_avg_sq=self._variances[i])
-            state.update(self.lanes.views(i))
-            if i in self._flat.shadowed:
-                state["master"] = self._flat.weights[i]
+    def _tell_scaler(self, *, taken: bool) -> None:
+        if self.grad_scaler is not None and self.grad_scaler._scale is not None and hasattr(self, "found_inf"):
+            verdict = torch.tensor(float(not taken), device=self.grad_scaler._scale.device)
+            self.grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {verdict.device: verdict}
 
     # ------------------------------------------------------------ checkpoints
 
@@ -370,36 +363,64 @@ class CompressedOptimizer(SteppingOptimizer):
         """This rank's state, for a bitwise resume at the same world size: every rank saves and loads its own."""
         return super().state_dict() | {"commpress": self.rank_state()}
 
+    def elastic_state_dict(self) -> dict[str, Any]:
+        """This rank's part of a state that fits any world size; collective, between steps. Rank 0's is the large one."""
+        return run(self.elastic_steps())
+
+    @abstractmethod
     def elastic_steps(self) -> Steps[dict[str, Any]]:
-        return checkpoint.elastic(self, super().state_dict())
+        """``elastic_state_dict`` as an algorithm that may wait."""
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
-        """From this rank's ``state_dict``, from all ranks' ``elastic_state_dict``s, or from torch's Adam or AdamW."""
-        checkpoint.load(self, [state_dict, *others])
-
-    @torch.no_grad()
-    def load_rank_state(self, part: dict[str, Any]) -> None:
-        """From the ``commpress`` entry of this rank's own ``state_dict``, after loading another rank's."""
-        checkpoint.load_rank(self, part)
-
+    @abstractmethod
     def rank_state(self) -> dict[str, Any]:
-        return checkpoint.exact(self)
+        """This rank's own part, for ``load_rank_state`` after the state of another rank was loaded."""
+
+    @abstractmethod
+    def load_rank_state(self, part: dict[str, Any]) -> None:
+        """Load this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``."""
+
+    # ------------------------------------------------------------ what compression leaves behind
 
     def owed(self) -> float:
-        """‖what this rank's compression owes‖ / ‖momentum‖."""
-        left = sum(float(sent.square().sum()) for _, sent, _ in self.quantized.residuals.places())
-        norm = float(torch.linalg.vector_norm(self.momentum))
-        return left**0.5 / norm if norm else 0.0
+        """‖what this rank's compression owes‖ / ‖momentum‖, both as steps are made of them: divided by s."""
+        numbers, left = {name: i for i, name in enumerate(self._flat.names)}, 0.0
+        for (name, offset), sent, _ in self.quantized.residuals.places():
+            left += float(self.as_momentum(numbers[name], offset, sent).square().sum())
+        return (left / self.momentum_squares()) ** 0.5 if left else 0.0
 
-    def schedule_state(self) -> dict[str, Any]:
-        """Where the schedule stands beyond ``facts``."""
-        return {}
+    def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
+        """The residual of a piece of a parameter as a part of m/s: of live tensors gradients are owed."""
+        if self.lanes.frozen[i]:
+            return owed
+        return owed * (1 - self.lanes.group(i)["betas"][0]) / self.lanes.divisor(i).view(-1)[offset : offset + owed.numel()]
 
-    def resume(self, schedule: dict[str, Any] | None) -> None:
-        """Continue from a ``schedule_state``; None: from torch's Adam."""
+    @abstractmethod
+    def momentum_squares(self) -> float:
+        """‖m/s‖² of all parameters."""
 
-    def shared(self) -> Steps[dict[str, torch.Tensor]]:
-        """What ranks have apart from each other, averaged: ``exp_avg`` and what ``schedule_state`` has, as flat buffers."""
-        yield from ()
-        return {}
+
+def freeze_of(warmup_steps: int | Literal["auto"] | Freeze, defaults: dict[str, Any], agree_over: object) -> Freeze:
+    """The end of the warm-up."""
+    check_defaults(defaults)
+    if warmup_steps == "auto":
+        freeze: Freeze = WhenStable(window=max(round(1 / (1 - defaults["betas"][1])), 1))
+    else:
+        freeze = AfterSteps(warmup_steps) if isinstance(warmup_steps, int) else warmup_steps
+    if agree_over is not None and not isinstance(freeze, AfterSteps):
+        raise InvalidArgument(
+            f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks that communicate would freeze "
+            "its variance at a step of its own. Pass a number of steps"
+        )
+    return freeze
+
+
+def check_defaults(defaults: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(defaults[name]) >= 0:
+            raise InvalidArgument(f"{name} is {defaults[name]!r}, expected a number of at least 0")
+    if len(defaults["betas"]) != 2 or not all(0 <= beta < 1 for beta in defaults["betas"]):
+        raise InvalidArgument(f"betas is {defaults['betas']!r}, expected two numbers of at least 0 and below 1")
+
+
+def _bits(x: torch.Tensor) -> int:
+    return int(x.float().contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64))

@@ -21,30 +21,31 @@ if TYPE_CHECKING:
 log = logging.getLogger("commpress")
 
 SHARDED = ("master", "momentum", "variance")
-OWNERS = ("full", "quantized")
+SCATTERS = ("full", "quantized")
 
 
 def exact(optimizer: "ShardedOneBitAdam") -> dict[str, Any]:
     waiting = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
     return _head(optimizer) | {"waiting": waiting} | {
-        name: exact_state(getattr(optimizer, name).residuals, optimizer.transport, optimizer.steps_done) for name in OWNERS
+        name: exact_state(getattr(optimizer, name).residuals, optimizer.channel.transport, optimizer.steps_done)
+        for name in SCATTERS
     }  # fmt: skip
 
 
 def elastic(optimizer: "ShardedOneBitAdam") -> Steps[dict[str, Any]]:
-    """What waits differs between ranks; what counts for the run is its mean, which rank 0 saves."""
+    """This rank's part. What waits differs between ranks; what counts for the run is its mean, which rank 0 saves."""
     part, waiting = _head(optimizer), {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
-    for name in OWNERS:
+    for name in SCATTERS:
         part[name] = yield from elastic_state(
-            getattr(optimizer, name).residuals, optimizer.transport, optimizer.steps_done, optimizer.next_sequence()
+            getattr(optimizer, name).residuals, optimizer.channel.transport, optimizer.steps_done, optimizer.channel.take()
         )
-    message = one_message(optimizer._flat.numel, EXACT, optimizer.transport.size, name="window")
+    message = one_message(optimizer._flat.numel, EXACT, optimizer.channel.size, name="window")
     for mean in waiting.values():
         yield from reduce_message(
-            mean, None, message=message, transport=optimizer.transport, workspace=optimizer.workspace,
-            sequence=optimizer.next_sequence(),
+            mean, None, message=message, transport=optimizer.channel.transport, workspace=optimizer.channel.workspace,
+            sequence=optimizer.channel.take(),
         )  # fmt: skip
-    return part | {"waiting": waiting if optimizer.transport.rank == 0 else {}}
+    return part | {"waiting": waiting if optimizer.channel.rank == 0 else {}}
 
 
 def load(optimizer: "ShardedOneBitAdam", states: Sequence[dict[str, Any]]) -> None:
@@ -81,9 +82,9 @@ def _head(optimizer: "ShardedOneBitAdam") -> dict[str, Any]:
     check_complete(optimizer)
     shards = [
         {"parameter": part.parameter, "begin": part.begin}
-        | {name: optimizer.row(getattr(optimizer, name), part).clone() for name in SHARDED}
-        for parts in optimizer.parts
-        for part in parts
+        | {name: part.of(getattr(optimizer, name)).clone() for name in SHARDED}
+        for part in optimizer.parts
+        if part.numel
     ]
     lanes = {name: getattr(optimizer.lanes, name).tolist() for name in (*STATE, "trips", "lines")}
     return {
@@ -96,20 +97,19 @@ def _take(optimizer: "ShardedOneBitAdam", parts: Sequence[dict[str, Any]]) -> No
     names = {part["optimizer"] for part in parts}
     if names != {type(optimizer).__name__}:
         raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
-    head, of, mine = parts[0], parts[0]["quantized"], optimizer.transport
+    head, of, mine = parts[0], parts[0]["quantized"], optimizer.channel.transport
     partial = len(parts) == 1 and of["kind"] == "exact" and of["size"] == mine.size and of["rank"] != mine.rank
-    residuals = {} if partial else {name: residuals_of([part[name] for part in parts], mine)[1] for name in OWNERS}
+    residuals = {} if partial else {name: residuals_of([part[name] for part in parts], mine)[1] for name in SCATTERS}
     whole = _whole(optimizer, parts)
     optimizer.missing = (
         f"the loaded state is of rank {of['rank']}, and this is rank {mine.rank} of {mine.size}, which owns other parts: load "
         "each rank's own state_dict(), or all ranks' elastic_state_dict()s. With a Trainer use the callback "
         "commpress.hf.Compress, with Accelerate commpress.hf.RankFiles: they save and load every rank's part"
     ) if partial else ""  # fmt: skip
-    for i, owned in enumerate(optimizer.parts):
-        for part in owned:
-            for name, buffer in whole.items():
-                first = optimizer._flat.places[i][0] + part.begin
-                optimizer.row(getattr(optimizer, name), part).copy_(buffer[first : first + part.numel])
+    for part in optimizer.parts:
+        first = optimizer._flat.places[part.parameter][0] + part.begin
+        for name, buffer in whole.items():
+            part.of(getattr(optimizer, name)).copy_(buffer[first : first + part.numel])
     optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
     for name in STATE:
         getattr(optimizer.lanes, name).copy_(torch.tensor(head["lanes"][name]))
@@ -117,16 +117,16 @@ def _take(optimizer: "ShardedOneBitAdam", parts: Sequence[dict[str, Any]]) -> No
     optimizer.lanes.lines[:] = head["lanes"]["lines"]
     optimizer.resume(head["schedule"])
     optimizer.unknown = True
-    optimizer.quantized.lay_out()
-    for name in OWNERS:
-        getattr(optimizer, name).residuals.load(residuals.get(name, {}))
+    optimizer.recut()
+    for name in SCATTERS:
+        getattr(optimizer, name).load(residuals.get(name, {}))
     saved: dict[str, torch.Tensor] = next((part["waiting"] for part in parts if part["waiting"]), {})
     for name, buffer in optimizer.waiting().items():
         buffer.copy_(saved[name])
 
 
 def _whole(optimizer: "ShardedOneBitAdam", parts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """What the parts have of all parameters, laid out as these are."""
+    """Buffers of all parameters from their parts, laid out as these are."""
     flat = optimizer._flat
     whole = {name: flat.new() for name in SHARDED}
     for part in parts:

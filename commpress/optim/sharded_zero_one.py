@@ -18,11 +18,11 @@ Note: only what is new. m decays by known factors, so the owner adds its part, A
 
 import logging
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import torch
 
-from commpress.collectives.allreduce import settle
 from commpress.optim.optimizer import Round
 from commpress.optim.sharded_adam import ShardedOneBitAdam
 from commpress.optim.windows import Spans, Windows, keep, rate_of
@@ -31,7 +31,6 @@ from commpress.schedules import Updates
 from commpress.work import Steps, run
 
 log = logging.getLogger("commpress")
-
 
 
 class ShardedZeroOneAdam(ShardedOneBitAdam):
@@ -68,11 +67,11 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
         """A gradient that is not finite counts as zero: nobody can be asked, and the window goes on."""
         every = range(len(self._flat.parameters))
         gain = self.gain()
-        squares = self.kernels.square_sum(self._flat.segments(every)) * gain * gain
-        finite = squares < float("inf")
+        squares = self.squares(gain)
+        finite = isfinite(squares)
         self.counters.ignored_gradients += not finite
         if finite:
-            self.cut(every, gain * self.clipping.factor((self.facts.norm_ratio or 1.0) * squares**0.5), self.work)
+            self.cut(every, gain * self.clipping.of_local(self, squares**0.5), self.work)
         else:
             self.work.zero_()
         for group, at in self.groups():
@@ -108,12 +107,12 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
         if kind is Round.COMPRESSED:
             self._gather(self.windows.after(self.steps_done, self.param_groups), self._carry())
         elif self.windows.updates == self.steps_done:
-            self.adam(range(len(self._flat.parameters)))
+            self.adam(i for _, at in self.groups() for i in at)
         else:
             self._observe()
 
     def longest(self, i: int) -> float:
-        """Of all steps of the window."""
+        """The longest way of all steps of the window together."""
         window = self.windows.after(self.steps_done, self.param_groups)
         rate = next(rate for (_, at), (rate, _) in zip(self.groups(), window, strict=True) if i in at)
         return self.lanes.bound(i) * rate if rate > 0 else super().longest(i)
@@ -121,9 +120,9 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
     def _gather(self, window: Sequence[tuple[float, float]], carried: Sequence[float]) -> None:
         """Master weights and momentum from the displacement in ``mean``."""
         for (_, at), (rate, kept), share in zip(self.groups(), window, carried, strict=True):
-            for part in (part for i in at for part in self.parts[i]):
-                m = self.row(self.momentum, part)
-                m.mul_(share).addcmul_(self.row(self.mean, part), self.unit(part))
+            for part in self.owned(at):
+                m = part.of(self.momentum)
+                m.mul_(share).addcmul_(part.of(self.mean), self.unit(part))
                 self.descend(part, m, step=1.0, keep=kept)
                 m.mul_(1 / rate if rate > 0 else 0.0)
                 self.bound(part, m)
@@ -134,8 +133,8 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
         for group, at in self.groups():
             beta1, beta2 = group["betas"]
             before, after = 1 - beta2**done, 1 - beta2 ** (done + 1)
-            for part in (part for i in at for part in self.parts[i]):
-                g, m, v = (self.row(b, part) for b in (self.mean, self.momentum, self.variance))
+            for part in self.owned(at):
+                g, m, v = (part.of(b) for b in (self.mean, self.momentum, self.variance))
                 seen = v > 0
                 square = g.square()
                 v.div_(before).lerp_(square, (1 - beta2) / after).copy_(torch.where(seen, v, square)).mul_(after)
@@ -143,7 +142,7 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
                 self.lanes.variance_steps[part.parameter] = done + 1
                 self.descend(part, m, step=rate_of(group, self.steps_done), keep=keep(group))
 
-    def after(self, kind: Round) -> Steps[None]:
+    def schedule(self, kind: Round) -> Steps[None]:
         yield from ()
         if kind is Round.EXACT:
             self.windows.updated(self.steps_done - 1)
@@ -170,14 +169,14 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
                 self.lanes.freeze([i], self.steps_done)
             elif not ready:
                 self.lanes.frozen_at[i] = 0
-        self.quantized.lay_out()
+        self.recut()
 
     def asks(self) -> bool:
         return self.steps_done >= self.windows.quiet_until and super().asks()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
         """The window is closed. The more often this happens, the longer nobody asks again: rare tokens would ask for ever."""
-        step = self.steps_done + 1
+        step = self.steps_done
         self.windows.wake(step, WAKING)
         self.lanes.trips[:] = 0
         log.warning(
@@ -198,14 +197,8 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
             return
         for i in range(len(self._flat.parameters)):
             torch.div(self._flat.view(self.pending, i), self.lanes.divisor(i), out=self._flat.view(self.work, i))
-        outcomes, _ = yield from self.quantized.gather_means(
-            self.work, self.mean, key=self._key(), sequence=self._sequences(self.quantized), asks=False
-        )
-        taken = all(outcome.finite for outcome in outcomes)
-        if self.consensus is not None:
-            taken = yield from self.consensus.agreed(taken, self._flat.device)
-        settle(outcomes, taken=taken)
-        if taken:
+        outcomes = yield from self.quantized.reduce(self.work, self.mean, key=self._key())
+        if (yield from self.settled(outcomes)):
             self._gather(list(zip(self.windows.rates, self.windows.kept, strict=True)), self.carried)
             yield from self._publish(self.quantized, whole=False)
         self._close()
@@ -214,9 +207,8 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
 
     # ------------------------------------------------------------ checkpoints
 
-    def owed(self) -> float:
-        rate = max(rate_of(group, self.steps_done) for group in self.param_groups)
-        return super().owed() / rate if rate else 0.0
+    def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
+        return self.windows.as_momentum(owed, self.lanes.group(i), self.steps_done)
 
     def schedule_state(self) -> dict[str, Any]:
         return self.windows.state() | {"carried": list(self.carried)}

@@ -1,4 +1,4 @@
-"""Where 0/1 Adam stands: when the variance was updated, which window is open, what its steps add up to.
+"""Windows of 0/1 Adam between synchronisations: when the variance was updated, how far one is, what its steps add up to.
 
 Γ and D of each parameter group are what learning rates and weight decay make of a window: Γ ← (1 − γλ)·Γ + γ' and
 D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
@@ -6,6 +6,8 @@ D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
 
 from collections.abc import Sequence
 from typing import Any, Literal
+
+import torch
 
 from commpress.errors import InvalidArgument
 from commpress.optim.optimizer import Round
@@ -27,12 +29,18 @@ class Windows:
         self.begin_anew(0)
 
     def begin_anew(self, steps_done: int) -> None:
-        """As after so many exact steps."""
+        """Begin as after so many exact steps."""
         self.updates, self.updated_at = steps_done, steps_done - 1  # of the variance: how many, and the last one's step
         self.held, self.span = 0, 1  # steps since the last synchronisation; how many this window is to have
         self.rates: list[float] = []  # Γ of each group
         self.kept: list[float] = []  # D of each group
         self.wakes, self.exact_until, self.quiet_until = 0, 0, 0  # steps before which all are exact, and nobody may ask again
+
+    def follow(self, updates: int, updated_at: int, steps_done: int) -> None:
+        """After ``begin_anew``, as far as a state knows of updates; not if another optimizer went on from there meanwhile."""
+        count = self.variance_schedule.count
+        if 0 < updates <= updated_at + 1 <= steps_done and count(steps_done) <= count(updated_at + 1) + 1:
+            self.updates, self.updated_at = updates, updated_at
 
     def round(self, step: int, groups: Sequence[Group], facts: Facts) -> Round:
         """An exact step waits for the end of a window: inside it the variance must not move."""
@@ -69,6 +77,11 @@ class Windows:
         """So many exact steps from here on, and then rest, twice as long each time."""
         self.wakes, self.exact_until = self.wakes + 1, step + steps
         self.quiet_until = self.exact_until + (steps << self.wakes)
+
+    def as_momentum(self, displacement: torch.Tensor, group: Group, step: int) -> torch.Tensor:
+        """A displacement as that of one step: divided by its rate."""
+        rate = rate_of(group, step)
+        return displacement / rate if rate else torch.zeros_like(displacement)
 
     def exact_rates(self, group: Group, step: int) -> tuple[float, float]:
         """Learning rate and decay for torch's Adam, which corrects momentum and variance by one count; here they differ."""

@@ -27,16 +27,17 @@ come ever more rarely.
 
 import logging
 from collections.abc import Container, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
 
 from commpress.codecs import codec_named
-from commpress.collectives.allreduce import Outcome, reduce_message
+from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.errors import StateMismatch
-from commpress.optim.onebit_adam import check_defaults
-from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.optim.optimizer import Round
+from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.optim.windows import Spans, Windows, keep, rate_of
 from commpress.schedules import Updates
 from commpress.work import Steps, run
@@ -46,7 +47,7 @@ log = logging.getLogger("commpress")
 WAKING = 8  # exact steps for tensors that woke up
 
 
-class ZeroOneAdam(CompressedOptimizer):
+class ZeroOneAdam(ReplicatedOptimizer):
     """AdamW that sends one bit per parameter every few steps. Options not named here are those of ``OneBitAdam``.
 
     - ``sync``: how far apart synchronisations are: "qsr" (default) every step while the learning rate rises, then by its
@@ -75,9 +76,9 @@ class ZeroOneAdam(CompressedOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
         }  # fmt: skip
-        check_defaults(defaults)
         self.windows = Windows(sync, variance_updates, warmup_steps)
         self.accumulated = self.anchor = torch.empty(0)
+        self._members: set[int] = set()  # of the open window
         super().__init__(params, defaults, **options)
 
     # ------------------------------------------------------------ what a step does
@@ -87,7 +88,7 @@ class ZeroOneAdam(CompressedOptimizer):
         return self.steps_done > 0
 
     def round(self) -> Round:
-        if self.transport.size == 1:
+        if self.channel.size == 1:
             return Round.EXACT
         return self.windows.round(self.steps_done, self.param_groups, self.facts)
 
@@ -148,6 +149,8 @@ class ZeroOneAdam(CompressedOptimizer):
     def local(self, gain: float) -> None:
         """A gradient that is not finite leaves its momentum as it is: nobody can be asked, and the window goes on."""
         self.refresh()
+        if self.held == 0:
+            self._members = {i for _, at in self.groups() for i in at}
         if self.accumulated.numel() == 0:
             self.accumulated, self.anchor = self._flat.new(), self._flat.new()
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
@@ -169,12 +172,14 @@ class ZeroOneAdam(CompressedOptimizer):
         """The factor of the local gradients; 0, so that none of them counts, if they are to be clipped and have no norm."""
         if self.clipping.max_norm is None:
             return gain
-        squares = self.kernels.square_sum(self._flat.segments(range(len(self._flat.parameters)))) * gain * gain
-        return gain * self.clipping.factor((self.facts.norm_ratio or 1.0) * squares**0.5) if squares < float("inf") else 0.0
+        squares = self.squares(gain)
+        return gain * self.clipping.of_local(self, squares**0.5) if isfinite(squares) else 0.0
 
-    def after(self, kind: Round) -> None:
+    def after(self, kind: Round) -> Steps[None]:
+        yield from ()
         if kind is Round.EXACT:
             self.windows.updated(self.steps_done - 1)
+            self._show_updates()
             self._stale = True
         if self.windows.updates != self.steps_done and self.held == 0:
             self.lanes.keep_up(range(len(self._flat.parameters)), self.steps_done)
@@ -190,11 +195,11 @@ class ZeroOneAdam(CompressedOptimizer):
             ready = self.lanes.may_freeze(i)
             if ready != bool(self.lanes.frozen[i]):
                 (self.lanes.freeze if ready else self.lanes.thaw)([i], self.steps_done)
-        self.quantized.relay(self._flat)
+        self.recut()
         self._stale = False
 
     def asks(self) -> bool:
-        """With ``agree_over`` nobody: exact steps of one group of ranks alone would part weights that others have too."""
+        """Never true with ``agree_over``: exact steps of one group of ranks alone would part weights that others have too."""
         return self.consensus is None and self.steps_done >= self.windows.quiet_until and super().asks()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
@@ -208,8 +213,27 @@ class ZeroOneAdam(CompressedOptimizer):
         yield from ()
 
     def allocate(self) -> None:
+        self.updated = torch.zeros(len(self._flat.parameters), 2, dtype=torch.int64)
+        for row, p in zip(self.updated, self._flat.parameters, strict=True):
+            self.state[p] |= {"variance_updates": row[0], "variance_updated_at": row[1]}
+        self._show_updates()
+        self._begin_anew()
+
+    def _show_updates(self) -> None:
+        """Write the schedule of the variance into ``state``, which is all that torch's tools carry along."""
+        self.updated[:, 0], self.updated[:, 1] = self.windows.updates, self.windows.updated_at
+
+    def _begin_anew(self) -> None:
         self.accumulated = self.anchor = self._empty
         self._stale = True
+
+    def forget(self) -> None:
+        super().forget()
+        self.updated.zero_()
+
+    def is_trained(self, i: int) -> bool:
+        """Membership, fixed until a window ends: ranks hold different values of what it moves."""
+        return i in self._members if self.held else super().is_trained(i)
 
     def replicated(self) -> list[torch.Tensor]:
         return self._flat.views(self.anchor) if self.held else self._flat.weights
@@ -226,19 +250,10 @@ class ZeroOneAdam(CompressedOptimizer):
             return
         for i, work in enumerate(self._works):
             torch.div(self._flat.view(self.accumulated, i), self.lanes.divisor(i), out=work)
-        outcomes: list[Outcome] = []
         if any(rate > 0 for rate in self.windows.rates):
-            outcomes = yield from self.reduce(
-                Round.COMPRESSED, range(len(self._flat.parameters)), workspace=self.workspace
-            )
-            finite = all(outcome.finite for outcome in outcomes)
-            if self.consensus is not None:
-                finite = yield from self.consensus.agreed(finite, self._flat.device)
-            self.quantized.settle(outcomes, finite=finite)
-            if not finite:
-                outcomes = []
+            outcomes = yield from self.reduce(Round.COMPRESSED, range(len(self._flat.parameters)))
+            if not (yield from self.settled(outcomes)):
                 self.work.zero_()
-        self._asked = any(outcome.asks for outcome in outcomes)
         self._gather(list(zip(self.windows.rates, self.windows.kept, strict=True)))
         self._flat.publish()
         yield from self._talk()
@@ -246,6 +261,9 @@ class ZeroOneAdam(CompressedOptimizer):
         self.counters.compressed_bytes += self.sent_bytes()
 
     # ------------------------------------------------------------ checkpoints
+
+    def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
+        return self.windows.as_momentum(owed, self.lanes.group(i), self.steps_done)
 
     def schedule_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.windows.state() | {"stale": self._stale, "trips": self.lanes.trips.tolist()}
@@ -258,21 +276,24 @@ class ZeroOneAdam(CompressedOptimizer):
         if not self.held:
             return {}
         means = {"exp_avg": self.momentum.clone(), "accumulated": self.accumulated.clone()}
-        message = one_message(self._flat.numel, codec_named("none"), self.transport.size, name="window")
+        message = one_message(self._flat.numel, codec_named("none"), self.channel.size, name="window")
         for mean in means.values():
             yield from reduce_message(
-                mean, None, message=message, transport=self.transport, workspace=self.workspace,
-                sequence=self.next_sequence(),
+                mean, None, message=message, transport=self.channel.transport, workspace=self.channel.workspace,
+                sequence=self.channel.take(),
             )  # fmt: skip
         return means
 
     def resume(self, schedule: dict[str, Any] | None) -> None:
-        self.allocate()
+        self._begin_anew()
         self.windows.begin_anew(self.steps_done)
-        self.quantized.relay(self._flat)
+        self.recut()
         if schedule is None:
+            self.windows.follow(*self.updated[0].tolist(), self.steps_done)
+            self._show_updates()
             return
         self.windows.load(schedule)
+        self._members = {i for i in range(len(self._flat.parameters)) if ReplicatedOptimizer.is_trained(self, i)}
         self._stale, self.lanes.trips[:] = schedule["stale"], schedule["trips"]
         if schedule["held"]:
             if schedule["anchor"].shape != self.work.shape:

@@ -13,21 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commpress.collectives.allreduce import Outcome, Workspace
+from commpress.collectives.allreduce import Outcome
 from commpress.errors import InvalidArgument
 from commpress.optim.optimizer import CompressedOptimizer, Round
-from commpress.optim.stepping import SteppingOptimizer
-from commpress.work import Steps, Worker
-
-UNORDERED_LIMIT = 4  # buckets under way at once where messages are matched by tag
+from commpress.optim.replicated import ReplicatedOptimizer
+from commpress.work import Steps
 
 
 def overlap(
     ddp: DistributedDataParallel,
-    optimizer: SteppingOptimizer,
+    optimizer: CompressedOptimizer,
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
-) -> SteppingOptimizer:
+) -> CompressedOptimizer:
     """Let ``optimizer`` do all communication of ``ddp``, during backward where it can; returns the optimizer.
 
     The optimizers with divided state cannot: they communicate in ``step()``, and gradients stay local until then.
@@ -40,7 +38,7 @@ def overlap(
         optimizer, grad_scaler = optimizer.optimizer, grad_scaler or getattr(optimizer, "scaler", None)
     if not isinstance(ddp, DistributedDataParallel):
         raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel")
-    if not isinstance(optimizer, SteppingOptimizer):
+    if not isinstance(optimizer, CompressedOptimizer):
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}, which averages gradients during backward and cannot have them from "
             "DistributedDataParallel: run the model without it"
@@ -57,7 +55,7 @@ def overlap(
         )
     if grad_scaler is not None:
         optimizer.grad_scaler = grad_scaler
-    if not isinstance(optimizer, CompressedOptimizer):
+    if not isinstance(optimizer, ReplicatedOptimizer):
         if all(hook is not local_hook for hook, _ in ddp._comm_hooks):
             ddp.register_comm_hook(None, local_hook)
         return optimizer
@@ -71,7 +69,7 @@ def overlap(
 
 
 def averages(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it averages gradients itself, so that nobody else may: ours say so."""
+    """True if it averages gradients itself, so that nobody else may: ours say so."""
     return getattr(optimizer, "averages_gradients", False)
 
 
@@ -91,21 +89,19 @@ def momentum_hook(state: "UnderWay", bucket: dist.GradBucket) -> torch.futures.F
 class UnderWay:
     """The rounds that backward has started and ``step`` has not taken yet."""
 
-    def __init__(self, optimizer: CompressedOptimizer) -> None:
+    def __init__(self, optimizer: ReplicatedOptimizer) -> None:
         self.optimizer = optimizer
-        self._workspace = Workspace()
-        self._worker: Worker | None = None
         self._futures: dict[tuple[int, ...], torch.futures.Future[list[Outcome]]] = {}
         self._kind: Round | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a saved DDP model: call ``overlap`` again with the optimizer of the loaded one."""
+        """Leave the optimizer out of a saved DDP model: call ``overlap`` again with that of the loaded one."""
         return {"optimizer": None}
 
     @torch.compiler.disable  # sockets and threads are nothing to trace
     def start(self, bucket: dist.GradBucket) -> None:
         o = self.optimizer
-        if o.transport.size == 1 or o.max_grad_norm is not None or o.flat is None:
+        if o.channel.size == 1 or o.max_grad_norm is not None or o.flat is None:
             return
         with torch.no_grad():
             o.flat.check()
@@ -117,15 +113,13 @@ class UnderWay:
             gradients = dict(zip(indices, bucket.gradients(), strict=True))
             gain = 1.0 if o.grad_scaler is None else 1.0 / o.grad_scaler.get_scale()
             for group, at in o.groups():
-                mine = [i for i in indices if i in at]
+                members = set(at)
+                mine = [i for i in indices if i in members]
                 if mine:
                     o.begin(kind, group, mine, gain, {i: gradients[i] for i in mine})
             self._kind = kind
-            if self._worker is None:
-                limit = 1 if o.transport.ordered else UNORDERED_LIMIT
-                self._worker = Worker("commpress-optimizer", limit=limit, device=o.flat.device)
-            waits = 2 * o.channel(kind).count(indices, self._workspace)
-            self._futures[indices] = self._worker.submit(o.reduce(kind, indices, workspace=self._workspace), waits=waits)
+            waits = o.exchange(kind, indices).waits
+            self._futures[indices] = o.channel.submit(o.reduce(kind, indices), waits=waits, device=o.flat.device)
 
     def _round(self) -> Round:
         o = self.optimizer
@@ -138,8 +132,12 @@ class UnderWay:
             for outcome in self._futures.pop(key).wait():
                 outcome.discard()
 
+    def wait(self) -> Steps[None]:
+        """Wait until the worker is idle, and the channel's buffers are the caller's."""
+        yield from self._futures.values()
+
     def finish(self, kind: Round) -> Steps[tuple[list[Outcome], set[int]]]:
-        """What was started, and for which parameters; nothing if it was started as another kind of round."""
+        """Outcomes of what was started, and for which parameters; none if it was started as another kind of round."""
         futures, self._futures = self._futures, {}
         outcomes: list[Outcome] = []
         for future in futures.values():

@@ -17,7 +17,7 @@ from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows
 from commpress.collectives.round import check_on_nonfinite
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback
-from commpress.integrations.fsdp.roles import check_dtype
+from commpress.integrations.fsdp.policies import check_dtype
 from commpress.integrations.observe.counters import Counters
 
 log = logging.getLogger("commpress")

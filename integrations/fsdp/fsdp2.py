@@ -23,8 +23,8 @@ from commpress.collectives.transports.transport import Divisible, Transport
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ResidualStore, check_feedback
 from commpress.integrations.fsdp.param_groups import Unit, units_of
+from commpress.integrations.fsdp.policies import policy_for
 from commpress.integrations.fsdp.prefetch import Ahead, Late
-from commpress.integrations.fsdp.roles import policy_for
 from commpress.integrations.fsdp.shard_checkpoint import elastic_residuals, exact_residuals, load_elastic, load_exact
 from commpress.integrations.fsdp.shard_gradients import CompressedReduceScatter, Hop
 from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Difference

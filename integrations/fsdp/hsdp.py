@@ -21,7 +21,7 @@ from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import check_feedback
 from commpress.integrations.fsdp.fsdp2 import MIN_NUMEL
 from commpress.integrations.fsdp.param_groups import Unit, units_of
-from commpress.integrations.fsdp.roles import check_dtype, policy_for
+from commpress.integrations.fsdp.policies import check_dtype, policy_for
 from commpress.integrations.observe.counters import Counters
 
 log = logging.getLogger("commpress")

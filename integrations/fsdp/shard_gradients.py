@@ -15,7 +15,7 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.integrations.fsdp.param_groups import Unit
-from commpress.integrations.fsdp.roles import Lossless, check_dtype
+from commpress.integrations.fsdp.policies import Lossless, check_dtype
 from commpress.kernels import knows
 from commpress.kernels.rotation import rotate
 from commpress.torch_private import fsdp_communication

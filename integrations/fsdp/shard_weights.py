@@ -11,7 +11,7 @@ from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.reduce_scatter import Deal, deals, decode_rows, gather_rows
 from commpress.collectives.transports.transport import Transport
 from commpress.integrations.fsdp.param_groups import Unit
-from commpress.integrations.fsdp.roles import Lossless, check_dtype
+from commpress.integrations.fsdp.policies import Lossless, check_dtype
 from commpress.kernels import knows
 from commpress.torch_private import all_gather_single, fsdp_communication
 from commpress.work import Steps, run

@@ -29,8 +29,8 @@ def save_distributed(optimizer: Optimizer, folder: str | Path, *, elastic: bool 
     state = optimizer.elastic_state_dict() if elastic else optimizer.state_dict()
     tensors: list[torch.Tensor] = []
     outline = msgpack.packb(_outlined(state, tensors), use_bin_type=True)
-    named = {_name(optimizer.transport.rank, i): tensor for i, tensor in enumerate(tensors)}
-    named[_name(optimizer.transport.rank, _OUTLINE)] = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
+    named = {_name(optimizer.channel.rank, i): tensor for i, tensor in enumerate(tensors)}
+    named[_name(optimizer.channel.rank, _OUTLINE)] = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
     dcp.save(named, checkpoint_id=str(folder))
 
 
@@ -44,13 +44,13 @@ def load_distributed(optimizer: Optimizer, folder: str | Path) -> None:
     saved = sum(name.endswith(f"/{_OUTLINE}") for name in sizes)
     if not saved:
         raise StateMismatch(f"{folder} holds no optimizer state: expected what commpress.save_distributed wrote")
-    mine = optimizer.transport.rank
+    mine = optimizer.channel.rank
     own = _read(folder, sizes, [mine if mine < saved else 0])
     if _kind(own[0]) == "elastic":
         own = _read(folder, sizes, list(range(saved)))
-    elif saved != optimizer.transport.size:
+    elif saved != optimizer.channel.size:
         raise StateMismatch(
-            f"{folder} was saved by {saved} ranks, this group has {optimizer.transport.size}: save with elastic=True to change "
+            f"{folder} was saved by {saved} ranks, this group has {optimizer.channel.size}: save with elastic=True to change "
             "the world size"
         )
     optimizer.load_state_dict(*own)

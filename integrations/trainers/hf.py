@@ -23,7 +23,7 @@ from commpress.integrations.ddp.hook import CompressedState, compress
 from commpress.integrations.ddp.overlap import averages, overlap
 from commpress.integrations.observe.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
 from commpress.integrations.trainers.rank_files import load_gradients, load_rank, save_rank
-from commpress.optim.stepping import SteppingOptimizer
+from commpress.optim.optimizer import CompressedOptimizer
 
 log = logging.getLogger("commpress")
 
@@ -44,8 +44,8 @@ class Compress(TrainerCallback):
 
     def __init__(self, codec: Any = "sign", *, metrics: Sequence[Sink] = (), **options: Any) -> None:
         self.codec, self.options, self.sinks = codec, options, metrics
-        self.state: CompressedState | SteppingOptimizer | None = None
-        self._optimizer: SteppingOptimizer | None = None
+        self.state: CompressedState | CompressedOptimizer | None = None
+        self._optimizer: CompressedOptimizer | None = None
         self._resume: Path | None = None
         self._handle: Any = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
@@ -59,7 +59,7 @@ class Compress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
         self._scaler = getattr(things["optimizer"], "scaler", None)
-        if isinstance(optimizer, SteppingOptimizer):
+        if isinstance(optimizer, CompressedOptimizer):
             optimizer.grad_scaler = self._scaler
         if not dist.is_initialized() or dist.get_world_size() == 1:
             log.warning("there is one rank: nothing is compressed")
@@ -112,11 +112,11 @@ class Compress(TrainerCallback):
         if self.state is None:
             return
         own = self.state.state_dict()
-        if isinstance(self.state, SteppingOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
+        if isinstance(self.state, CompressedOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
             own = {"commpress": own["commpress"]}
         save_rank(own, _folder(args, state))
 
-    def _load(self, into: CompressedState | SteppingOptimizer) -> None:
+    def _load(self, into: CompressedState | CompressedOptimizer) -> None:
         assert self._resume is not None
         if isinstance(into, CompressedState):
             load_gradients(into, self._resume)
@@ -132,7 +132,7 @@ class Compress(TrainerCallback):
         for part in ("encode", "wire", "decode"):
             numbers[f"commpress/{part}_ms"] = 1e3 * self._since[f"{part}_seconds"] / steps
         self._since.clear()
-        if isinstance(self.state, SteppingOptimizer):
+        if isinstance(self.state, CompressedOptimizer):
             numbers["commpress/owed"] = self.state.owed()
         elif self.state.counters.errors:
             errors = self.state.counters.errors.values()
@@ -142,7 +142,7 @@ class Compress(TrainerCallback):
             state.log_history[-1].update(numbers)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
-        if isinstance(self.state, SteppingOptimizer) and hasattr(self.state, "synchronize"):
+        if isinstance(self.state, CompressedOptimizer) and hasattr(self.state, "synchronize"):
             self.state.synchronize()
         if self._clip is not None:
             args.max_grad_norm = self._clip
@@ -169,7 +169,7 @@ class RankFiles:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer: SteppingOptimizer = getattr(optimizer, "optimizer", optimizer)
+        self.optimizer: CompressedOptimizer = getattr(optimizer, "optimizer", optimizer)
         self._folder = Path()
 
     def attach(self, accelerator: Any) -> "RankFiles":

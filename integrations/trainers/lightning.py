@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.hook import CompressedState, compress
 from commpress.integrations.ddp.overlap import averages, overlap
-from commpress.optim.stepping import SteppingOptimizer
+from commpress.optim.optimizer import CompressedOptimizer
 
 log = logging.getLogger("commpress")
 
@@ -23,7 +23,7 @@ class Compress(Callback):
 
     def __init__(self, codec: Any = "sign", **options: Any) -> None:
         self.codec, self.options = codec, options
-        self.state: CompressedState | SteppingOptimizer | None = None
+        self.state: CompressedState | CompressedOptimizer | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         ddp, optimizer = trainer.strategy.model, trainer.optimizers[0]
@@ -41,7 +41,7 @@ class Compress(Callback):
         self.state = overlap(ddp, optimizer, grad_scaler=scaler)
 
     def _synchronize(self) -> None:
-        if isinstance(self.state, SteppingOptimizer) and hasattr(self.state, "synchronize"):
+        if isinstance(self.state, CompressedOptimizer) and hasattr(self.state, "synchronize"):
             self.state.synchronize()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

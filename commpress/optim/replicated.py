@@ -1,0 +1,253 @@
+"""Optimizers whose whole state is on every rank: momentum, variance and parameters side by side, as torch's Adam has them."""
+
+from abc import abstractmethod
+from collections.abc import Container, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+
+from commpress.codecs import policy_of
+from commpress.collectives.allreduce import Outcome
+from commpress.collectives.exchange import Exchanges, Reduce
+from commpress.errors import InvalidArgument
+from commpress.optim import checkpoint
+from commpress.optim.flat import Flat
+from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.torch_private import adam
+from commpress.work import Steps
+
+ENDLESS = 1e9  # steps after which a bias correction is 1 in every bit
+
+
+class ReplicatedOptimizer(CompressedOptimizer):
+    """Rounds in which every rank reduces what it would send and takes the same step from the mean."""
+
+    full: Exchanges
+    quantized: Exchanges
+
+    # ------------------------------------------------------------ what subclasses say
+
+    @abstractmethod
+    def prepare(
+        self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
+    ) -> None:
+        """Write into ``work`` what a compressed round sends of these parameters; change nothing else."""
+
+    @abstractmethod
+    def apply(self, kind: Round) -> None:
+        """Take the mean, which is in ``work``, over into momentum and parameters."""
+
+    def local(self, gain: float) -> None:
+        """A step without communication, for those whose ``round`` may say LOCAL."""
+        raise TypeError(f"{type(self).__name__}.round() said LOCAL: the class must have local(gain), a step that sends nothing")
+
+    def allocate(self) -> None:
+        """Make the buffers that ``_place`` does not know of."""
+
+    # ------------------------------------------------------------ one step
+
+    def before(self, kind: Round) -> Steps[None]:
+        """Wait for what backward has started, before anybody else sends."""
+        if self.under_way is not None:
+            yield from self.under_way.wait()
+        trained = {i for _, at in self.groups() for i in at}
+        for i in range(len(self._works)):
+            if i not in trained:
+                self._works[i].zero_()
+
+    def take(self, kind: Round) -> Steps[bool]:
+        taken = True
+        if self.consensus is not None and (kind is Round.LOCAL or self.channel.size == 1):  # nobody else asks
+            taken = yield from self.consensus.agreed(isfinite(self.squares()), self._flat.device)
+        if not taken:
+            return False
+        if kind is Round.LOCAL:
+            self.local(self.gain())
+        elif self.channel.size == 1:
+            taken = self._alone()
+        else:
+            taken = yield from self._together(kind)
+        if taken:
+            self._flat.publish()
+            self._taken += 1
+        return taken
+
+    def _alone(self) -> bool:
+        """World size 1: Adam, on the gradients as they are."""
+        if self.overflowed or not isfinite(self.squares()):
+            return False
+        every = range(len(self._flat.parameters))
+        gradients, gain = [self._flat.gradient(i) for i in every], self.gain()
+        if gain != 1.0 or self.clipping.max_norm is not None:
+            for _, at in self.groups():
+                self.blend(at, None, gain)
+            if not self.clipping.clip(self, self.work):
+                return False
+            gradients = list(self._works)
+        self.exact([self._zero(i) if g is None else g for i, g in enumerate(gradients)])
+        return True
+
+    def _zero(self, i: int) -> torch.Tensor:
+        return torch.zeros_like(self._flat.weights[i])
+
+    def _together(self, kind: Round) -> Steps[bool]:
+        outcomes: list[Outcome] = []
+        left = {i for _, at in self.groups() for i in at}
+        if self.under_way is not None:
+            outcomes, indices = yield from self.under_way.finish(kind)
+            left -= indices
+        if left:
+            gain = yield from self.clipping.agreed(self, self.gain(), exact=kind is Round.EXACT)
+            for group, at in self.groups():
+                self.begin(kind, group, [i for i in at if i in left], gain)
+            outcomes = outcomes + (yield from self.reduce(kind, sorted(left)))
+        finite = all(outcome.finite for outcome in outcomes)
+        if finite and kind is Round.EXACT:
+            finite = self.clipping.clip(self, self.work)
+        taken = yield from self.settled(outcomes, finite)
+        if taken:
+            self.apply(kind)
+        return taken
+
+    def begin(
+        self,
+        kind: Round,
+        group: dict[str, Any],
+        indices: Sequence[int],
+        gain: float,
+        gradients: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        """Write what a round sends of ``indices``, all of one group, into ``work``; ``gradients`` if not those in ``grad``."""
+        if kind is Round.EXACT:
+            self.blend(indices, gradients, gain)
+        else:
+            self.prepare(group, indices, gradients, gain)
+
+    def blend(self, indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float) -> None:
+        """work := gain·g."""
+        self.kernels.blend(self._flat.segments(indices, gradients), self.momentum, self.work, beta=0.0, gain=gain)
+
+    def exchange(self, kind: Round, indices: Sequence[int]) -> Reduce:
+        """The exchange by which these parameters cross the channel in a round of this kind."""
+        exchanges, parameters = self.full if kind is Round.EXACT else self.quantized, self._flat.parameters
+        return exchanges.of(
+            tuple(indices), lambda: (self.spans(indices), [parameters[i].shape for i in indices]), self._flat.device
+        )
+
+    def reduce(self, kind: Round, indices: Sequence[int]) -> Steps[list[Outcome]]:
+        """``work`` of these parameters := its mean."""
+        exchange = self.exchange(kind, indices)
+        return exchange.steps(
+            self.channel, self.work, sequence=self.channel.take(exchange.sequences), key=self._key(), asks=self.asks()
+        )
+
+    def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
+        """Adam's step with mean gradients: torch's own fused kernel, so equal in every bit. ``among``: only of these."""
+        for group, every in self.groups():
+            at = [i for i in every if among is None or i in among]
+            if not at:
+                continue
+            lr, decay = float(group["lr"]), group["weight_decay"]
+            self._counts.fill_(self.steps_done if group["bias_correction"] else ENDLESS)
+            adam(
+                [self._flat.weights[i] for i in at], [gradients[i] for i in at], [self._momenta[i] for i in at],
+                [self._variances[i] for i in at], [], [self._count_tensors[i] for i in at], fused=True, amsgrad=False,
+                beta1=group["betas"][0], beta2=group["betas"][1], lr=lr, weight_decay=decay, eps=group["eps"],
+                maximize=False, decoupled_weight_decay=True,
+            )  # fmt: skip
+            self.lanes.count(at, self.steps_done + 1)
+
+    def replicated(self) -> list[torch.Tensor]:
+        return self._flat.weights
+
+    # ------------------------------------------------------------ buffers
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.flat is not None and self.frozen:
+            raise InvalidArgument(
+                "add_param_group after the variance was frozen: the new parameters would have none. Add them before, or make "
+                "a second optimizer for them"
+            )
+        super().add_param_group(param_group)
+        if self.flat is not None:
+            self._place(Flat(*self.named_parameters()))
+
+    @property
+    def frozen(self) -> bool:
+        return False
+
+    def _place(self, flat: Flat) -> None:
+        """Make the buffers; what earlier parameters had stays theirs."""
+        first = self.flat is None
+        before = {p: dict(state) for p, state in self.state.items()}
+        super()._place(flat)
+        count = len(flat.parameters)
+        self.momentum, self.variance = flat.new(), flat.new()
+        self._empty = self.work[:0]
+        self._counts = torch.zeros(count)  # of updates, for torch's kernel
+        self._count_tensors = list(self._counts.unbind())
+        self._taken = torch.full((count,), float(self.steps_done))
+        self._taken_tensors = list(self._taken.unbind())
+        self._momenta, self._works, self._variances = map(flat.views, (self.momentum, self.work, self.variance))
+        for i, p in enumerate(flat.parameters):
+            if p in before:
+                self._momenta[i].copy_(before[p]["exp_avg"])
+                self._variances[i].copy_(before[p]["exp_avg_sq"])
+        every = [group for group in self.param_groups for _ in group["params"]]
+        self.lanes.lay_out(flat, every, self.variance, self.channel.size)
+        self.lanes.count(range(count), self.steps_done)
+        self._show()
+        if first:
+            exact, size, workspace = policy_of(self.exact_codec, min_numel=256), self.channel.size, self.channel.workspace
+            self.full = Exchanges(exact, size, workspace, feedback=self.error_feedback)
+            self.quantized = Exchanges(self.lanes, size, workspace, feedback=self.error_feedback)
+        self.full.recut()
+        self.recut()
+        self.allocate()
+
+    def _show(self) -> None:
+        """``state`` as torch's Adam has it, and which lane a parameter is in; views of what is kept side by side."""
+        for i, p in enumerate(self._flat.parameters):
+            state = self.state[p]
+            state.update(step=self._taken_tensors[i], exp_avg=self._momenta[i], exp_avg_sq=self._variances[i])
+            state.update(self.lanes.views(i))
+            if i in self._flat.shadowed:
+                state["master"] = self._flat.weights[i]
+
+    # ------------------------------------------------------------ checkpoints
+
+    def elastic_steps(self) -> Steps[dict[str, Any]]:
+        return checkpoint.elastic(self, torch.optim.Optimizer.state_dict(self))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
+        """Load this rank's ``state_dict``, all ranks' ``elastic_state_dict``s, or that of torch's Adam or AdamW."""
+        checkpoint.load(self, [state_dict, *others])
+
+    @torch.no_grad()
+    def load_rank_state(self, part: dict[str, Any]) -> None:
+        """Load the ``commpress`` entry of this rank's own ``state_dict``, after another rank's."""
+        checkpoint.load_rank(self, part)
+
+    def rank_state(self) -> dict[str, Any]:
+        return checkpoint.exact(self)
+
+    def momentum_squares(self) -> float:
+        return sum(float((m / self.lanes.divisor(i)).square().sum()) for i, m in enumerate(self._momenta))
+
+    def forget(self) -> None:
+        """Reset what a state that is about to be loaded may say nothing of."""
+        self.lanes.begin()
+
+    def schedule_state(self) -> dict[str, Any]:
+        """State of the schedule beyond ``facts``."""
+        return {}
+
+    def resume(self, schedule: dict[str, Any] | None) -> None:
+        """Continue from a ``schedule_state``; None: from torch's Adam."""
+
+    def shared(self) -> Steps[dict[str, torch.Tensor]]:
+        """Means of what differs between ranks: ``exp_avg`` and what ``schedule_state`` has, as flat buffers."""
+        yield from ()
+        return {}

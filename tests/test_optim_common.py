@@ -1,0 +1,135 @@
+"""Properties of all five optimizers, whole and sharded, on one rank as on several."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.errors import InvalidArgument, Mismatch
+from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.schedules import DoublingIntervals
+from optim_twin import Replicas, noise
+
+WINDOWS = {"variance_updates": 2, "sync": DoublingIntervals(3, 100, 4)}
+KINDS = {
+    OneBitAdam: {"warmup_steps": 4}, OneBitLamb: {"warmup_steps": 4}, ZeroOneAdam: WINDOWS,
+    ShardedOneBitAdam: {"warmup_steps": 4}, ShardedZeroOneAdam: WINDOWS,
+}  # fmt: skip
+every_kind = pytest.mark.parametrize("cls", KINDS)
+some_sizes = pytest.mark.parametrize("size", [1, 2])
+
+
+def replicas(cls, size, **options):
+    options = {"lr": 1e-3, "min_numel": 0} | KINDS[cls] | options
+    return Replicas(lambda p, t: cls(p, transport=t, **options), size)
+
+
+@every_kind
+@some_sizes
+def test_a_gradient_that_is_not_finite_skips_the_step_without_a_scaler(cls, size):
+    group = replicas(cls, size, weight_decay=0.1)
+    group.step(noise(size, 0))
+    before, bad = [p.detach().clone() for p in group.parameters[0]], noise(size, 1)
+    bad[-1][1][3] = float("nan")
+    assert group.step(bad) == [False] * size
+    assert all(torch.equal(p, q) for mine in group.parameters for p, q in zip(mine, before, strict=True))
+    assert [o.counters.skipped_steps for o in group.optimizers] == [1] * size
+    assert group.step(noise(size, 2)) == [True] * size
+    assert all(bool(p.isfinite().all()) for p in group.parameters[0])
+
+
+@every_kind
+@some_sizes
+def test_what_needs_no_gradient_stays_as_it_is(cls, size):
+    group = replicas(cls, size, weight_decay=0.1)
+    for mine in group.parameters:
+        mine[1].requires_grad_(False)
+    before = [p.detach().clone() for p in group.parameters[0]]
+    for step in range(10):
+        group.step([[g if i != 1 else None for i, g in enumerate(mine)] for mine in noise(size, step)])
+    for mine in group.parameters:
+        assert [torch.equal(p, q) for p, q in zip(mine, before, strict=True)] == [False, True, False]
+
+
+@every_kind
+def test_what_is_left_alone_from_some_step_on_is_left_alone_by_all_ranks(cls):
+    """In each round of a window, the first one of it too: at its end all ranks hold the same."""
+    for at in range(3, 9):
+        group = replicas(cls, 2, weight_decay=0.1)
+        for step in range(24):
+            gradients = noise(2, step)
+            for mine, its in zip(group.parameters, gradients, strict=True):
+                if step >= at:
+                    mine[0].requires_grad_(False)
+                    its[0] = None
+            group.step(gradients)
+        with torch.no_grad():
+            if hasattr(group.optimizers[0], "synchronizing"):
+                simulate([o.synchronizing() for o in group.optimizers])
+        assert all(torch.equal(p, q) for p, q in zip(*group.parameters, strict=True)), at
+        before = group.parameters[1][0].detach().clone()
+        group.step([[None, *mine[1:]] for mine in noise(2, 24)])
+        assert torch.equal(group.parameters[1][0], before)
+
+
+@every_kind
+def test_what_is_owed_is_told_in_units_of_steps(cls):
+    """So it does not depend on how large gradients are."""
+    owed = []
+    for scale in (1.0, 1000.0):
+        group = replicas(cls, 2, eps=1e-12)
+        for step in range(12):
+            group.step([[scale * g for g in mine] for mine in noise(2, step)])
+        owed.append(group.optimizers[0].owed())
+    assert owed[0] > 0.01
+    assert owed[1] == pytest.approx(owed[0], rel=0.05)
+
+
+@every_kind
+@some_sizes
+@pytest.mark.parametrize("option", ["codec", "exact_codec", "spiky_codec"])
+def test_codecs_of_whole_tensors_are_refused_at_construction(cls, size, option):
+    with pytest.raises(InvalidArgument, match="'powersgd/4/2' compresses whole tensors"):
+        replicas(cls, size, **{option: "powersgd-4"})
+
+
+@every_kind
+def test_replicas_that_differ_are_named(cls):
+    group = replicas(cls, 3)
+    group.parameters[2][1].data[5] += 1e-3
+    with pytest.raises(Mismatch, match=r"ranks \[2\] differ"):
+        group.step(noise(3, 0))
+
+
+def test_torchs_tools_carry_the_schedule_of_the_variance():
+    """``get_optimizer_state_dict`` knows ``state`` and nothing else."""
+
+    class Model(torch.nn.Module):
+        def __init__(self, parameters):
+            super().__init__()
+            self.weights = torch.nn.ParameterList(parameters)
+
+    group, other = (replicas(ZeroOneAdam, 2, codec="none") for _ in range(2))
+    while group.optimizers[0].steps_done < 20 or group.optimizers[0].held:
+        group.step(noise(2, group.optimizers[0].steps_done))
+    models, others = ([Model(mine) for mine in each.parameters] for each in (group, other))
+    for model, twin, o, theirs in zip(models, others, group.optimizers, other.optimizers, strict=True):
+        twin.load_state_dict(model.state_dict())
+        set_optimizer_state_dict(twin, theirs, get_optimizer_state_dict(model, o))
+    for step in range(group.optimizers[0].steps_done, 60):
+        kinds = {o.round() for o in (*group.optimizers, *other.optimizers)}
+        assert len(kinds) == 1, step
+        group.step(noise(2, step))
+        other.step(noise(2, step))
+    assert group.optimizers[0].counters.local_steps > 10
+    assert all(torch.equal(p, q) for p, q in zip(group.parameters[0], other.parameters[0], strict=True))
+
+
+def test_a_state_of_torchs_adam_begins_the_schedule_anew():
+    o = ZeroOneAdam([torch.nn.Parameter(torch.ones(8))], transport=Loopback(2).transport(0), **WINDOWS)
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))])
+    for _ in range(30):
+        plain.param_groups[0]["params"][0].grad = torch.ones(8)
+        plain.step()
+    o.load_state_dict(plain.state_dict())
+    assert (o.windows.updates, o.windows.updated_at) == (30, 29)
