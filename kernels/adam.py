@@ -91,7 +91,7 @@ def _within_reach(
     return torch.where(g.isfinite(), torch.minimum(torch.maximum(g, -most), most), g), beyond
 
 
-def aim(
+def update_momentum(
     segments: Segments, m: torch.Tensor, v: torch.Tensor, out: torch.Tensor, divisors: np.ndarray, *, beta: float, gain: float
 ) -> torch.Tensor:  # fmt: skip
     """out := (β·m + (1 − β)·gain·g)/s."""
@@ -104,14 +104,15 @@ def aim(
     return _counted(counts)
 
 
-def land(
+def apply_mean(
     segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, a: torch.Tensor, divisors: np.ndarray, *,
-    step: float, keep: float, share: float, most: float,
+    step: float, decay: float, momentum_scale: float, most: float,
 ) -> None:  # fmt: skip
-    """x := keep·a − step·p, where an empty a is x; m := share·p·s, but where v lies below the floor at most ``most``·√(k·v)."""
+    """x := decay·a − step·p, where an empty a is x; m := momentum_scale·p·s, but where v lies below the floor at most
+    ``most``·√(k·v)."""
     for line, (x, _, p_, v_, m_, a_) in zip(divisors.tolist(), segments.runs(p, v, m, a), strict=True):
-        torch.mul(x if a_ is None else a_, keep, out=x).sub_(p_, alpha=step)
-        m_.copy_(momentum(p_ * share, v_, line, most))
+        torch.mul(x if a_ is None else a_, decay, out=x).sub_(p_, alpha=step)
+        m_.copy_(momentum(p_ * momentum_scale, v_, line, most))
 
 
 def momentum(p: torch.Tensor, v: torch.Tensor, line: Sequence[float], most: float) -> torch.Tensor:
@@ -123,9 +124,9 @@ def momentum(p: torch.Tensor, v: torch.Tensor, line: Sequence[float], most: floa
 
 def accumulate(
     segments: Segments, m: torch.Tensor, u: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    divisors: np.ndarray | None = None, *, beta: float, gain: float, lr: float, keep: float,
+    divisors: np.ndarray | None = None, *, beta: float, gain: float, lr: float, decay: float,
 ) -> torch.Tensor:  # fmt: skip
-    """out := (keep·u + lr·(β·m + (1 − β)·gain·g))/s, where an empty u is zero; without a v nothing is divided or cut."""
+    """out := (decay·u + lr·(β·m + (1 − β)·gain·g))/s, where an empty u is zero; without a v nothing is divided or cut."""
     counts = []
     lines = [None] * len(segments.x) if divisors is None else divisors.tolist()
     for line, (_, g, m_, u_, v_, out_) in zip(lines, segments.runs(m, u, v, out), strict=True):
@@ -139,17 +140,17 @@ def accumulate(
             out_.add_(g, alpha=(1 - beta) * gain)
         out_.mul_(lr)
         if u_ is not None:
-            out_.add_(u_, alpha=keep)
+            out_.add_(u_, alpha=decay)
         if s is not None:
             out_.div_(s)
     return _counted(counts)
 
 
-def wander(
+def local_step(
     segments: Segments, m: torch.Tensor, u: torch.Tensor, a: torch.Tensor, v: torch.Tensor, divisors: np.ndarray, *,
-    beta: float, gain: float, lr: float, keep: float, kept: float, begins: bool,
+    beta: float, gain: float, lr: float, decay: float, anchor_decay: float, begins: bool,
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
-    """A local step: m := β·m + (1 − β)·gain·g, u := keep·u + lr·m, x := kept·a − u/s.
+    """A local step: m := β·m + (1 − β)·gain·g, u := decay·u + lr·m, x := anchor_decay·a − u/s.
 
     Where a window ``begins``, what u and a held does not count: u is zero and a := x. Where g is not finite, m stays as it
     is; returns whether all of g was finite.
@@ -167,8 +168,8 @@ def wander(
         else:
             finite.append(good.all())
             m_.copy_(torch.where(good, (m_ * beta).add_(g, alpha=1 - beta), m_))
-        u_.mul_(keep).add_(m_, alpha=lr)
-        torch.mul(a_, kept, out=x).addcdiv_(u_, s, value=-1)
+        u_.mul_(decay).add_(m_, alpha=lr)
+        torch.mul(a_, anchor_decay, out=x).addcdiv_(u_, s, value=-1)
     return not finite or bool(torch.stack(finite).all()), _counted(counts)
 
 
@@ -176,7 +177,7 @@ def _counted(counts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
 
-def observe(segments: Segments, m: torch.Tensor, v: torch.Tensor, *, beta: float, weight: float, unit: float) -> None:
+def update_variance(segments: Segments, m: torch.Tensor, v: torch.Tensor, *, beta: float, weight: float, unit: float) -> None:
     """m := β·m + (1 − β)·g; v := (1 − weight)·v + weight·unit·g², and what was zero so far begins with all of unit·g²."""
     for _, g, m_, v_ in segments.runs(m, v):
         if g is None:
@@ -188,12 +189,12 @@ def observe(segments: Segments, m: torch.Tensor, v: torch.Tensor, *, beta: float
         v_.copy_(torch.where(v_ == 0, squares, torch.lerp(v_, squares, weight)))
 
 
-def descend(
-    segments: Segments, m: torch.Tensor, v: torch.Tensor, divisors: np.ndarray, *, step: float, keep: float
+def apply_step(
+    segments: Segments, m: torch.Tensor, v: torch.Tensor, divisors: np.ndarray, *, step: float, decay: float
 ) -> None:
-    """x := keep·x − step·m/s."""
+    """x := decay·x − step·m/s."""
     for line, (x, _, m_, v_) in zip(divisors.tolist(), segments.runs(m, v), strict=True):
-        x.mul_(keep).addcdiv_(m_, divisor(v_, line), value=-step)
+        x.mul_(decay).addcdiv_(m_, divisor(v_, line), value=-step)
 
 
 def square_sum(segments: Segments) -> float:

@@ -59,7 +59,8 @@ def live(
     segments: Segments, p: torch.Tensor, v: torch.Tensor, m: torch.Tensor, course: torch.Tensor, divisors: np.ndarray,
     rule: LayerRule, *, most: float,
 ) -> None:  # fmt: skip
-    """m from p as in ``adam.land``; course := its average with p; x := x − γ·c·(p + λx), c := clip(‖x‖ / ‖course + λx‖)."""
+    """m from p as in ``adam.apply_mean``; course := its average with p; x := x − γ·c·(p + λx) with
+    c := clip(‖x‖ / ‖course + λx‖)."""
     slow = rule.coefficient_beta
     for line, (x, _, p_, v_, m_, course_) in zip(divisors.tolist(), segments.runs(p, v, m, course), strict=True):
         m_.copy_(momentum(p_, v_, line, most))

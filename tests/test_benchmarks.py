@@ -84,6 +84,8 @@ def test_bench_optimizer(compiled, tmp_path):
     names = [row["name"] for row in json.loads(file.read_text())["rows"]]
     assert names[0] == "AdamW(fused=True)"
     assert len(names) == 11
+    assert main(["optimizer", *TINY, "--steps", "3", "--tokens", "64", "--json", str(file)]) == 0
+    assert len(json.loads(file.read_text())["rows"]) == 6
 
 
 @pytest.mark.slow

@@ -25,25 +25,25 @@ def blend(k, segments, lines, m, v, u, a, p):
     k.blend(segments, m, u, **BETA)
 
 
-def aim(k, segments, lines, m, v, u, a, p):
-    return k.aim(segments, m, v, u, lines, **BETA)
+def update_momentum(k, segments, lines, m, v, u, a, p):
+    return k.update_momentum(segments, m, v, u, lines, **BETA)
 
 
-def land(k, segments, lines, m, v, u, a, p):
-    k.land(segments, p, v, m, a, lines, step=0.1, keep=0.99, share=3.0, most=1.5)
-    k.land(segments, p, v, u, a[:0], lines, step=0.1, keep=0.99, share=1.0, most=1.5)
+def apply_mean(k, segments, lines, m, v, u, a, p):
+    k.apply_mean(segments, p, v, m, a, lines, step=0.1, decay=0.99, momentum_scale=3.0, most=1.5)
+    k.apply_mean(segments, p, v, u, a[:0], lines, step=0.1, decay=0.99, momentum_scale=1.0, most=1.5)
 
 
 def accumulate(k, segments, lines, m, v, u, a, p):
-    k.accumulate(segments, m, u, v[:0], p, **BETA, lr=0.1, keep=0.99)
-    k.accumulate(segments, m, u[:0], v, a, lines, **BETA, lr=0.1, keep=0.99)
-    return k.accumulate(segments, m, u, v, m, lines, **BETA, lr=0.1, keep=0.99)
+    k.accumulate(segments, m, u, v[:0], p, **BETA, lr=0.1, decay=0.99)
+    k.accumulate(segments, m, u[:0], v, a, lines, **BETA, lr=0.1, decay=0.99)
+    return k.accumulate(segments, m, u, v, m, lines, **BETA, lr=0.1, decay=0.99)
 
 
-def wander(k, segments, lines, m, v, u, a, p):
+def local_step(k, segments, lines, m, v, u, a, p):
     counts = []
     for begins in (True, False):
-        finite, beyond = k.wander(segments, m, u, a, v, lines, **BETA, lr=0.1, keep=0.99, kept=0.98, begins=begins)
+        finite, beyond = k.local_step(segments, m, u, a, v, lines, **BETA, lr=0.1, decay=0.99, anchor_decay=0.98, begins=begins)
         assert finite
         counts.append(beyond)
     return torch.stack(counts)
@@ -67,7 +67,7 @@ def computed(passes, k):
     return results, k.square_sum(segments)
 
 
-@pytest.mark.parametrize("passes", [blend, aim, land, accumulate, wander])
+@pytest.mark.parametrize("passes", [blend, update_momentum, apply_mean, accumulate, local_step])
 @pytest.mark.parametrize("past", [True, False])
 def test_the_fused_passes_are_the_torch_operations(compiled, monkeypatch, passes, past):
     monkeypatch.setattr(cpu_adam, "PAST", 0 if past else 1 << 60)
@@ -97,9 +97,9 @@ def test_a_local_step_leaves_momentum_alone_where_gradients_are_not_finite(compi
         gradients[4][:] = float("inf")
         m, v, u, a, _ = buffers(flat.numel)
         before = m.clone()
-        finite, _ = k.wander(
-            flat.segments(range(len(SHAPES)), dict(enumerate(gradients))), m, u, a, v, DIVISORS, **BETA, lr=0.1, keep=0.99,
-            kept=0.98, begins=begins,
+        finite, _ = k.local_step(
+            flat.segments(range(len(SHAPES)), dict(enumerate(gradients))), m, u, a, v, DIVISORS, **BETA, lr=0.1, decay=0.99,
+            anchor_decay=0.98, begins=begins,
         )  # fmt: skip
         assert not finite
         for i, g in enumerate(gradients):
@@ -121,7 +121,7 @@ def test_what_is_sent_is_cut_at_its_reach_and_infinity_is_not(compiled, k):
     g = torch.zeros(200)
     g[:5] = torch.tensor([1.0, 100.0, -100.0, float("inf"), float("nan")])
     lines = np.array([(4.0, 0.001, 0.0, 20.0)], np.float32)  # s = 0.02, and 0.001 where v is zero
-    beyond = k.aim(flat.segments([0], {0: g}), m, v, out, lines, beta=0.9, gain=0.5)
+    beyond = k.update_momentum(flat.segments([0], {0: g}), m, v, out, lines, beta=0.9, gain=0.5)
     assert beyond.tolist() == [4]
     torch.testing.assert_close(out[:5], torch.tensor([2.0, 2.0, -2.0, float("inf"), float("nan")]), equal_nan=True)
 
@@ -130,6 +130,6 @@ def test_what_begins_late_begins_with_its_whole_square():
     flat = Flat([torch.nn.Parameter(torch.zeros(3))], ["0"])
     m, v = flat.new(), flat.new()
     v[:3] = torch.tensor([0.0, 4.0, 0.0])
-    adam.observe(flat.segments([0], {0: torch.tensor([3.0, 1.0, 0.0])}), m, v, beta=0.9, weight=0.25, unit=0.5)
+    adam.update_variance(flat.segments([0], {0: torch.tensor([3.0, 1.0, 0.0])}), m, v, beta=0.9, weight=0.25, unit=0.5)
     torch.testing.assert_close(v[:3], torch.tensor([4.5, 0.75 * 4 + 0.25 * 0.5, 0.0]))
     torch.testing.assert_close(m[:3], torch.tensor([0.3, 0.1, 0.0]))

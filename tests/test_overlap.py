@@ -46,7 +46,7 @@ def train(name, overlapped, accumulate=1, poisoned=(), options=None, bucket_mb=0
                     loss = loss * float("inf")
                 (scaler.scale(loss) if scaler else loss).backward()
         if overlapped:
-            started.append(len(optimizer.under_way._futures))
+            started.append(len(optimizer.bucket_rounds._futures))
         if scaler:
             scaler.step(optimizer)
             scaler.update()

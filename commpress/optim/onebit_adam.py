@@ -87,7 +87,7 @@ class OneBitAdam(ReplicatedOptimizer):
     ) -> None:
         live, frozen = self.lanes.part(indices)
         self.blend(live, gradients, gain)
-        beyond = self.kernels.aim(
+        beyond = self.kernels.update_momentum(
             self._flat.segments(frozen, gradients), self.momentum, self.variance, self.work, self.lanes.divisors(frozen),
             beta=group["betas"][0], gain=gain,
         )  # fmt: skip
@@ -96,18 +96,18 @@ class OneBitAdam(ReplicatedOptimizer):
     def apply(self, kind: Round) -> None:
         if kind is Round.COMPRESSED:
             for group, at in self.groups():
-                self.land(group, self.lanes.part(at)[1])
+                self.apply_mean(group, self.lanes.part(at)[1])
         self.exact(self._works, None if kind is Round.EXACT else self.lanes.part(range(len(self._works)))[0])
 
-    def land(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
+    def apply_mean(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
         """Parameters and momentum of frozen tensors of one group, from p in ``work``."""
         if not frozen:
             return
         lr, correction = float(group["lr"]), 1 - group["betas"][0] ** (self.steps_done + 1)
-        self.kernels.land(
+        self.kernels.apply_mean(
             self._flat.placed(frozen), self.work, self.variance, self.momentum, self._empty, self.lanes.divisors(frozen),
-            step=lr / (correction if group["bias_correction"] else 1.0), keep=1 - lr * group["weight_decay"], share=1.0,
-            most=self.lanes.bound(frozen[0]),
+            step=lr / (correction if group["bias_correction"] else 1.0), decay=1 - lr * group["weight_decay"],
+            momentum_scale=1.0, most=self.lanes.bound(frozen[0]),
         )  # fmt: skip
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:

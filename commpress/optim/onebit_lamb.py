@@ -83,7 +83,7 @@ class OneBitLamb(OneBitAdam):
             self.coefficient_beta, self.factors, self.factor_change,
         )  # fmt: skip
 
-    def land(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
+    def apply_mean(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
         if not frozen:
             return
         at, rule, most = list(frozen), self._rule(group), self.lanes.bound(frozen[0])

@@ -100,7 +100,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
         self.counters = OptimizerCounters()
         self.steps_done = 0
-        self.under_way: Any = None  # what an overlapping hook has started (``integrations.ddp.overlap``)
+        self.bucket_rounds: Any = None  # what an overlapping hook has started (``integrations.ddp.overlap``)
         self._asked = False  # whether some rank did in this step's headers
         self._counted = 0  # bytes that ``counters`` know of
         self.flat: Flat | None = None
@@ -219,9 +219,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         try:
             taken = self.channel.run(self.steps())
         except NonFiniteGradient:
-            self._tell_scaler(taken=False)
+            self._update_scaler(taken=False)
             raise
-        self._tell_scaler(taken=taken)
+        self._update_scaler(taken=taken)
         return loss
 
     def steps(self) -> Steps[bool]:
@@ -237,10 +237,10 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if taken:
             self.steps_done += 1
             yield from self.after(kind)
-            yield from self._talk()
+            yield from self._agree_who_wakes()
         self.counters.step(kind.value, taken, self.sent_bytes(), self._flat.numel, self.channel.size)
         if not taken:
-            self._say_skipped()
+            self._report_skipped()
         return taken
 
     def _key(self) -> int:
@@ -296,7 +296,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """True if this rank wants tensors to wake up."""
         return bool(self.lanes.waking().any())
 
-    def _talk(self) -> Steps[None]:
+    def _agree_who_wakes(self) -> Steps[None]:
         """Wake the tensors that some rank means, if one has asked for it in a header."""
         if not self._asked:
             return
@@ -332,13 +332,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 "broadcasts them) and change parameters only through this optimizer.",
                 ranks=different,
             )
-        if self.under_way is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
+        if self.bucket_rounds is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
             log.warning(
                 "gradients are the same in every bit on all ranks: somebody averaged them already, so compression saves "
                 "nothing. Under DistributedDataParallel call commpress.overlap(ddp, optimizer)."
             )
 
-    def _say_skipped(self) -> None:
+    def _report_skipped(self) -> None:
         if self.on_nonfinite == "raise":
             raise NonFiniteGradient(
                 f"the gradients of step {self.steps_done} hold NaN or infinity on some rank. Nothing was changed. Look for the "
@@ -352,7 +352,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 count,
             )
 
-    def _tell_scaler(self, *, taken: bool) -> None:
+    def _update_scaler(self, *, taken: bool) -> None:
         if self.grad_scaler is not None and self.grad_scaler._scale is not None and hasattr(self, "found_inf"):
             verdict = torch.tensor(float(not taken), device=self.grad_scaler._scale.device)
             self.grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {verdict.device: verdict}

@@ -49,8 +49,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     def before(self, kind: Round) -> Steps[None]:
         """Wait for what backward has started, before anybody else sends."""
-        if self.under_way is not None:
-            yield from self.under_way.wait()
+        if self.bucket_rounds is not None:
+            yield from self.bucket_rounds.wait()
         trained = {i for _, at in self.groups() for i in at}
         for i in range(len(self._works)):
             if i not in trained:
@@ -94,8 +94,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
     def _together(self, kind: Round) -> Steps[bool]:
         outcomes: list[Outcome] = []
         left = {i for _, at in self.groups() for i in at}
-        if self.under_way is not None:
-            outcomes, indices = yield from self.under_way.finish(kind)
+        if self.bucket_rounds is not None:
+            outcomes, indices = yield from self.bucket_rounds.finish(kind)
             left -= indices
         if left:
             gain = yield from self.clipping.agreed(self, self.gain(), exact=kind is Round.EXACT)
@@ -197,7 +197,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         every = [group for group in self.param_groups for _ in group["params"]]
         self.lanes.lay_out(flat, every, self.variance, self.channel.size)
         self.lanes.count(range(count), self.steps_done)
-        self._show()
+        self._expose_state()
         if first:
             exact, size, workspace = policy_of(self.exact_codec, min_numel=256), self.channel.size, self.channel.workspace
             self.full = Exchanges(exact, size, workspace, feedback=self.error_feedback)
@@ -206,7 +206,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         self.recut()
         self.allocate()
 
-    def _show(self) -> None:
+    def _expose_state(self) -> None:
         """``state`` as torch's Adam has it, and which lane a parameter is in; views of what is kept side by side."""
         for i, p in enumerate(self._flat.parameters):
             state = self.state[p]

@@ -221,8 +221,8 @@ class ShardedOneBitAdam(CompressedOptimizer):
             group, m = self.lanes.group(part.parameter), part.of(self.momentum)
             beta1, lr = group["betas"][0], float(group["lr"])
             m.mul_(beta1).addcmul_(part.of(self.mean), self.unit(part))
-            self.descend(part, m, step=lr / (1 - beta1 ** (self.steps_done + 1)), keep=1 - lr * group["weight_decay"])
-            self.bound(part, m)
+            self.apply_step(part, m, step=lr / (1 - beta1 ** (self.steps_done + 1)), decay=1 - lr * group["weight_decay"])
+            self.bound_momentum(part, m)
 
     def adam(self, indices: Iterable[int]) -> None:
         """Adam's step with mean gradients: torch's own fused kernel."""
@@ -248,12 +248,12 @@ class ShardedOneBitAdam(CompressedOptimizer):
         """s as whoever sent divided by it."""
         return part.of_whole(self.lanes.divisor(part.parameter))
 
-    def descend(self, part: Owned, m: torch.Tensor, *, step: float, keep: float) -> None:
-        """w ← keep·w − step·m/s."""
+    def apply_step(self, part: Owned, m: torch.Tensor, *, step: float, decay: float) -> None:
+        """w ← decay·w − step·m/s."""
         _, low, eps, _ = self.lanes.divisors([part.parameter])[0].tolist()
-        part.of(self.master).mul_(keep).addcdiv_(m, self.root(part).clamp_(min=low).add_(eps), value=-step)
+        part.of(self.master).mul_(decay).addcdiv_(m, self.root(part).clamp_(min=low).add_(eps), value=-step)
 
-    def bound(self, part: Owned, m: torch.Tensor) -> None:
+    def bound_momentum(self, part: Owned, m: torch.Tensor) -> None:
         """m within Adam's own bound where it is noise: whoever divides it by the true √v does no harm."""
         low, root = float(self.lanes.divisors([part.parameter])[0, 1]), self.root(part)
         most = torch.where(root < low, root * self.lanes.bound(part.parameter), torch.inf)

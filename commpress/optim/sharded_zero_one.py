@@ -25,7 +25,7 @@ import torch
 
 from commpress.optim.optimizer import Round
 from commpress.optim.sharded_adam import ShardedOneBitAdam
-from commpress.optim.windows import Spans, Windows, keep, rate_of
+from commpress.optim.windows import Spans, Windows, decay_of, rate_of
 from commpress.optim.zero_one_adam import WAKING
 from commpress.schedules import Updates
 from commpress.work import Steps, run
@@ -79,7 +79,7 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
             for i in at:
                 q, u, g = (self._flat.view(b, i) for b in (self.innovation, self.pending, self.work))
                 q.mul_(beta1).add_(g, alpha=1 - beta1)
-                u.mul_(keep(group)).add_(q, alpha=rate_of(group, self.steps_done))
+                u.mul_(decay_of(group)).add_(q, alpha=rate_of(group, self.steps_done))
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
         self.carried = self._carry()
         self.windows.hold(self.windows.after(self.steps_done, self.param_groups), span)
@@ -93,13 +93,14 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
             beta1, rate = group["betas"][0], rate_of(group, self.steps_done)
             for i in at:
                 q, u, d = (self._flat.view(b, i) for b in (self.innovation, self.pending, self.work))
-                d.mul_((1 - beta1) * rate).add_(q, alpha=beta1 * rate).add_(u, alpha=keep(group)).div_(self.lanes.divisor(i))
+                d.mul_((1 - beta1) * rate).add_(q, alpha=beta1 * rate).add_(u, alpha=decay_of(group))
+                d.div_(self.lanes.divisor(i))
 
     def _carry(self) -> list[float]:
         """A of each group once this step is in."""
         before, step = self.carried if self.windows.held else [0.0] * len(self.param_groups), self.windows.held + 1
         return [
-            keep(group) * carried + rate_of(group, self.steps_done) * group["betas"][0] ** step
+            decay_of(group) * carried + rate_of(group, self.steps_done) * group["betas"][0] ** step
             for group, carried in zip(self.param_groups, before, strict=True)
         ]
 
@@ -119,13 +120,13 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
 
     def _gather(self, window: Sequence[tuple[float, float]], carried: Sequence[float]) -> None:
         """Master weights and momentum from the displacement in ``mean``."""
-        for (_, at), (rate, kept), share in zip(self.groups(), window, carried, strict=True):
+        for (_, at), (rate, decay), own in zip(self.groups(), window, carried, strict=True):
             for part in self.owned(at):
                 m = part.of(self.momentum)
-                m.mul_(share).addcmul_(part.of(self.mean), self.unit(part))
-                self.descend(part, m, step=1.0, keep=kept)
+                m.mul_(own).addcmul_(part.of(self.mean), self.unit(part))
+                self.apply_step(part, m, step=1.0, decay=decay)
                 m.mul_(1 / rate if rate > 0 else 0.0)
-                self.bound(part, m)
+                self.bound_momentum(part, m)
 
     def _observe(self) -> None:
         """An exact step after windows have begun: its variance counts, and an element without any begins with v̂ = g²."""
@@ -140,7 +141,7 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
                 v.div_(before).lerp_(square, (1 - beta2) / after).copy_(torch.where(seen, v, square)).mul_(after)
                 m.lerp_(g, 1 - beta1)
                 self.lanes.variance_steps[part.parameter] = done + 1
-                self.descend(part, m, step=rate_of(group, self.steps_done), keep=keep(group))
+                self.apply_step(part, m, step=rate_of(group, self.steps_done), decay=decay_of(group))
 
     def schedule(self, kind: Round) -> Steps[None]:
         yield from ()
@@ -199,7 +200,7 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
             torch.div(self._flat.view(self.pending, i), self.lanes.divisor(i), out=self._flat.view(self.work, i))
         outcomes = yield from self.quantized.reduce(self.work, self.mean, key=self._key())
         if (yield from self.settled(outcomes)):
-            self._gather(list(zip(self.windows.rates, self.windows.kept, strict=True)), self.carried)
+            self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)), self.carried)
             yield from self._publish(self.quantized, whole=False)
         self._close()
         self.counters.compressed_rounds += 1

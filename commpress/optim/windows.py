@@ -33,7 +33,7 @@ class Windows:
         self.updates, self.updated_at = steps_done, steps_done - 1  # of the variance: how many, and the last one's step
         self.held, self.span = 0, 1  # steps since the last synchronisation; how many this window is to have
         self.rates: list[float] = []  # Γ of each group
-        self.kept: list[float] = []  # D of each group
+        self.decays: list[float] = []  # D of each group
         self.wakes, self.exact_until, self.quiet_until = 0, 0, 0  # steps before which all are exact, and nobody may ask again
 
     def follow(self, updates: int, updated_at: int, steps_done: int) -> None:
@@ -59,15 +59,15 @@ class Windows:
 
     def after(self, step: int, groups: Sequence[Group]) -> list[tuple[float, float]]:
         """(Γ, D) of each group once this step is in."""
-        before = list(zip(self.rates, self.kept, strict=True)) if self.held else [(0.0, 1.0)] * len(groups)
+        before = list(zip(self.rates, self.decays, strict=True)) if self.held else [(0.0, 1.0)] * len(groups)
         return [
-            (keep(group) * rate + rate_of(group, step), keep(group) * kept)
-            for group, (rate, kept) in zip(groups, before, strict=True)
+            (decay_of(group) * rate + rate_of(group, step), decay_of(group) * decay)
+            for group, (rate, decay) in zip(groups, before, strict=True)
         ]
 
     def hold(self, window: Sequence[tuple[float, float]], span: int) -> None:
         """A local step is taken."""
-        self.rates, self.kept, self.span = [rate for rate, _ in window], [kept for _, kept in window], span
+        self.rates, self.decays, self.span = [rate for rate, _ in window], [decay for _, decay in window], span
         self.held += 1
 
     def updated(self, step: int) -> None:
@@ -94,14 +94,14 @@ class Windows:
     def state(self) -> dict[str, Any]:
         return {
             "updates": self.updates, "updated_at": self.updated_at, "held": self.held, "span": self.span,
-            "rates": list(self.rates), "kept": list(self.kept), "wakes": self.wakes, "exact_until": self.exact_until,
+            "rates": list(self.rates), "decays": list(self.decays), "wakes": self.wakes, "exact_until": self.exact_until,
             "quiet_until": self.quiet_until,
         }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
         self.updates, self.updated_at = int(state["updates"]), int(state["updated_at"])
         self.held, self.span = int(state["held"]), int(state["span"])
-        self.rates, self.kept = list(state["rates"]), list(state["kept"])
+        self.rates, self.decays = list(state["rates"]), list(state["decays"])
         self.wakes, self.exact_until, self.quiet_until = (
             int(state[name]) for name in ("wakes", "exact_until", "quiet_until")
         )
@@ -112,5 +112,5 @@ def rate_of(group: Group, step: int) -> float:
     return float(group["lr"]) / correction
 
 
-def keep(group: Group) -> float:
+def decay_of(group: Group) -> float:
     return 1 - float(group["lr"]) * group["weight_decay"]

@@ -38,7 +38,7 @@ from commpress.collectives.buckets import one_message
 from commpress.errors import StateMismatch
 from commpress.optim.optimizer import Round
 from commpress.optim.replicated import ReplicatedOptimizer
-from commpress.optim.windows import Spans, Windows, keep, rate_of
+from commpress.optim.windows import Spans, Windows, decay_of, rate_of
 from commpress.schedules import Updates
 from commpress.work import Steps, run
 
@@ -104,7 +104,7 @@ class ZeroOneAdam(ReplicatedOptimizer):
         beyond = self.kernels.accumulate(
             self._flat.segments(indices, gradients), self.momentum, self.accumulated if self.held else self._empty,
             self.variance, self.work, self.lanes.divisors(indices), beta=group["betas"][0], gain=gain,
-            lr=rate_of(group, self.steps_done), keep=keep(group),
+            lr=rate_of(group, self.steps_done), decay=decay_of(group),
         )  # fmt: skip
         self.lanes.see(indices, beyond)
 
@@ -117,11 +117,11 @@ class ZeroOneAdam(ReplicatedOptimizer):
     def _gather(self, window: list[tuple[float, float]]) -> None:
         """Parameters and momentum from d in ``work``."""
         anchor = self.anchor if self.held else self._empty
-        for (_, at), (rate, kept) in zip(self.groups(), window, strict=True):
+        for (_, at), (rate, decay) in zip(self.groups(), window, strict=True):
             if len(at):
-                self.kernels.land(
+                self.kernels.apply_mean(
                     self._flat.placed(at), self.work, self.variance, self.momentum, anchor, self.lanes.divisors(at),
-                    step=1.0, keep=kept, share=1 / rate if rate > 0 else 0.0, most=self.lanes.bound(at[0]),
+                    step=1.0, decay=decay, momentum_scale=1 / rate if rate > 0 else 0.0, most=self.lanes.bound(at[0]),
                 )  # fmt: skip
         self.windows.held = 0
 
@@ -136,14 +136,14 @@ class ZeroOneAdam(ReplicatedOptimizer):
             for i in at:
                 weight = (1 - beta2) / self.lanes.correction(i, done + 1)
                 unit = self.lanes.correction(i, int(self.lanes.variance_steps[i]))
-                self.kernels.observe(
+                self.kernels.update_variance(
                     self._flat.segments((i,), {i: gradients[i]}), self.momentum, self.variance, beta=beta1, weight=weight,
                     unit=unit,
                 )  # fmt: skip
                 self.lanes.divide(i)
-            self.kernels.descend(
+            self.kernels.apply_step(
                 self._flat.placed(at), self.momentum, self.variance, self.lanes.divisors(at),
-                step=rate_of(group, self.steps_done), keep=keep(group),
+                step=rate_of(group, self.steps_done), decay=decay_of(group),
             )  # fmt: skip
 
     def local(self, gain: float) -> None:
@@ -156,12 +156,12 @@ class ZeroOneAdam(ReplicatedOptimizer):
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
         window, gain = self.windows.after(self.steps_done, self.param_groups), self._local_gain(gain)
         finite = gain > 0
-        for (group, at), (_, kept) in zip(self.groups(), window, strict=True):
+        for (group, at), (_, decay) in zip(self.groups(), window, strict=True):
             segments = self._flat.segments(at) if gain else self._flat.placed(at)
-            good, beyond = self.kernels.wander(
+            good, beyond = self.kernels.local_step(
                 segments, self.momentum, self.accumulated, self.anchor, self.variance, self.lanes.divisors(at),
-                beta=group["betas"][0] if gain else 1.0, gain=gain, lr=rate_of(group, self.steps_done), keep=keep(group),
-                kept=kept, begins=self.held == 0,
+                beta=group["betas"][0] if gain else 1.0, gain=gain, lr=rate_of(group, self.steps_done), decay=decay_of(group),
+                anchor_decay=decay, begins=self.held == 0,
             )  # fmt: skip
             self.lanes.see(at, beyond)
             finite &= good
@@ -179,7 +179,7 @@ class ZeroOneAdam(ReplicatedOptimizer):
         yield from ()
         if kind is Round.EXACT:
             self.windows.updated(self.steps_done - 1)
-            self._show_updates()
+            self._expose_updates()
             self._stale = True
         if self.windows.updates != self.steps_done and self.held == 0:
             self.lanes.keep_up(range(len(self._flat.parameters)), self.steps_done)
@@ -216,10 +216,10 @@ class ZeroOneAdam(ReplicatedOptimizer):
         self.updated = torch.zeros(len(self._flat.parameters), 2, dtype=torch.int64)
         for row, p in zip(self.updated, self._flat.parameters, strict=True):
             self.state[p] |= {"variance_updates": row[0], "variance_updated_at": row[1]}
-        self._show_updates()
+        self._expose_updates()
         self._begin_anew()
 
-    def _show_updates(self) -> None:
+    def _expose_updates(self) -> None:
         """Write the schedule of the variance into ``state``, which is all that torch's tools carry along."""
         self.updated[:, 0], self.updated[:, 1] = self.windows.updates, self.windows.updated_at
 
@@ -254,9 +254,9 @@ class ZeroOneAdam(ReplicatedOptimizer):
             outcomes = yield from self.reduce(Round.COMPRESSED, range(len(self._flat.parameters)))
             if not (yield from self.settled(outcomes)):
                 self.work.zero_()
-        self._gather(list(zip(self.windows.rates, self.windows.kept, strict=True)))
+        self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)))
         self._flat.publish()
-        yield from self._talk()
+        yield from self._agree_who_wakes()
         self.counters.compressed_rounds += 1
         self.counters.compressed_bytes += self.sent_bytes()
 
@@ -290,7 +290,7 @@ class ZeroOneAdam(ReplicatedOptimizer):
         self.recut()
         if schedule is None:
             self.windows.follow(*self.updated[0].tolist(), self.steps_done)
-            self._show_updates()
+            self._expose_updates()
             return
         self.windows.load(schedule)
         self._members = {i for i in range(len(self._flat.parameters)) if ReplicatedOptimizer.is_trained(self, i)}
@@ -304,9 +304,9 @@ class ZeroOneAdam(ReplicatedOptimizer):
             self.accumulated, self.anchor = self._flat.new(), self._flat.new()
             self.accumulated.copy_(schedule["accumulated"])
             self.anchor.copy_(schedule["anchor"])
-            for (_, at), kept in zip(self.groups(), self.windows.kept, strict=True):
-                self.kernels.wander(  # x := D·a − u/s, nothing else changes
+            for (_, at), decay in zip(self.groups(), self.windows.decays, strict=True):
+                self.kernels.local_step(  # x := D·a − u/s, nothing else changes
                     self._flat.placed(at), self.momentum, self.accumulated, self.anchor, self.variance,
-                    self.lanes.divisors(at), beta=1.0, gain=0.0, lr=0.0, keep=1.0, kept=kept, begins=False,
+                    self.lanes.divisors(at), beta=1.0, gain=0.0, lr=0.0, decay=1.0, anchor_decay=decay, begins=False,
                 )  # fmt: skip
             self._flat.publish()

@@ -60,11 +60,11 @@ def overlap(
             ddp.register_comm_hook(None, local_hook)
         return optimizer
     # DDP takes one hook, and for good
-    registered = [state for _, state in ddp._comm_hooks if isinstance(state, UnderWay) and state.optimizer]
-    optimizer.under_way = registered[0] if registered else UnderWay(optimizer)
-    optimizer.under_way.optimizer = optimizer
+    registered = [state for _, state in ddp._comm_hooks if isinstance(state, BucketRounds) and state.optimizer]
+    optimizer.bucket_rounds = registered[0] if registered else BucketRounds(optimizer)
+    optimizer.bucket_rounds.optimizer = optimizer
     if not registered:
-        ddp.register_comm_hook(optimizer.under_way, momentum_hook)
+        ddp.register_comm_hook(optimizer.bucket_rounds, momentum_hook)
     return optimizer
 
 
@@ -80,13 +80,13 @@ def local_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return future
 
 
-def momentum_hook(state: "UnderWay", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def momentum_hook(state: "BucketRounds", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Start the round of one bucket; DDP gets its own gradients back."""
     state.start(bucket)
     return local_hook(None, bucket)
 
 
-class UnderWay:
+class BucketRounds:
     """The rounds that backward has started and ``step`` has not taken yet."""
 
     def __init__(self, optimizer: ReplicatedOptimizer) -> None:

@@ -2,9 +2,9 @@
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
 having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``put``): ``blend`` then moves 12, ``aim`` 16, ``land`` 20, ``accumulate`` 20, or 16 if there is no u, ``wander``
-36, or 32 where a window begins, and ``square_sum`` 4. The root of the variance is taken in each pass anew: to keep
-what is divided by would be four bytes more per parameter, and one more thing that may be out of date.
+elements do (``put``): ``blend`` then moves 12, ``update_momentum`` 16, ``apply_mean`` 20, ``accumulate`` 20, or 16 if there is
+no u, ``local_step`` 36, or 32 where a window begins, and ``square_sum`` 4. The root of the variance is taken in each pass anew:
+to keep what is divided by would be four bytes more per parameter, and one more thing that may be out of date.
 
 The loops are in ``sources.adam``. Every function is that of ``adam`` with the same name; results do not depend on the number of
 threads.
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from commpress.kernels.adam import Segments
-from commpress.kernels.adam import descend as descend
-from commpress.kernels.adam import observe as observe
+from commpress.kernels.adam import apply_step as apply_step
+from commpress.kernels.adam import update_variance as update_variance
 from commpress.kernels.cpu.compiled import Kernel, Kernels
 from commpress.kernels.cpu.threads import split
 
@@ -42,29 +42,29 @@ def blend(segments, m, out, *, beta, gain):
     _run(loops.blend, segments, m.numpy(), out.numpy(), *map(np.float32, (beta, (1 - beta) * gain)))
 
 
-def aim(segments, m, v, out, divisors, *, beta, gain):
+def update_momentum(segments, m, v, out, divisors, *, beta, gain):
     counts, buffers = _none(segments), (b.numpy() for b in (m, v, out))
-    _run(loops.aim, segments, divisors, *buffers, counts, *map(np.float32, (beta, 1 - beta, gain)))
+    _run(loops.update_momentum, segments, divisors, *buffers, counts, *map(np.float32, (beta, 1 - beta, gain)))
     return torch.from_numpy(counts)
 
 
-def land(segments, p, v, m, a, divisors, *, step, keep, share, most):
-    buffers, scalars = (b.numpy() for b in (p, v, m)), map(np.float32, (step, keep, share, most))
-    _run(loops.land, segments, divisors, *buffers, _array(a), *scalars)
+def apply_mean(segments, p, v, m, a, divisors, *, step, decay, momentum_scale, most):
+    buffers, scalars = (b.numpy() for b in (p, v, m)), map(np.float32, (step, decay, momentum_scale, most))
+    _run(loops.apply_mean, segments, divisors, *buffers, _array(a), *scalars)
 
 
-def accumulate(segments, m, u, v, out, divisors=None, *, beta, gain, lr, keep):
-    counts, scalars = _none(segments), map(np.float32, (beta, 1 - beta, gain, lr, keep))
+def accumulate(segments, m, u, v, out, divisors=None, *, beta, gain, lr, decay):
+    counts, scalars = _none(segments), map(np.float32, (beta, 1 - beta, gain, lr, decay))
     lines = np.zeros((len(counts), 4), np.float32) if divisors is None else divisors
     if m.numel():
         _run(loops.accumulate, segments, lines, m.numpy(), *map(_array, (u, v)), out.numpy(), counts, *scalars)
     return torch.from_numpy(counts)
 
 
-def wander(segments, m, u, a, v, divisors, *, beta, gain, lr, keep, kept, begins):
+def local_step(segments, m, u, a, v, divisors, *, beta, gain, lr, decay, anchor_decay, begins):
     counts, buffers = _none(segments), [b.numpy() for b in (m, u, a, v)]
-    scalars = map(np.float32, (beta, 1 - beta, gain, lr, keep, kept))
-    return not any(_run(loops.wander, segments, divisors, *buffers, counts, *scalars, begins)), torch.from_numpy(counts)
+    scalars = map(np.float32, (beta, 1 - beta, gain, lr, decay, anchor_decay))
+    return not any(_run(loops.local_step, segments, divisors, *buffers, counts, *scalars, begins)), torch.from_numpy(counts)
 
 
 def square_sum(segments):

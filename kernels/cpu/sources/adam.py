@@ -61,7 +61,7 @@ def blend(table, m, out, beta, alpha, past, start, stop):
     past=FLAG, start=I64, stop=I64,
 )  # fmt: skip
 @bare
-def aim(table, divisors, m, v, out, counts, beta, alpha, gain, past, start, stop):
+def update_momentum(table, divisors, m, v, out, counts, beta, alpha, gain, past, start, stop):
     done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
@@ -82,11 +82,11 @@ def aim(table, divisors, m, v, out, counts, beta, alpha, gain, past, start, stop
 
 
 @kernel(
-    table=TABLE, divisors=DIVISORS, p=FLOATS, v=FLOATS, m=FLOATS, a=MAYBE_FLOATS, step=F32, keep=F32, share=F32,
+    table=TABLE, divisors=DIVISORS, p=FLOATS, v=FLOATS, m=FLOATS, a=MAYBE_FLOATS, step=F32, decay=F32, momentum_scale=F32,
     most=F32, past=FLAG, start=I64, stop=I64,
 )  # fmt: skip
 @bare
-def land(table, divisors, p, v, m, a, step, keep, share, most, past, start, stop):
+def apply_mean(table, divisors, p, v, m, a, step, decay, momentum_scale, most, past, start, stop):
     """What is not there is None: Numba then compiles a loop without it, where a test would cost a fifteenth."""
     done = 0
     for s in range(table.shape[0]):
@@ -98,21 +98,21 @@ def land(table, divisors, p, v, m, a, step, keep, share, most, past, start, stop
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
             mean, own = load(p, at, left), root(k * load(v, at, left))
-            momentum = (share * mean) * (more(own, low) + eps)
+            momentum = (momentum_scale * mean) * (more(own, low) + eps)
             put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, beyond_caches)
             if a is None:
-                put(keep * load(x, i, left) - step * mean, x, i, left, False)
+                put(decay * load(x, i, left) - step * mean, x, i, left, False)
             else:
-                put(keep * load(a, at, left) - step * mean, x, i, left, stream)
+                put(decay * load(a, at, left) - step * mean, x, i, left, stream)
         done += table[s, 3]
 
 
 @kernel(
     table=TABLE, divisors=DIVISORS, m=FLOATS, u=MAYBE_FLOATS, v=MAYBE_FLOATS, out=FLOATS, counts=INTEGERS, beta=F32,
-    alpha=F32, gain=F32, lr=F32, keep=F32, past=FLAG, start=I64, stop=I64,
+    alpha=F32, gain=F32, lr=F32, decay=F32, past=FLAG, start=I64, stop=I64,
 )  # fmt: skip
 @bare
-def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, keep, past, start, stop):
+def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, decay, past, start, stop):
     done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
@@ -132,7 +132,7 @@ def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, kee
                 new = where_finite(new, within(new, reach * divisor), new)
                 new = lr * (beta * load(m, at, left) + alpha * new)
             if u is not None:
-                new = new + keep * load(u, at, left)
+                new = new + decay * load(u, at, left)
             if v is not None:
                 new = new / divisor
             put(new, out, at, left, stream)
@@ -143,10 +143,10 @@ def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, kee
 
 @kernel(
     table=TABLE, divisors=DIVISORS, m=FLOATS, u=FLOATS, a=FLOATS, v=FLOATS, counts=INTEGERS, beta=F32, alpha=F32,
-    gain=F32, lr=F32, keep=F32, kept=F32, begins=FLAG, past=FLAG, start=I64, stop=I64,
+    gain=F32, lr=F32, decay=F32, anchor_decay=F32, begins=FLAG, past=FLAG, start=I64, stop=I64,
 )  # fmt: skip
 @bare
-def wander(table, divisors, m, u, a, v, counts, beta, alpha, gain, lr, keep, kept, begins, past, start, stop):
+def local_step(table, divisors, m, u, a, v, counts, beta, alpha, gain, lr, decay, anchor_decay, begins, past, start, stop):
     """Returns how many vectors of g were not finite."""
     done, bad = 0, 0
     for s in range(table.shape[0]):
@@ -169,9 +169,9 @@ def wander(table, divisors, m, u, a, v, counts, beta, alpha, gain, lr, keep, kep
                 anchor, moved = load(x, i, left), lr * momentum
                 put(anchor, a, at, left, beyond_caches)
             else:
-                anchor, moved = load(a, at, left), keep * load(u, at, left) + lr * momentum
+                anchor, moved = load(a, at, left), decay * load(u, at, left) + lr * momentum
             put(moved, u, at, left, begins and beyond_caches)
-            put(kept * anchor - moved / divisor, x, i, left, stream and not begins)
+            put(anchor_decay * anchor - moved / divisor, x, i, left, stream and not begins)
         if far:
             add_count(counts, s, far)
         done += table[s, 3]
