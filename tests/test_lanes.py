@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, lanes, zero_one_adam
+from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, lanes, windows
 from optim_twin import Replicas, equal, flat, mean, noise, owed, start, state_of
 
 LR, WARMUP, LATE = 1e-3, 20, 40
@@ -149,7 +149,7 @@ def test_a_tensor_that_outgrows_its_variance_thaws_on_all_ranks(name, only, capl
     assert [o.counters.woken_tensors for o in group.optimizers] == [1, 1]
     for o in group.optimizers:
         if name == "zero-one":
-            assert o.windows.exact_until == talks[0] + 1 + zero_one_adam.WAKING
+            assert o.windows.exact_until == talks[0] + 1 + windows.WAKING
         else:
             assert o.lanes.frozen.tolist() == [True, False, True, True]
             assert int(o.lanes.thawed_at[1]) == talks[0] + 1

@@ -136,11 +136,6 @@ class OneBitAdam(ReplicatedOptimizer):
             woken = self.lanes.thawed_at.tolist()
             self._freeze(i for i in live if not woken[i] or step - woken[i] >= self.patience)
 
-    @property
-    def patience(self) -> int:
-        """Steps that a variance takes to forget what it was."""
-        return max(round(2 / (1 - max(group["betas"][1] for group in self.param_groups))), 1)
-
     # ------------------------------------------------------------ from lane to lane
 
     def _freeze(self, indices: Iterable[int]) -> None:

@@ -38,7 +38,7 @@ from commpress.optim.counters import OptimizerCounters
 from commpress.optim.flat import Flat
 from commpress.optim.lanes import Lanes
 from commpress.schedules import AfterSteps, Facts, Freeze, WhenStable
-from commpress.work import Steps, run
+from commpress.work import Steps
 
 log = logging.getLogger("commpress")
 
@@ -292,6 +292,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._asked = finite and any(outcome.asks for outcome in outcomes)
         return finite
 
+    @property
+    def patience(self) -> int:
+        """Steps that a variance takes to forget what it was."""
+        return max(round(2 / (1 - max(group["betas"][1] for group in self.param_groups))), 1)
+
     def asks(self) -> bool:
         """True if this rank wants tensors to wake up."""
         return bool(self.lanes.waking().any())
@@ -365,7 +370,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's part of a state that fits any world size; collective, between steps. Rank 0's is the large one."""
-        return run(self.elastic_steps())
+        return self.channel.run(self.elastic_steps())
 
     @abstractmethod
     def elastic_steps(self) -> Steps[dict[str, Any]]:

@@ -280,11 +280,6 @@ class ShardedOneBitAdam(CompressedOptimizer):
             self.frozen_at, self.unknown = step, True
             self.full.residuals.move_to(self.quantized.residuals)
 
-    @property
-    def patience(self) -> int:
-        """Steps that a variance takes to forget what it was."""
-        return max(round(2 / (1 - max(group["betas"][1] for group in self.param_groups))), 1)
-
     def learn(self) -> Steps[None]:
         """known := the variance of all owners, and what follows from it."""
         yield from self.rounded.gather(self.variance, self.work, key=0)

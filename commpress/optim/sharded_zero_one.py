@@ -16,7 +16,6 @@ at all times, and there is nothing to synchronise before evaluating.
 Note: only what is new. m decays by known factors, so the owner adds its part, A·m, and messages carry gradients alone.
 """
 
-import logging
 from collections.abc import Sequence
 from math import isfinite
 from typing import Any
@@ -25,15 +24,12 @@ import torch
 
 from commpress.optim.optimizer import Round
 from commpress.optim.sharded_adam import ShardedOneBitAdam
-from commpress.optim.windows import Spans, Windows, decay_of, rate_of
-from commpress.optim.zero_one_adam import WAKING
+from commpress.optim.windows import Spans, WindowedOptimizer, Windows, decay_of, rate_of
 from commpress.schedules import Updates
-from commpress.work import Steps, run
-
-log = logging.getLogger("commpress")
+from commpress.work import Steps
 
 
-class ShardedZeroOneAdam(ShardedOneBitAdam):
+class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
     """``sync``, ``variance_updates``, ``warmup_steps`` as in ``ZeroOneAdam``, other options as in ``ShardedOneBitAdam``.
 
     Per parameter 8 bytes of what waits for the end of a window more than there. ``synchronize()`` at the end of training takes
@@ -172,26 +168,7 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
                 self.lanes.frozen_at[i] = 0
         self.recut()
 
-    def asks(self) -> bool:
-        return self.steps_done >= self.windows.quiet_until and super().asks()
-
-    def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """The window is closed. The more often this happens, the longer nobody asks again: rare tokens would ask for ever."""
-        step = self.steps_done
-        self.windows.wake(step, WAKING)
-        self.lanes.trips[:] = 0
-        log.warning(
-            "step %d: gradients are far beyond the variance in %s. The next %d steps are exact",
-            step, ", ".join(map(self.lanes.name, indices)), WAKING,
-        )  # fmt: skip
-        yield from ()
-
     # ------------------------------------------------------------ between windows
-
-    def synchronize(self) -> None:
-        """End the window now, with what it has. Collective; free if nothing waits."""
-        with torch.no_grad():
-            run(self.synchronizing())
 
     def synchronizing(self) -> Steps[None]:
         if self.windows.held == 0:
@@ -207,9 +184,6 @@ class ShardedZeroOneAdam(ShardedOneBitAdam):
         self.counters.compressed_bytes += self.sent_bytes()
 
     # ------------------------------------------------------------ checkpoints
-
-    def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
-        return self.windows.as_momentum(owed, self.lanes.group(i), self.steps_done)
 
     def schedule_state(self) -> dict[str, Any]:
         return self.windows.state() | {"carried": list(self.carried)}

@@ -4,17 +4,24 @@
 D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
 """
 
+import logging
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from commpress.errors import InvalidArgument
-from commpress.optim.optimizer import Round
+from commpress.optim.optimizer import CompressedOptimizer, Round
 from commpress.schedules import DoublingUpdates, Facts, Sync, Updates, sync_named
+from commpress.work import Steps
 
 Group = dict[str, Any]
 Spans = Literal["qsr", "rate", "every"] | Sync
+
+WAKING = 8  # exact steps for tensors that woke up
+
+log = logging.getLogger("commpress")
 
 
 class Windows:
@@ -78,11 +85,6 @@ class Windows:
         self.wakes, self.exact_until = self.wakes + 1, step + steps
         self.quiet_until = self.exact_until + (steps << self.wakes)
 
-    def as_momentum(self, displacement: torch.Tensor, group: Group, step: int) -> torch.Tensor:
-        """A displacement as that of one step: divided by its rate."""
-        rate = rate_of(group, step)
-        return displacement / rate if rate else torch.zeros_like(displacement)
-
     def exact_rates(self, group: Group, step: int) -> tuple[float, float]:
         """Learning rate and decay for torch's Adam, which corrects momentum and variance by one count; here they differ."""
         lr, decay, beta1 = float(group["lr"]), group["weight_decay"], group["betas"][0]
@@ -105,6 +107,40 @@ class Windows:
         self.wakes, self.exact_until, self.quiet_until = (
             int(state[name]) for name in ("wakes", "exact_until", "quiet_until")
         )
+
+
+class WindowedOptimizer(CompressedOptimizer):
+    """Optimizer that communicates at the end of windows, whole or sharded."""
+
+    windows: Windows
+
+    def asks(self) -> bool:
+        """Never true with ``agree_over``: exact steps of one group of ranks alone would part weights that others have too."""
+        return self.consensus is None and self.steps_done >= self.windows.quiet_until and super().asks()
+
+    def wake(self, indices: Sequence[int]) -> Steps[None]:
+        """The window is closed. The more often this happens, the longer nobody asks again: rare tokens would ask for ever."""
+        self.windows.wake(self.steps_done, WAKING)
+        self.lanes.trips[:] = 0
+        log.warning(
+            "step %d: gradients are far beyond the variance in %s. The next %d steps are exact",
+            self.steps_done, ", ".join(map(self.lanes.name, indices)), WAKING,
+        )  # fmt: skip
+        yield from ()
+
+    def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
+        """Displacements are owed: that of one step divided by its rate."""
+        rate = rate_of(self.lanes.group(i), self.steps_done)
+        return owed / rate if rate else torch.zeros_like(owed)
+
+    def synchronize(self) -> None:
+        """End the window now: all ranks hold the same parameters afterwards. Collective; free if nothing is pending."""
+        with torch.no_grad():
+            self.channel.run(self.synchronizing())
+
+    @abstractmethod
+    def synchronizing(self) -> Steps[None]:
+        """``synchronize`` as an algorithm that may wait."""
 
 
 def rate_of(group: Group, step: int) -> float:

@@ -25,7 +25,6 @@ v̂ = ḡ²: with the weight that is due to one of many updates, √v̂ would st
 come ever more rarely.
 """
 
-import logging
 from collections.abc import Container, Sequence
 from math import isfinite
 from typing import Any
@@ -38,16 +37,12 @@ from commpress.collectives.buckets import one_message
 from commpress.errors import StateMismatch
 from commpress.optim.optimizer import Round
 from commpress.optim.replicated import ReplicatedOptimizer
-from commpress.optim.windows import Spans, Windows, decay_of, rate_of
+from commpress.optim.windows import Spans, WindowedOptimizer, Windows, decay_of, rate_of
 from commpress.schedules import Updates
-from commpress.work import Steps, run
-
-log = logging.getLogger("commpress")
-
-WAKING = 8  # exact steps for tensors that woke up
+from commpress.work import Steps
 
 
-class ZeroOneAdam(ReplicatedOptimizer):
+class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     """AdamW that sends one bit per parameter every few steps. Options not named here are those of ``OneBitAdam``.
 
     - ``sync``: how far apart synchronisations are: "qsr" (default) every step while the learning rate rises, then by its
@@ -198,20 +193,6 @@ class ZeroOneAdam(ReplicatedOptimizer):
         self.recut()
         self._stale = False
 
-    def asks(self) -> bool:
-        """Never true with ``agree_over``: exact steps of one group of ranks alone would part weights that others have too."""
-        return self.consensus is None and self.steps_done >= self.windows.quiet_until and super().asks()
-
-    def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """The window is closed. The more often this happens, the longer nobody asks again: rare tokens would ask for ever."""
-        self.windows.wake(self.steps_done, WAKING)
-        self.lanes.trips[:] = 0
-        log.warning(
-            "step %d: gradients are far beyond the variance in %s. The next %d steps are exact",
-            self.steps_done, ", ".join(map(self.lanes.name, indices)), WAKING,
-        )  # fmt: skip
-        yield from ()
-
     def allocate(self) -> None:
         self.updated = torch.zeros(len(self._flat.parameters), 2, dtype=torch.int64)
         for row, p in zip(self.updated, self._flat.parameters, strict=True):
@@ -240,11 +221,6 @@ class ZeroOneAdam(ReplicatedOptimizer):
 
     # ------------------------------------------------------------ between windows
 
-    def synchronize(self) -> None:
-        """End the window now: all ranks hold the same parameters afterwards. Collective; free if nothing is pending."""
-        with torch.no_grad():
-            run(self.synchronizing())
-
     def synchronizing(self) -> Steps[None]:
         if self.held == 0:
             return
@@ -261,9 +237,6 @@ class ZeroOneAdam(ReplicatedOptimizer):
         self.counters.compressed_bytes += self.sent_bytes()
 
     # ------------------------------------------------------------ checkpoints
-
-    def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
-        return self.windows.as_momentum(owed, self.lanes.group(i), self.steps_done)
 
     def schedule_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.windows.state() | {"stale": self._stale, "trips": self.lanes.trips.tolist()}
