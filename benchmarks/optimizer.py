@@ -32,7 +32,7 @@ from commpress.collectives.allreduce import settle
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
-from commpress.optim.optimizer import Round
+from commpress.optim.optimizer import RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.schedules import DoublingIntervals
 from commpress.work import run as run_steps
@@ -122,14 +122,14 @@ def measure(width: int, layers: int, steps: int) -> list[Measured]:
 
     variants = {
         "AdamW(fused=True)": adamw(new()),
-        "1-bit Adam, exact": arithmetic(OneBitAdam, new(), Round.EXACT),
-        "1-bit Adam, compressed": arithmetic(OneBitAdam, new(), Round.COMPRESSED),
-        "0/1 Adam, synchronising": arithmetic(ZeroOneAdam, new(), Round.COMPRESSED),
-        "0/1 Adam, local": arithmetic(ZeroOneAdam, new(), Round.LOCAL),
-        "0/1 Adam, local, first of a window": arithmetic(ZeroOneAdam, new(), Round.LOCAL, begins=True),
-        "1-bit LAMB, exact": arithmetic(OneBitLamb, new(), Round.EXACT),
-        "1-bit LAMB, compressed": arithmetic(OneBitLamb, new(), Round.COMPRESSED),
-        "1-bit LAMB, frozen rates": arithmetic(OneBitLamb, new(), Round.COMPRESSED, rates="frozen"),
+        "1-bit Adam, exact": arithmetic(OneBitAdam, new(), RoundKind.EXACT),
+        "1-bit Adam, compressed": arithmetic(OneBitAdam, new(), RoundKind.COMPRESSED),
+        "0/1 Adam, synchronising": arithmetic(ZeroOneAdam, new(), RoundKind.COMPRESSED),
+        "0/1 Adam, local": arithmetic(ZeroOneAdam, new(), RoundKind.LOCAL),
+        "0/1 Adam, local, first of a window": arithmetic(ZeroOneAdam, new(), RoundKind.LOCAL, begins=True),
+        "1-bit LAMB, exact": arithmetic(OneBitLamb, new(), RoundKind.EXACT),
+        "1-bit LAMB, compressed": arithmetic(OneBitLamb, new(), RoundKind.COMPRESSED),
+        "1-bit LAMB, frozen rates": arithmetic(OneBitLamb, new(), RoundKind.COMPRESSED, rates="frozen"),
         CODEC: codec(width, layers),
         COPY: copying(width, layers),
     }
@@ -154,10 +154,10 @@ def measure_whole(width: int, layers: int, steps: int, tokens: int) -> list[Meas
     variants = {
         "AdamW(fused=True)": whole(adamw),
         "1-bit Adam, one rank": whole(lambda net: alone(OneBitAdam, net)),
-        "1-bit Adam, compressed": whole(lambda net: arithmetic(OneBitAdam, net, Round.COMPRESSED)),
-        "0/1 Adam, synchronising": whole(lambda net: arithmetic(ZeroOneAdam, net, Round.COMPRESSED)),
-        "0/1 Adam, local": whole(lambda net: arithmetic(ZeroOneAdam, net, Round.LOCAL)),
-        "1-bit LAMB, compressed": whole(lambda net: arithmetic(OneBitLamb, net, Round.COMPRESSED)),
+        "1-bit Adam, compressed": whole(lambda net: arithmetic(OneBitAdam, net, RoundKind.COMPRESSED)),
+        "0/1 Adam, synchronising": whole(lambda net: arithmetic(ZeroOneAdam, net, RoundKind.COMPRESSED)),
+        "0/1 Adam, local": whole(lambda net: arithmetic(ZeroOneAdam, net, RoundKind.LOCAL)),
+        "1-bit LAMB, compressed": whole(lambda net: arithmetic(OneBitLamb, net, RoundKind.COMPRESSED)),
     }
     return in_turns(variants, steps, numel_of(model(width, layers)))
 
@@ -214,7 +214,7 @@ def codec(width: int, layers: int) -> Callable[[], float]:
     def step() -> float:
         before = first.channel.workspace.encode_seconds + first.channel.workspace.decode_seconds
         every = range(len(first._flat.parameters))
-        for outcomes in simulate([o.reduce(Round.COMPRESSED, every) for o in optimizers]):
+        for outcomes in simulate([o.reduce(RoundKind.COMPRESSED, every) for o in optimizers]):
             settle(outcomes, taken=True)
         return first.channel.workspace.encode_seconds + first.channel.workspace.decode_seconds - before
 
@@ -222,7 +222,7 @@ def codec(width: int, layers: int) -> Callable[[], float]:
 
 
 def arithmetic(
-    cls: Callable[..., ReplicatedOptimizer], net: GPT, kind: Round, *, begins: bool = False, **options: object
+    cls: Callable[..., ReplicatedOptimizer], net: GPT, kind: RoundKind, *, begins: bool = False, **options: object
 ) -> Callable[[], object]:
     """The part of one step of rank 0 of two that touches no codec and no wire."""
     more: dict[str, object] = options | {"warmup_steps": 1, "spiky_codec": None, "min_numel": 0}
@@ -231,20 +231,20 @@ def arithmetic(
     optimizer = cls(net.parameters(), lr=1e-4, weight_decay=0.01, transport=Loopback(2).transport(0), **more)
     optimizer.exact([p.grad for p in optimizer._flat.parameters if p.grad is not None])
     optimizer.steps_done = 1
-    if kind is not Round.EXACT:
-        run_steps(optimizer.after(Round.EXACT))
+    if kind is not RoundKind.EXACT:
+        run_steps(optimizer.after(RoundKind.EXACT))
     mean = optimizer.work.clone().normal_()
     if isinstance(optimizer, ZeroOneAdam):
         optimizer.local(1.0)
 
     @torch.no_grad()
     def step() -> float | None:
-        if kind is Round.EXACT:
+        if kind is RoundKind.EXACT:
             optimizer.exact([p.grad for p in optimizer._flat.parameters if p.grad is not None])
             return None
         if isinstance(optimizer, ZeroOneAdam):
-            optimizer.windows.held = 0 if begins or kind is Round.COMPRESSED else 1
-        if kind is Round.LOCAL:
+            optimizer.windows.held = 0 if begins or kind is RoundKind.COMPRESSED else 1
+        if kind is RoundKind.LOCAL:
             optimizer.local(1.0)
             return None
         start = perf_counter()

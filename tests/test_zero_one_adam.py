@@ -7,7 +7,7 @@ import torch
 from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam, ZeroOneAdam
-from commpress.optim.optimizer import Round
+from commpress.optim.optimizer import RoundKind
 from commpress.optim.windows import Windows
 from commpress.schedules import DoublingIntervals, Facts
 from optim_twin import SHAPES, Replicas, boundless, equal, flat, mean, noise, start, state_of
@@ -317,11 +317,11 @@ def test_warm_up_steps_are_exact_and_the_schedule_goes_on_behind_them():
         rounds[name] = []
         for step in range(30):
             rounds[name].append(windows.round(step, groups, facts))
-            if rounds[name][-1] is Round.EXACT:
+            if rounds[name][-1] is RoundKind.EXACT:
                 windows.updated(step)
-    assert rounds["plain"][:4] == [Round.EXACT] * 4
-    assert Round.COMPRESSED in rounds["plain"][4:9]
-    assert rounds["warmed"][:9] == [Round.EXACT] * 9
+    assert rounds["plain"][:4] == [RoundKind.EXACT] * 4
+    assert RoundKind.COMPRESSED in rounds["plain"][4:9]
+    assert rounds["warmed"][:9] == [RoundKind.EXACT] * 9
     assert rounds["warmed"][12:] == rounds["plain"][12:]
 
 

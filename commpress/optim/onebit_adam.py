@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from commpress.optim.optimizer import Round, freeze_of
+from commpress.optim.optimizer import RoundKind, freeze_of
 from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.schedules import Freeze, pruned
 from commpress.work import Steps
@@ -79,8 +79,8 @@ class OneBitAdam(ReplicatedOptimizer):
     def frozen(self) -> bool:
         return self.frozen_at is not None
 
-    def round(self) -> Round:
-        return Round.COMPRESSED if self.frozen and self.channel.size > 1 else Round.EXACT
+    def round(self) -> RoundKind:
+        return RoundKind.COMPRESSED if self.frozen and self.channel.size > 1 else RoundKind.EXACT
 
     def prepare(
         self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
@@ -93,11 +93,11 @@ class OneBitAdam(ReplicatedOptimizer):
         )  # fmt: skip
         self.lanes.see(frozen, beyond)
 
-    def apply(self, kind: Round) -> None:
-        if kind is Round.COMPRESSED:
+    def apply(self, kind: RoundKind) -> None:
+        if kind is RoundKind.COMPRESSED:
             for group, at in self.groups():
                 self.apply_mean(group, self.lanes.part(at)[1])
-        self.exact(self._works, None if kind is Round.EXACT else self.lanes.part(range(len(self._works)))[0])
+        self.exact(self._works, None if kind is RoundKind.EXACT else self.lanes.part(range(len(self._works)))[0])
 
     def apply_mean(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
         """Parameters and momentum of frozen tensors of one group, from p in ``work``."""
@@ -115,7 +115,7 @@ class OneBitAdam(ReplicatedOptimizer):
             self._thaw_alone()
         super().exact(gradients, among)
 
-    def after(self, kind: Round) -> Steps[None]:
+    def after(self, kind: RoundKind) -> Steps[None]:
         yield from ()
         if self.channel.size == 1:
             return

@@ -43,7 +43,7 @@ from commpress.work import Steps
 log = logging.getLogger("commpress")
 
 
-class Round(Enum):
+class RoundKind(Enum):
     EXACT = "exact"  # mean gradients, then what Adam or LAMB does
     COMPRESSED = "compressed"
     LOCAL = "local"  # nothing leaves this rank
@@ -180,18 +180,18 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     # ------------------------------------------------------------ what subclasses say
 
     @abstractmethod
-    def round(self) -> Round:
+    def round(self) -> RoundKind:
         """The kind of this step: a function of the step and of recorded facts, the same on every rank."""
 
     @abstractmethod
-    def take(self, kind: Round) -> Steps[bool]:
+    def take(self, kind: RoundKind) -> Steps[bool]:
         """One round, and what it leads to; whether it was taken, the same on every rank."""
 
-    def before(self, kind: Round) -> Steps[None]:
+    def before(self, kind: RoundKind) -> Steps[None]:
         """Fetch what a round of this kind needs to know."""
         yield from ()
 
-    def after(self, kind: Round) -> Steps[None]:
+    def after(self, kind: RoundKind) -> Steps[None]:
         """Facts and schedules, once a step is taken."""
         yield from ()
 

@@ -13,7 +13,7 @@ from commpress.collectives.exchange import Exchanges, Reduce
 from commpress.errors import InvalidArgument
 from commpress.optim import checkpoint
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.torch_private import adam
 from commpress.work import Steps
 
@@ -35,7 +35,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """Write into ``work`` what a compressed round sends of these parameters; change nothing else."""
 
     @abstractmethod
-    def apply(self, kind: Round) -> None:
+    def apply(self, kind: RoundKind) -> None:
         """Take the mean, which is in ``work``, over into momentum and parameters."""
 
     def local(self, gain: float) -> None:
@@ -47,7 +47,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     # ------------------------------------------------------------ one step
 
-    def before(self, kind: Round) -> Steps[None]:
+    def before(self, kind: RoundKind) -> Steps[None]:
         """Wait for what backward has started, before anybody else sends."""
         if self.bucket_rounds is not None:
             yield from self.bucket_rounds.wait()
@@ -56,13 +56,13 @@ class ReplicatedOptimizer(CompressedOptimizer):
             if i not in trained:
                 self._works[i].zero_()
 
-    def take(self, kind: Round) -> Steps[bool]:
+    def take(self, kind: RoundKind) -> Steps[bool]:
         taken = True
-        if self.consensus is not None and (kind is Round.LOCAL or self.channel.size == 1):  # nobody else asks
+        if self.consensus is not None and (kind is RoundKind.LOCAL or self.channel.size == 1):  # nobody else asks
             taken = yield from self.consensus.agreed(isfinite(self.squares()), self._flat.device)
         if not taken:
             return False
-        if kind is Round.LOCAL:
+        if kind is RoundKind.LOCAL:
             self.local(self.gain())
         elif self.channel.size == 1:
             taken = self._alone()
@@ -91,19 +91,19 @@ class ReplicatedOptimizer(CompressedOptimizer):
     def _zero(self, i: int) -> torch.Tensor:
         return torch.zeros_like(self._flat.weights[i])
 
-    def _together(self, kind: Round) -> Steps[bool]:
+    def _together(self, kind: RoundKind) -> Steps[bool]:
         outcomes: list[Outcome] = []
         left = {i for _, at in self.groups() for i in at}
         if self.bucket_rounds is not None:
             outcomes, indices = yield from self.bucket_rounds.finish(kind)
             left -= indices
         if left:
-            gain = yield from self.clipping.agreed(self, self.gain(), exact=kind is Round.EXACT)
+            gain = yield from self.clipping.agreed(self, self.gain(), exact=kind is RoundKind.EXACT)
             for group, at in self.groups():
                 self.begin(kind, group, [i for i in at if i in left], gain)
             outcomes = outcomes + (yield from self.reduce(kind, sorted(left)))
         finite = all(outcome.finite for outcome in outcomes)
-        if finite and kind is Round.EXACT:
+        if finite and kind is RoundKind.EXACT:
             finite = self.clipping.clip(self, self.work)
         taken = yield from self.settled(outcomes, finite)
         if taken:
@@ -112,14 +112,14 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     def begin(
         self,
-        kind: Round,
+        kind: RoundKind,
         group: dict[str, Any],
         indices: Sequence[int],
         gain: float,
         gradients: dict[int, torch.Tensor] | None = None,
     ) -> None:
         """Write what a round sends of ``indices``, all of one group, into ``work``; ``gradients`` if not those in ``grad``."""
-        if kind is Round.EXACT:
+        if kind is RoundKind.EXACT:
             self.blend(indices, gradients, gain)
         else:
             self.prepare(group, indices, gradients, gain)
@@ -128,14 +128,14 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """work := gain·g."""
         self.kernels.blend(self._flat.segments(indices, gradients), self.momentum, self.work, beta=0.0, gain=gain)
 
-    def exchange(self, kind: Round, indices: Sequence[int]) -> Reduce:
+    def exchange(self, kind: RoundKind, indices: Sequence[int]) -> Reduce:
         """The exchange by which these parameters cross the channel in a round of this kind."""
-        exchanges, parameters = self.full if kind is Round.EXACT else self.quantized, self._flat.parameters
+        exchanges, parameters = self.full if kind is RoundKind.EXACT else self.quantized, self._flat.parameters
         return exchanges.of(
             tuple(indices), lambda: (self.spans(indices), [parameters[i].shape for i in indices]), self._flat.device
         )
 
-    def reduce(self, kind: Round, indices: Sequence[int]) -> Steps[list[Outcome]]:
+    def reduce(self, kind: RoundKind, indices: Sequence[int]) -> Steps[list[Outcome]]:
         """``work`` of these parameters := its mean."""
         exchange = self.exchange(kind, indices)
         return exchange.steps(

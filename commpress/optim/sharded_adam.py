@@ -33,7 +33,7 @@ from commpress.collectives.scatter import Scatter
 from commpress.errors import InvalidArgument
 from commpress.optim import sharded_checkpoint
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import CompressedOptimizer, Round, freeze_of
+from commpress.optim.optimizer import CompressedOptimizer, RoundKind, freeze_of
 from commpress.schedules import Freeze, pruned
 from commpress.torch_private import adam
 from commpress.work import Steps
@@ -121,23 +121,23 @@ class ShardedOneBitAdam(CompressedOptimizer):
 
     # ------------------------------------------------------------ one step
 
-    def before(self, kind: Round) -> Steps[None]:
+    def before(self, kind: RoundKind) -> Steps[None]:
         sharded_checkpoint.check_complete(self)
-        if self.unknown and kind is not Round.EXACT:  # a state was loaded
+        if self.unknown and kind is not RoundKind.EXACT:  # a state was loaded
             yield from self.learn()
 
-    def round(self) -> Round:
-        return Round.EXACT if self.frozen_at is None else Round.COMPRESSED
+    def round(self) -> RoundKind:
+        return RoundKind.EXACT if self.frozen_at is None else RoundKind.COMPRESSED
 
-    def take(self, kind: Round) -> Steps[bool]:
-        if kind is Round.LOCAL:
+    def take(self, kind: RoundKind) -> Steps[bool]:
+        if kind is RoundKind.LOCAL:
             if self.consensus is not None and not (
                 yield from self.consensus.agreed(isfinite(self.squares()), self._flat.device)
             ):
                 return False
             self.local()
             return True
-        exact = kind is Round.EXACT
+        exact = kind is RoundKind.EXACT
         scatter = self.full if exact else self.quantized
         gain = yield from self.clipping.agreed(self, self.gain(), exact=exact)
         self.prepare(kind, gain)
@@ -185,13 +185,13 @@ class ShardedOneBitAdam(CompressedOptimizer):
 
     # ------------------------------------------------------------ what travels and what becomes of it
 
-    def prepare(self, kind: Round, gain: float) -> None:
+    def prepare(self, kind: RoundKind, gain: float) -> None:
         """work := what goes to the owners."""
         live, frozen = self.lanes.part(range(len(self._flat.parameters)))
-        for i in range(len(self._flat.parameters)) if kind is Round.EXACT else live:
+        for i in range(len(self._flat.parameters)) if kind is RoundKind.EXACT else live:
             g, into = self._flat.gradient(i), self._flat.view(self.work, i)
             into.zero_() if g is None else torch.mul(g, gain, out=into)
-        if kind is Round.COMPRESSED:
+        if kind is RoundKind.COMPRESSED:
             self.cut(frozen, gain, self.work)
             for i in frozen:
                 self._flat.view(self.work, i).div_(self.lanes.divisor(i)).mul_(1 - self.lanes.group(i)["betas"][0])
@@ -212,12 +212,12 @@ class ShardedOneBitAdam(CompressedOptimizer):
             into.copy_(torch.where(into.isfinite(), torch.minimum(torch.maximum(into, -most), most), into))
         self.lanes.see(indices, counts)
 
-    def update(self, kind: Round) -> None:
+    def update(self, kind: RoundKind) -> None:
         """Momentum, variance and master weights of the own rows, from ``mean``."""
         trained = [i for _, at in self.groups() for i in at]
         live, frozen = self.lanes.part(trained)
-        self.adam(trained if kind is Round.EXACT else live)
-        for part in self.owned(frozen) if kind is Round.COMPRESSED else ():
+        self.adam(trained if kind is RoundKind.EXACT else live)
+        for part in self.owned(frozen) if kind is RoundKind.COMPRESSED else ():
             group, m = self.lanes.group(part.parameter), part.of(self.momentum)
             beta1, lr = group["betas"][0], float(group["lr"])
             m.mul_(beta1).addcmul_(part.of(self.mean), self.unit(part))
@@ -261,12 +261,12 @@ class ShardedOneBitAdam(CompressedOptimizer):
 
     # ------------------------------------------------------------ from lane to lane
 
-    def after(self, kind: Round) -> Steps[None]:
+    def after(self, kind: RoundKind) -> Steps[None]:
         yield from self.schedule(kind)
-        if self.unknown and self.round() is not Round.EXACT:
+        if self.unknown and self.round() is not RoundKind.EXACT:
             yield from self.learn()
 
-    def schedule(self, kind: Round) -> Steps[None]:
+    def schedule(self, kind: RoundKind) -> Steps[None]:
         """Change for the steps to come what this one tells."""
         step = self.steps_done
         if self.frozen_at is not None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from commpress.optim.optimizer import Round
+from commpress.optim.optimizer import RoundKind
 from commpress.optim.sharded_adam import ShardedOneBitAdam
 from commpress.optim.windows import Spans, WindowedOptimizer, Windows, decay_of, rate_of
 from commpress.schedules import Updates
@@ -56,7 +56,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
 
     # ------------------------------------------------------------ one step
 
-    def round(self) -> Round:
+    def round(self) -> RoundKind:
         return self.windows.round(self.steps_done, self.param_groups, self.facts)
 
     def local(self) -> None:
@@ -80,8 +80,8 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
         self.carried = self._carry()
         self.windows.hold(self.windows.after(self.steps_done, self.param_groups), span)
 
-    def prepare(self, kind: Round, gain: float) -> None:
-        if kind is Round.EXACT:
+    def prepare(self, kind: RoundKind, gain: float) -> None:
+        if kind is RoundKind.EXACT:
             super().prepare(kind, gain)
             return
         self.cut(range(len(self._flat.parameters)), gain, self.work)
@@ -100,8 +100,8 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
             for group, carried in zip(self.param_groups, before, strict=True)
         ]
 
-    def update(self, kind: Round) -> None:
-        if kind is Round.COMPRESSED:
+    def update(self, kind: RoundKind) -> None:
+        if kind is RoundKind.COMPRESSED:
             self._gather(self.windows.after(self.steps_done, self.param_groups), self._carry())
         elif self.windows.updates == self.steps_done:
             self.adam(i for _, at in self.groups() for i in at)
@@ -139,13 +139,13 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
                 self.lanes.variance_steps[part.parameter] = done + 1
                 self.apply_step(part, m, step=rate_of(group, self.steps_done), decay=decay_of(group))
 
-    def schedule(self, kind: Round) -> Steps[None]:
+    def schedule(self, kind: RoundKind) -> Steps[None]:
         yield from ()
-        if kind is Round.EXACT:
+        if kind is RoundKind.EXACT:
             self.windows.updated(self.steps_done - 1)
             self.lanes.count(range(len(self._flat.parameters)), self.windows.updates)
             self.unknown = True
-        elif kind is Round.COMPRESSED:
+        elif kind is RoundKind.COMPRESSED:
             self._close()
 
     def _close(self) -> None:

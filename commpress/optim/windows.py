@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from commpress.errors import InvalidArgument
-from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.schedules import DoublingUpdates, Facts, Sync, Updates, sync_named
 from commpress.work import Steps
 
@@ -49,15 +49,15 @@ class Windows:
         if 0 < updates <= updated_at + 1 <= steps_done and count(steps_done) <= count(updated_at + 1) + 1:
             self.updates, self.updated_at = updates, updated_at
 
-    def round(self, step: int, groups: Sequence[Group], facts: Facts) -> Round:
+    def round(self, step: int, groups: Sequence[Group], facts: Facts) -> RoundKind:
         """An exact step waits for the end of a window: inside it the variance must not move."""
         if step < self.warmup or (self.held == 0 and step < self.exact_until):
-            return Round.EXACT
+            return RoundKind.EXACT
         count = self.variance_schedule.count
         if self.held == 0 and count(step + 1) > count(self.updated_at + 1):
-            return Round.EXACT
+            return RoundKind.EXACT
         moved = any(rate > 0 for rate, _ in self.after(step, groups))
-        return Round.COMPRESSED if self.held + 1 >= self.interval(step, groups, facts) and moved else Round.LOCAL
+        return RoundKind.COMPRESSED if self.held + 1 >= self.interval(step, groups, facts) and moved else RoundKind.LOCAL
 
     def interval(self, step: int, groups: Sequence[Group], facts: Facts) -> int:
         if self.held:

@@ -35,7 +35,7 @@ from commpress.codecs import codec_named
 from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.errors import StateMismatch
-from commpress.optim.optimizer import Round
+from commpress.optim.optimizer import RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.optim.windows import Spans, WindowedOptimizer, Windows, decay_of, rate_of
 from commpress.schedules import Updates
@@ -82,9 +82,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     def frozen(self) -> bool:
         return self.steps_done > 0
 
-    def round(self) -> Round:
+    def round(self) -> RoundKind:
         if self.channel.size == 1:
-            return Round.EXACT
+            return RoundKind.EXACT
         return self.windows.round(self.steps_done, self.param_groups, self.facts)
 
     @property
@@ -103,8 +103,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         )  # fmt: skip
         self.lanes.see(indices, beyond)
 
-    def apply(self, kind: Round) -> None:
-        if kind is Round.EXACT:
+    def apply(self, kind: RoundKind) -> None:
+        if kind is RoundKind.EXACT:
             self.exact(self._works)
         else:
             self._gather(self.windows.after(self.steps_done, self.param_groups))
@@ -170,9 +170,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         squares = self.squares(gain)
         return gain * self.clipping.of_local(self, squares**0.5) if isfinite(squares) else 0.0
 
-    def after(self, kind: Round) -> Steps[None]:
+    def after(self, kind: RoundKind) -> Steps[None]:
         yield from ()
-        if kind is Round.EXACT:
+        if kind is RoundKind.EXACT:
             self.windows.updated(self.steps_done - 1)
             self._expose_updates()
             self._stale = True
@@ -227,7 +227,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         for i, work in enumerate(self._works):
             torch.div(self._flat.view(self.accumulated, i), self.lanes.divisor(i), out=work)
         if any(rate > 0 for rate in self.windows.rates):
-            outcomes = yield from self.reduce(Round.COMPRESSED, range(len(self._flat.parameters)))
+            outcomes = yield from self.reduce(RoundKind.COMPRESSED, range(len(self._flat.parameters)))
             if not (yield from self.settled(outcomes)):
                 self.work.zero_()
         self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)))

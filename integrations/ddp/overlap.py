@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.allreduce import Outcome
 from commpress.errors import InvalidArgument
-from commpress.optim.optimizer import CompressedOptimizer, Round
+from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.work import Steps
 
@@ -92,7 +92,7 @@ class BucketRounds:
     def __init__(self, optimizer: ReplicatedOptimizer) -> None:
         self.optimizer = optimizer
         self._futures: dict[tuple[int, ...], torch.futures.Future[list[Outcome]]] = {}
-        self._kind: Round | None = None
+        self._kind: RoundKind | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the optimizer out of a saved DDP model: call ``overlap`` again with that of the loaded one."""
@@ -106,7 +106,7 @@ class BucketRounds:
         with torch.no_grad():
             o.flat.check()
             kind = self._round()
-            if kind is Round.LOCAL:
+            if kind is RoundKind.LOCAL:
                 return
             indices = tuple(o.flat.index[id(p)] for p in bucket.parameters())
             self._take_back(indices)
@@ -121,7 +121,7 @@ class BucketRounds:
             waits = o.exchange(kind, indices).waits
             self._futures[indices] = o.channel.submit(o.reduce(kind, indices), waits=waits, device=o.flat.device)
 
-    def _round(self) -> Round:
+    def _round(self) -> RoundKind:
         o = self.optimizer
         o.facts.see(o.steps_done, max(float(group["lr"]) for group in o.param_groups))
         return o.round()
@@ -136,7 +136,7 @@ class BucketRounds:
         """Wait until the worker is idle, and the channel's buffers are the caller's."""
         yield from self._futures.values()
 
-    def finish(self, kind: Round) -> Steps[tuple[list[Outcome], set[int]]]:
+    def finish(self, kind: RoundKind) -> Steps[tuple[list[Outcome], set[int]]]:
         """Outcomes of what was started, and for which parameters; none if it was started as another kind of round."""
         futures, self._futures = self._futures, {}
         outcomes: list[Outcome] = []
