@@ -16,6 +16,7 @@ from commpress.schedules import Facts
 from commpress.work import Steps
 
 if TYPE_CHECKING:
+    from commpress.optim.optimizer import CompressedOptimizer
     from commpress.optim.replicated import ReplicatedOptimizer
 
 log = logging.getLogger("commpress")
@@ -73,15 +74,33 @@ def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> 
 
 def load_rank(optimizer: "ReplicatedOptimizer", part: dict[str, Any]) -> None:
     """This rank's own part, after a state of another rank gave what all share."""
+    check_step(optimizer, part)
+    residuals = _own(optimizer, part)
+    optimizer.resume(part["schedule"])
+    for name in CHANNELS:
+        getattr(optimizer, name).residuals.load(residuals[name] if residuals else {})
+
+
+def check_step(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> None:
     if int(part["step"]) != optimizer.steps_done:
         raise StateMismatch(
             f"the state of this rank is of step {part['step']}, what was loaded before is of step {optimizer.steps_done}: load "
             "those of one checkpoint"
         )
-    residuals = _own(optimizer, part)
-    optimizer.resume(part["schedule"])
-    for name in CHANNELS:
-        getattr(optimizer, name).residuals.load(residuals[name] if residuals else {})
+
+
+def check_groups(optimizer: "CompressedOptimizer", groups: Sequence[dict[str, Any]]) -> None:
+    sizes, mine = ([len(group["params"]) for group in every] for every in (groups, optimizer.param_groups))
+    if sizes != mine:
+        raise StateMismatch(
+            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the state of this model"
+        )
+
+
+def take_groups(optimizer: "CompressedOptimizer", groups: Sequence[dict[str, Any]]) -> None:
+    """Hyperparameters as the state has them."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
 
 
 def _own(optimizer: "ReplicatedOptimizer", part: dict[str, Any]) -> dict[str, Any] | None:
@@ -139,11 +158,7 @@ def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
 def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     """Hyperparameters and per-parameter tensors, after all of them were found to fit."""
     groups, flat = state["param_groups"], optimizer._flat
-    sizes, mine = ([len(g["params"]) for g in every] for every in (groups, optimizer.param_groups))
-    if sizes != mine:
-        raise StateMismatch(
-            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the state of this model"
-        )
+    check_groups(optimizer, groups)
     numbers = [number for group in groups for number in group["params"]]
     own = [optimizer.state[p] for p in flat.parameters]
     for i, number in enumerate(numbers):
@@ -155,8 +170,7 @@ def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
                     + (f"with shape {tuple(value.shape)}, expected {tuple(into.shape)}" if into is not None else
                        f"but {type(optimizer).__name__} has no such thing: expected {sorted(own[i])}")
                 )  # fmt: skip
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+    take_groups(optimizer, groups)
     for i, number in enumerate(numbers):
         for key, value in state["state"].get(number, {}).items():
             if own[i][key] is not value:

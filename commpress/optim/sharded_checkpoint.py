@@ -11,6 +11,7 @@ from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.checkpoint import elastic_state, exact_state, residuals_of
 from commpress.errors import StateMismatch
+from commpress.optim.checkpoint import check_groups, check_step, take_groups
 from commpress.optim.lanes import STATE
 from commpress.schedules import Facts
 from commpress.work import Steps
@@ -53,23 +54,14 @@ def load(optimizer: "ShardedOneBitAdam", states: Sequence[dict[str, Any]]) -> No
         raise StateMismatch(
             f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or elastic_state_dict() gave"
         )
-    groups, mine = states[0]["param_groups"], optimizer.param_groups
-    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in mine]
-    if sizes[0] != sizes[1]:
-        raise StateMismatch(
-            f"the state has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}: load the state of this model"
-        )
+    groups = states[0]["param_groups"]
+    check_groups(optimizer, groups)
     _take(optimizer, [state["commpress"] for state in states])
-    for group, saved in zip(mine, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+    take_groups(optimizer, groups)
 
 
 def load_rank(optimizer: "ShardedOneBitAdam", part: dict[str, Any]) -> None:
-    if int(part["step"]) != optimizer.steps_done:
-        raise StateMismatch(
-            f"the state of this rank is of step {part['step']}, what was loaded before is of step {optimizer.steps_done}: load "
-            "those of one checkpoint"
-        )
+    check_step(optimizer, part)
     _take(optimizer, [part])
 
 
