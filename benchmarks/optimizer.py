@@ -20,7 +20,7 @@ tokens, forward and backward with it.
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -162,7 +162,7 @@ def measure_whole(width: int, layers: int, steps: int, tokens: int) -> list[Meas
     return in_turns(variants, steps, numel_of(model(width, layers)))
 
 
-def in_turns(variants: dict[str, Callable[[], object]], steps: int, numel: int) -> list[Measured]:
+def in_turns(variants: Mapping[str, Callable[[], object]], steps: int, numel: int) -> list[Measured]:
     """Medians of so many turns, in an order drawn for each, after two that do not count."""
     took: dict[str, list[float]] = {name: [] for name in variants}
     draws, order = random.Random(0), list(variants.items())

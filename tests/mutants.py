@@ -58,8 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "a scatter commits what is not finite", "collectives/reduce_scatter.py",
-        "    finite = not bool(any_flag(inbox))\n    workspace.decoded(start)\n    workspace.give_wires(outbox, inbox)",
-        "    finite = True\n    workspace.decoded(start)\n    workspace.give_wires(outbox, inbox)",
+        "    finite, asks = not bool(any_flag(inbox)), bool", "    finite, asks = True, bool",
         "tests/test_reduce_scatter.py",
     ),
     Mutant(
@@ -161,6 +160,19 @@ MUTANTS = [
     Mutant(
         "who asks is not passed on", "collectives/allreduce.py", "flag | asked, transport", "flag, transport",
         "tests/test_lanes.py",
+    ),
+    Mutant(
+        "one rank alone takes what is not finite", "commpress/optim/replicated.py",
+        "if self.overflowed or not isfinite(self.squares()):", "if self.overflowed:", "tests/test_optim_common.py",
+    ),
+    Mutant(
+        "weights that need no gradient decay", "commpress/optim/optimizer.py",
+        "return p.requires_grad or p.grad is not None", "return True", "tests/test_optim_common.py",
+    ),
+    Mutant(
+        "a window loses who is left alone from its middle on", "commpress/optim/zero_one_adam.py",
+        "return i in self._members if self.held else super().is_trained(i)", "return super().is_trained(i)",
+        "tests/test_optim_common.py",
     ),
     Mutant(
         "tensors freeze that have never had a gradient", "commpress/optim/lanes.py",

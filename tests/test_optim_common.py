@@ -8,7 +8,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
 from commpress.schedules import DoublingIntervals
-from optim_twin import Replicas, noise
+from optim_twin import Replicas, noise, start
 
 WINDOWS = {"variance_updates": 2, "sync": DoublingIntervals(3, 100, 4)}
 KINDS = {
@@ -83,6 +83,20 @@ def test_what_is_owed_is_told_in_units_of_steps(cls):
         owed.append(group.optimizers[0].owed())
     assert owed[0] > 0.01
     assert owed[1] == pytest.approx(owed[0], rel=0.05)
+
+
+@pytest.mark.parametrize("pair", [(OneBitAdam, ShardedOneBitAdam), (ZeroOneAdam, ShardedZeroOneAdam)])
+@pytest.mark.parametrize("correct", [True, False])
+def test_whole_and_sharded_take_the_same_steps_where_nothing_is_lost(pair, correct):
+    """Synchronised at every step, for inside a window the sharded one stands still."""
+    moves = []
+    for cls in pair:
+        more = {"sync": "every"} if "sync" in KINDS[cls] else {}
+        group = replicas(cls, 2, codec="none", spiky_codec="none", bias_correction=correct, weight_decay=0.1, **more)
+        for step in range(12):
+            group.step(noise(2, step))
+        moves.append(torch.cat([(p - q).detach().view(-1) for p, q in zip(group.parameters[0], start(), strict=True)]))
+    assert float((moves[0] - moves[1]).norm()) < 1e-4 * float(moves[0].norm())
 
 
 @every_kind

@@ -145,14 +145,17 @@ class Lanes:
         group = self._group[i]
         return 1 - group["betas"][1] ** steps if group.get("bias_correction", True) and steps else 1.0
 
+    def share_of_variance(self, i: int) -> float:
+        """What v̂ has of the mean square of gradients: all of it, unless nobody corrects v."""
+        steps = int(self.variance_steps[i])
+        return (1 - self._group[i]["betas"][1] ** steps) / self.correction(i, steps) if steps else 1.0
+
     def divide(self, i: int) -> None:
         """Look at the variance of a parameter as it is now."""
         v = self.flat.view(self.variance, i)
-        steps, group = int(self.variance_steps[i]), self._group[i]
-        k = 1 / self.correction(i, steps)
-        short = (1 - group["betas"][1] ** steps) * k if steps else 1.0  # of v, where nobody corrects it
+        k, group = 1 / self.correction(i, int(self.variance_steps[i])), self._group[i]
         mean = float(v.sum(dtype=torch.float64)) / max(v.numel(), 1)  # in float64: the same whatever order it is summed in
-        reach = max(REACH, DEVIATIONS * math.sqrt(self.ranks)) / math.sqrt(short)
+        reach = max(REACH, DEVIATIONS * math.sqrt(self.ranks)) / math.sqrt(self.share_of_variance(i))
         self.lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], reach
 
     def divisors(self, indices: Sequence[int]) -> np.ndarray:

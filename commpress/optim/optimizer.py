@@ -40,6 +40,8 @@ from commpress.optim.lanes import Lanes
 from commpress.schedules import AfterSteps, Facts, Freeze, WhenStable
 from commpress.work import Steps
 
+ENDLESS = 1e9  # steps after which a bias correction is 1 in every bit
+
 log = logging.getLogger("commpress")
 
 
@@ -117,12 +119,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_codecs(self, flat: Flat) -> None:
         """Rows are what an optimizer's messages are made of, on however many ranks."""
-        if isinstance(self.exact_codec, NotOfRows):
-            self.exact_codec.refuse()
-        if isinstance(self.lanes.finer, NotOfRows):
-            self.lanes.finer.refuse()
-        for name, (_, numel) in zip(flat.names, flat.places, strict=True):
-            codec = self.codec.choose(name, numel)
+        codecs: list[Any] = [self.codec.choose(n, numel) for n, (_, numel) in zip(flat.names, flat.places, strict=True)]
+        for codec in (*codecs, self.exact_codec, self.lanes.finer):
             if isinstance(codec, NotOfRows):
                 codec.refuse()
 

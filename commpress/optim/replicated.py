@@ -9,15 +9,13 @@ import torch
 
 from commpress.codecs import policy_of
 from commpress.collectives.allreduce import Outcome
-from commpress.collectives.exchange import Exchanges, Reduce
+from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.errors import InvalidArgument
 from commpress.optim import checkpoint
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import CompressedOptimizer, RoundKind
+from commpress.optim.optimizer import ENDLESS, CompressedOptimizer, RoundKind
 from commpress.torch_private import adam
 from commpress.work import Steps
-
-ENDLESS = 1e9  # steps after which a bias correction is 1 in every bit
 
 
 class ReplicatedOptimizer(CompressedOptimizer):
@@ -128,7 +126,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """work := gain·g."""
         self.kernels.blend(self._flat.segments(indices, gradients), self.momentum, self.work, beta=0.0, gain=gain)
 
-    def exchange(self, kind: RoundKind, indices: Sequence[int]) -> Reduce:
+    def exchange(self, kind: RoundKind, indices: Sequence[int]) -> Exchange:
         """The exchange by which these parameters cross the channel in a round of this kind."""
         exchanges, parameters = self.full if kind is RoundKind.EXACT else self.quantized, self._flat.parameters
         return exchanges.of(

@@ -21,9 +21,9 @@ divided by.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ from commpress.collectives.scatter import Scatter
 from commpress.errors import InvalidArgument
 from commpress.optim import sharded_checkpoint
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import CompressedOptimizer, RoundKind, freeze_of
+from commpress.optim.optimizer import ENDLESS, CompressedOptimizer, RoundKind, freeze_of
 from commpress.schedules import Freeze, pruned
 from commpress.torch_private import adam
 from commpress.work import Steps
@@ -75,10 +75,13 @@ class ShardedOneBitAdam(CompressedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        bias_correction: bool = True,
         warmup_steps: int | Literal["auto"] | Freeze = "auto",
         **options: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
+        }  # fmt: skip
         self.freeze = freeze_of(warmup_steps, defaults, options.get("agree_over"))
         self.frozen_at: int | None = None
         super().__init__(params, defaults, **options)
@@ -92,9 +95,9 @@ class ShardedOneBitAdam(CompressedOptimizer):
         self.rounded = self._scatter(policy_of("bf16"), feedback=False)
         self._count_shares()
         self.parts: list[Owned] = []
-        for i, part in enumerate(self.full.parts):
-            begin = min(self.channel.rank * part.width, part.numel)
-            self.parts.append(Owned(i, begin, min(part.width, part.numel - begin), part.at))
+        for i, (_, at, width, numel, _) in enumerate(self.full.parts):
+            begin = min(self.channel.rank * width, numel)
+            self.parts.append(Owned(i, begin, min(width, numel - begin), at))
         self.master, self.momentum, self.variance, self.mean = (
             torch.zeros(self.full.numel, device=flat.device) for _ in range(4)
         )
@@ -132,7 +135,7 @@ class ShardedOneBitAdam(CompressedOptimizer):
     def take(self, kind: RoundKind) -> Steps[bool]:
         if kind is RoundKind.LOCAL:
             if self.consensus is not None and not (
-                yield from self.consensus.agreed(isfinite(self.squares()), self._flat.device)
+                yield from self.consensus.agreed(math.isfinite(self.squares()), self._flat.device)
             ):
                 return False
             self.local()
@@ -174,7 +177,11 @@ class ShardedOneBitAdam(CompressedOptimizer):
         """The longest way that parameters go in one step: Adam's own bound. What is more of w − x goes in the next."""
         group = self.lanes.group(i)
         rate = float(group["lr"]) or self.facts.peak_lr
-        return self.lanes.bound(i) * rate / (1 - group["betas"][0] ** (self.steps_done + 1))
+        return self.lanes.bound(i) * rate / self.correction(group) / math.sqrt(self.lanes.share_of_variance(i))
+
+    def correction(self, group: dict[str, Any]) -> float:
+        """m̂ = m / this, in this step."""
+        return 1 - group["betas"][0] ** (self.steps_done + 1) if group["bias_correction"] else 1.0
 
     def _clip(self) -> Steps[bool]:
         if self.clipping.max_norm is None:
@@ -221,7 +228,7 @@ class ShardedOneBitAdam(CompressedOptimizer):
             group, m = self.lanes.group(part.parameter), part.of(self.momentum)
             beta1, lr = group["betas"][0], float(group["lr"])
             m.mul_(beta1).addcmul_(part.of(self.mean), self.unit(part))
-            self.apply_step(part, m, step=lr / (1 - beta1 ** (self.steps_done + 1)), decay=1 - lr * group["weight_decay"])
+            self.apply_step(part, m, step=lr / self.correction(group), decay=1 - lr * group["weight_decay"])
             self.bound_momentum(part, m)
 
     def adam(self, indices: Iterable[int]) -> None:
@@ -231,9 +238,10 @@ class ShardedOneBitAdam(CompressedOptimizer):
             parts = list(self.owned(i for i in every if i in taken))
             if not parts:
                 continue
+            done = self.steps_done if group["bias_correction"] else ENDLESS
             w, g, m, v = ([part.of(b) for part in parts] for b in (self.master, self.mean, self.momentum, self.variance))
             adam(
-                w, g, m, v, [], [torch.tensor(float(self.steps_done)) for _ in parts], fused=True, amsgrad=False,
+                w, g, m, v, [], [torch.tensor(float(done)) for _ in parts], fused=True, amsgrad=False,
                 beta1=group["betas"][0], beta2=group["betas"][1], lr=float(group["lr"]), weight_decay=group["weight_decay"],
                 eps=group["eps"], maximize=False, decoupled_weight_decay=True,
             )  # fmt: skip

@@ -16,8 +16,8 @@ at all times, and there is nothing to synchronise before evaluating.
 Note: only what is new. m decays by known factors, so the owner adds its part, A·m, and messages carry gradients alone.
 """
 
+import math
 from collections.abc import Sequence
-from math import isfinite
 from typing import Any
 
 import torch
@@ -44,13 +44,14 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        bias_correction: bool = True,
         sync: Spans = "qsr",
         variance_updates: int | Updates = 16,
         warmup_steps: int = 0,
         **options: Any,
     ) -> None:
         self.windows = Windows(sync, variance_updates, warmup_steps)
-        super().__init__(params, lr, betas, eps, weight_decay, warmup_steps=1, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction, warmup_steps=1, **options)
         self.innovation, self.pending = self._flat.new(), self._flat.new()  # q and u
         self.carried = [0.0] * len(self.param_groups)  # A of each group
 
@@ -64,7 +65,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
         every = range(len(self._flat.parameters))
         gain = self.gain()
         squares = self.squares(gain)
-        finite = isfinite(squares)
+        finite = math.isfinite(squares)
         self.counters.ignored_gradients += not finite
         if finite:
             self.cut(every, gain * self.clipping.of_local(self, squares**0.5), self.work)
@@ -112,7 +113,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
         """The longest way of all steps of the window together."""
         window = self.windows.after(self.steps_done, self.param_groups)
         rate = next(rate for (_, at), (rate, _) in zip(self.groups(), window, strict=True) if i in at)
-        return self.lanes.bound(i) * rate if rate > 0 else super().longest(i)
+        return self.lanes.bound(i) * rate / math.sqrt(self.lanes.share_of_variance(i)) if rate > 0 else super().longest(i)
 
     def _gather(self, window: Sequence[tuple[float, float]], carried: Sequence[float]) -> None:
         """Master weights and momentum from the displacement in ``mean``."""
@@ -129,8 +130,8 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
         done = self.windows.updates
         for group, at in self.groups():
             beta1, beta2 = group["betas"]
-            before, after = 1 - beta2**done, 1 - beta2 ** (done + 1)
             for part in self.owned(at):
+                before, after = (self.lanes.correction(part.parameter, count) for count in (done, done + 1))
                 g, m, v = (part.of(b) for b in (self.mean, self.momentum, self.variance))
                 seen = v > 0
                 square = g.square()

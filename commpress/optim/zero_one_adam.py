@@ -262,7 +262,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         self.windows.begin_anew(self.steps_done)
         self.recut()
         if schedule is None:
-            self.windows.follow(*self.updated[0].tolist(), self.steps_done)
+            updates, updated_at = self.updated[0].tolist()
+            self.windows.follow(updates, updated_at, self.steps_done)
             self._expose_updates()
             return
         self.windows.load(schedule)
