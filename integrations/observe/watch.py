@@ -20,10 +20,9 @@ from commpress.timeline import Timeline
 
 
 def workspaces_of(state: Any) -> list[Workspace]:
-    """Where a state or an optimizer of ours encodes and decodes, its overlapping hook included."""
-    parts = [state, *filter(None, [getattr(state, "under_way", None)])]
+    """Buffers in which a state or an optimizer of ours encodes and decodes."""
     found: dict[int, Workspace] = {}
-    for value in (value for part in parts for value in vars(part).values()):
+    for value in vars(state).values():
         for each in value.values() if isinstance(value, dict) else [value]:
             space = each.workspace if isinstance(each, Channel) else each
             if isinstance(space, Workspace):
