@@ -7,6 +7,7 @@ Each rank owns one row of every piece. Nothing is committed before every rank ha
 whether its sender's numbers were finite, so all ranks take the same decision without asking again.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,14 +34,20 @@ ALONGSIDE = 2  # messages of one bucket under way at once: one on the wire while
 
 @dataclass
 class Workspace:
-    """Buffers that outlive a call: a fresh allocation costs ten times a copy. Not shared between threads."""
+    """Buffers that outlive a call: a fresh allocation costs ten times a copy. Only ``lend`` and ``take_back``, and with
+    ``pooled`` rows, are for several threads."""
 
     checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
     encode_seconds: float = 0.0  # in kernels before a row leaves
     decode_seconds: float = 0.0  # in kernels after the last row came
     dense_sketches: int = 0  # messages whose sketch could not be told apart, or not yet, and that went densely
     timeline: Timeline | None = None  # who watches
+    pooled: bool = False  # rows too are lent from flat buffers: of many lengths there are then few, each as long as the longest
     _free: dict[tuple[object, ...], list[object]] = field(default_factory=lambda: defaultdict(list))
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of what is lent
+    _idle: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _lent: dict[int, torch.Tensor] = field(default_factory=dict)  # by address
+    _longest: dict[torch.dtype, int] = field(default_factory=lambda: defaultdict(int))
 
     def encoded(self, start: float) -> None:
         """A row has been encoded since ``start``."""
@@ -59,6 +66,8 @@ class Workspace:
         return self.rows(HEADER + message.pieces.row_bytes, rows, device)
 
     def rows(self, size: int, rows: int, device: torch.device) -> torch.Tensor:
+        if self.pooled:
+            return self.lend(rows * size, torch.uint8, device).view(rows, size)
         free = self._free[rows, size, device]
         if free:
             return free.pop()  # type: ignore[return-value]
@@ -70,6 +79,8 @@ class Workspace:
         return free.pop() if free else ErrorFeedback.zeros(message.pieces, device)  # type: ignore[return-value]
 
     def give_wires(self, *wires: torch.Tensor) -> None:
+        if self.pooled:
+            return self.take_back(*wires)
         for wire in wires:
             self._free[wire.shape[0], wire.shape[1], wire.device].append(wire)
 
@@ -89,6 +100,29 @@ class Workspace:
         for key in list(self._free):
             if key[0] == message.pieces.residual_layout:
                 del self._free[key]
+
+    def lend(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The beginning of a flat buffer. Its content is left over from others."""
+        with self._lock:
+            self._longest[dtype] = max(self._longest[dtype], numel)
+            idle = self._idle[dtype, device]
+            flat = idle.pop() if idle else None
+            if flat is None or flat.numel() < numel:
+                flat = torch.zeros(self._longest[dtype], dtype=dtype, device=device)
+            self._lent[flat.data_ptr()] = flat
+            return flat[:numel]
+
+    def take_back(self, *buffers: torch.Tensor) -> None:
+        with self._lock:
+            for buffer in buffers:
+                flat = self._lent.pop(buffer.data_ptr())
+                self._idle[flat.dtype, flat.device].append(flat)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Of all flat buffers, whether they are lent now or lie ready."""
+        with self._lock:
+            return sum(flat.nbytes for idle in (*self._idle.values(), self._lent.values()) for flat in idle)
 
 
 @dataclass

@@ -108,7 +108,7 @@ MUTANTS = [
     ),
     Mutant(
         "each rank clips by its own norm", "integrations/zero/partitioned.py",
-        "norm = torch.tensor(float(every[:, 0].sum()) ** 0.5", "norm = torch.tensor(mine**0.5", "tests/test_partitioned.py",
+        "norm = torch.tensor(sum(self._every(mine)) ** 0.5", "norm = torch.tensor(mine**0.5", "tests/test_partitioned.py",
     ),
     Mutant(
         "a put reads the tensor that it replaces", "tiered_mem/packs.py",

@@ -10,7 +10,7 @@ import pytest
 CODE = """
 import torch
 from pathlib import Path
-from commpress.integrations.zero.allocation import return_large_blocks
+from commpress.integrations.zero.streamed_group import return_large_blocks
 
 def anonymous():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import commpress
 import offload_run
 from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
-from commpress.integrations.zero.chunk_step import ChunkStep
+from commpress.integrations.zero.update_chunk import UpdateChunk
 from offload_run import OPTIONS, loss_of, model, offloaded, open_store, train
 
 
@@ -208,7 +208,7 @@ def test_bytes_between_host_and_device(tmp_path, dtype, max_grad_norm):
                 optimizer.step()
             counted = store.crossing.up - before[0], store.crossing.down - before[1]
             optimizer.zero_grad()
-        numel = [sum(run.numel for c in optimizer.chunks if c.on == on for run in c.runs) for on in ("host", "device")]
+        numel = [sum(run.numel for c in optimizer.chunks if c.on == on for run in c.ranges) for on in ("host", "device")]
         assert min(numel) > 10_000
         assert counted == (numel[0] * dtype.itemsize, numel[0] * dtype.itemsize)
         assert (watch.up, watch.down) == counted
@@ -278,8 +278,8 @@ def test_a_delayed_update(store):
 
 
 def test_a_chunk_that_is_waited_for_is_updated_by_one_thread_and_others_leave_one_to_the_disk(store, monkeypatch):
-    threads, step, before = [], ChunkStep.step, torch.get_num_threads()
-    monkeypatch.setattr(ChunkStep, "step", lambda *args: threads.append(torch.get_num_threads()) or step(*args))
+    threads, step, before = [], UpdateChunk.step, torch.get_num_threads()
+    monkeypatch.setattr(UpdateChunk, "step", lambda *args: threads.append(torch.get_num_threads()) or step(*args))
     net = model()
     optimizer = offloaded(net, store)
     torch.set_num_threads(3)

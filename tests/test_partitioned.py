@@ -1,5 +1,7 @@
 """Partitioned optimizers on real ranks equal DistributedDataParallel with the plain optimizer, bit for bit."""
 
+import copy
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -338,6 +340,49 @@ def test_a_sharded_checkpoint_at_another_world_size(pool, tmp_path, size):
             assert all(torch.equal(one[key], state["state"][number][key]) for key in one)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [("NAdam", {}), ("ASGD", {}), ("Rprop", {}), ("Adagrad", {"initial_accumulator_value": 0.5}), ("AdamW", {})],
+)
+@pytest.mark.parametrize("stored", [False, True], ids=["memory", "store"])
+def test_a_sharded_checkpoint_of_no_step_leaves_the_first_step_to_the_optimizer(tmp_path, optimizer, options, stored):
+    """States do not begin with zeros in all optimizers. Saved before a step, and loaded before and after one."""
+    kind = getattr(torch.optim, optimizer)
+
+    def train(model, one, steps):
+        for step in range(steps):
+            model(torch.full((2, 8), step + 1.0)).square().sum().backward()
+            one.step()
+            one.zero_grad()
+
+    def model():
+        torch.manual_seed(3)
+        return torch.nn.Linear(8, 5)
+
+    plain = model()
+    train(plain, kind(plain.parameters(), **options), 3)
+    with ExitStack() as stack:
+        first, *others = [model() for _ in range(3)]
+        saved = None
+        for i, net in enumerate((first, *others)):
+            more = {"store": stack.enter_context(open_store(tmp_path / str(i)))} if stored else {}
+            one = commpress.Partitioned(net.parameters(), kind, **options, **more)
+            if i == 2:  # goes back to before its first step
+                start = copy.deepcopy(net.state_dict())
+                train(net, one, 2)
+                net.load_state_dict(start)
+            if saved is not None:
+                template = one.sharded_state_dict()
+                dcp.load(template, checkpoint_id=tmp_path / "saved", no_dist=True)
+                one.load_sharded_state_dict(template)
+            else:
+                saved = one.sharded_state_dict()
+                dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+            train(net, one, 3)
+            assert equal(values(net), values(plain)), i
+            one.close()
+
+
 def to_and_from_plain():
     """The plain optimizer loads the whole state, and Partitioned that of the plain one."""
     plan = Plan()
@@ -425,3 +470,22 @@ def refusals():
 
 def test_what_cannot_work_is_refused(pool):
     assert all(pool.run(refusals))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_in_a_store_follow_weights_that_are_loaded(tmp_path, dtype):
+    torch.manual_seed(3)
+    net = torch.nn.Linear(8, 5, dtype=dtype)
+    start = copy.deepcopy(net.state_dict())
+    with open_store(tmp_path) as store:
+        optimizer = commpress.Partitioned(net.parameters(), torch.optim.SGD, lr=1e-2, store=store)
+        after = []
+        for _ in range(2):
+            net.load_state_dict(start)
+            net(torch.ones(2, 8, dtype=dtype)).square().sum().backward()
+            optimizer.step()
+            after.append(values(net))
+            optimizer.zero_grad()
+        assert equal(*after)
+        assert not equal(after[0], list(start.values()))
+        optimizer.close()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commpress.errors import InvalidArgument
-from commpress.integrations.zero.quantised import BLOCK, bits_of, decode, encode, size
+from commpress.integrations.zero.moments import BLOCK, bits_of, decode, encode, size
 
 
 def round_trip(values, bits, *, squares, seed=0):

@@ -33,7 +33,7 @@ def measured(folder):
 
         def look(*_):
             nonlocal most
-            most = max(most, sum(unit.nbytes for unit in streamed.units if unit.present))
+            most = max(most, sum(unit.nbytes for unit in streamed.groups if unit.present))
 
         for layer in model:
             layer.register_forward_hook(look)
@@ -53,8 +53,8 @@ def measured(folder):
             held = sum(store.info(name).nbytes for name in store)
             optimizer.step()
         sent, *moved = ((counters() - before) / STEPS).tolist()
-        scratch = streamed.channel.scratch.bytes
-        unit = max(unit.nbytes for unit in streamed.units)
+        scratch = streamed.channel.workspace.lent_bytes
+        unit = max(unit.nbytes for unit in streamed.groups)
         return numel / ranks, (held, sent, *moved), (most, scratch, unit)
 
 

@@ -40,7 +40,7 @@ def test_equals_the_plain_model(store, remember):
     streamed = commpress.stream(net, store=store, chunk_mb=0.04)
     optimizer = offloaded(net, store)
     assert train(net, optimizer, 0, 20) == train(other, twin, 0, 20)
-    assert not any(unit.present for unit in streamed.units)
+    assert not any(unit.present for unit in streamed.groups)
     check(streamed, other)
 
 
@@ -144,7 +144,7 @@ def test_bytes_and_memory_of_a_step(tmp_path):
 
         def look(*_):
             nonlocal most
-            most = max(most, sum(unit.nbytes for unit in streamed.units if unit.present))
+            most = max(most, sum(unit.nbytes for unit in streamed.groups if unit.present))
 
         for layer in net.layers:
             layer.down.register_forward_hook(look)
@@ -155,7 +155,7 @@ def test_bytes_and_memory_of_a_step(tmp_path):
         pages = sum(-(-4 * chunk.numel // 4096) * 4096 for chunk in optimizer.chunks)
         wanted = pages * (3 + 2)  # weights and moments, and the gradient after each of two backward passes
         assert (store.wear.written - written) / 2 == pytest.approx(wanted, rel=0.05)
-        assert most <= 2 * max(unit.nbytes for unit in streamed.units)
+        assert most <= 2 * max(unit.nbytes for unit in streamed.groups)
 
 
 def test_a_file_that_plain_pytorch_loads(store, tmp_path):
@@ -182,7 +182,7 @@ def test_without_gradients_nothing_stays(store):
     streamed = commpress.stream(net, store=store)
     with torch.no_grad():
         assert loss_of(net, 0, 0) == loss_of(other, 0, 0)
-    assert not any(unit.present for unit in streamed.units)
+    assert not any(unit.present for unit in streamed.groups)
 
 
 def test_what_cannot_work_is_refused(store):
@@ -208,7 +208,7 @@ def test_state_dict_of_the_model_and_of_its_modules_is_that_of_the_plain_one(sto
         assert {id(p) for p in net.state_dict(keep_vars=True).values()} == {id(p) for p in net.parameters()}
         streamed.close()
         equal_states(net.state_dict(), other.state_dict())
-        assert not any(unit.present for unit in streamed.units)
+        assert not any(unit.present for unit in streamed.groups)
 
 
 def equal_states(state, wanted):
@@ -290,7 +290,7 @@ def sharded(folder, steps):
         optimizer = offloaded(net, store)
         losses = train(net, optimizer, 0, steps, rank)
         sent = streamed.transport.sent_bytes
-        rows = sum(piece.numel for unit in streamed.units for piece in unit.pieces)
+        rows = sum(piece.numel for unit in streamed.groups for piece in unit.stored)
         return streamed.state_dict(), losses, sent, rows
 
 
@@ -326,3 +326,55 @@ def test_sharded_over_ranks_equals_ddp(pool, tmp_path, ranks, steps):
         assert losses == others
         assert all(torch.equal(state[name], other[name]) for name in other)
         assert rows < sum(p.numel() for p in made().parameters()) / ranks + 9 * 64
+
+@pytest.mark.parametrize("keep", [[], ["0"]], ids=["fetched", "kept"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda net: net.half(), lambda net: setattr(net[0].weight, "data", torch.ones(4, 4))],
+    ids=["converted", "assigned"],
+)
+def test_parameters_that_somebody_has_changed_after_stream_are_refused(store, keep, change):
+    """What they hold now would be lost when their values are fetched."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    commpress.stream(net, store=store, keep=keep)
+    net(torch.ones(1, 4))
+    change(net)
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=r"'0.weight', now torch.float(16|32) .* convert and move the model before"):
+            net(torch.ones(1, 4))
+
+
+def test_buffers_from_the_meta_device_have_values_in_every_run(tmp_path):
+    """No store has them: a run that goes on makes them anew, and keeps the parameters of the store."""
+    for weight in (2.0, 3.0):
+        with torch.device("meta"):
+            net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        with open_store(tmp_path / "store") as store:
+            streamed = commpress.stream(net, store=store)
+            state = streamed.state_dict()
+            assert torch.equal(state["1.running_var"], torch.ones(3))
+            assert torch.equal(state["1.running_mean"], torch.zeros(3))
+            assert state["1.num_batches_tracked"] == 0
+            assert torch.equal(state["1.weight"], torch.full((3,), weight - 1))
+            net.load_state_dict({name: torch.full_like(value, 2.0) for name, value in state.items()})
+            store.commit()
+
+
+def test_a_buffer_that_nobody_gives_values_is_refused(store):
+    class Scaled(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer("factor", torch.ones(2))
+
+    with torch.device("meta"):
+        net = torch.nn.Sequential(Scaled())
+    with pytest.raises(InvalidArgument, match=r"buffer 'factor' of module '0' \(Scaled\).*let it do so, or build"):
+        commpress.stream(net, store=store)
+
+
+def test_nothing_is_written_on_parameters(store):
+    net = made()
+    commpress.stream(net, store=store)
+    assert not any(vars(p) for p in net.parameters())
+    with pytest.raises(InvalidArgument, match=r"streamed, its values lie in a store: train it with commpress\.Offloaded"):
+        commpress.Partitioned(net.parameters(), torch.optim.AdamW)

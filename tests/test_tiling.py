@@ -77,11 +77,11 @@ def test_streamed_tiles_train_as_the_plain_model(tmp_path):
     most = 0
     with open_store(tmp_path / "store") as store:
         streamed = commpress.stream(cut, store=store, chunk_mb=0.04)
-        rest = max(unit.nbytes for unit in streamed.units if ".tiles." not in unit.name)
+        rest = max(unit.nbytes for unit in streamed.groups if ".tiles." not in unit.name)
 
         def look(*_):
             nonlocal most
-            most = max(most, sum(unit.nbytes for unit in streamed.units if unit.present))
+            most = max(most, sum(unit.nbytes for unit in streamed.groups if unit.present))
 
         for module in cut.modules():
             if isinstance(module, Tile):

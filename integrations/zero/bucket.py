@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.graph import increment_version
 
 from commpress.codecs import Codec
 from commpress.codecs.family import EXACT, CastCodec
@@ -22,8 +23,8 @@ from commpress.collectives.allreduce import Outcome
 from commpress.collectives.reduce_scatter import Deal, Part, deals
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
-from commpress.integrations.zero.options import Place
 
+Numbered = tuple[torch.Tensor, str, int]  # a parameter, its name, its number among all
 ALIGN = 64  # elements; see the note on vectors
 NATURAL = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float16: CastCodec("fp16")}
 
@@ -42,7 +43,7 @@ class Member:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class OwnedRange:
     """What this rank owns of one parameter."""
 
     member: Member
@@ -64,13 +65,13 @@ class Reduction:
     outcomes: list[Outcome] = field(default_factory=list)
 
 
-class Layout:
+class FlatGroup:
     """Parameters one behind the other, cut into one row for each rank, and how rows travel."""
 
     def __init__(
         self,
         number: int,
-        members: Sequence[Place],
+        members: Sequence[Numbered],
         gradients: Codec | None = None,
         weights: Codec | None = None,
         *,
@@ -119,12 +120,14 @@ class Layout:
                 yield m, start - m.first, slice(start - self.first, stop - self.first)
 
 
-class Bucket(Layout):
+class ShardedBucket(FlatGroup):
+    """Parameters that travel together: in the model's dtype for the model, in float32 what this rank updates."""
+
     def __init__(
         self,
         number: int,
         group: int,
-        members: Sequence[Place],
+        members: Sequence[Numbered],
         gradients: Codec | None,
         weights: Codec | None,
         *,
@@ -138,7 +141,7 @@ class Bucket(Layout):
         self.mastered = self.dtype != torch.float32 or self.lossy_weights
         self.shard = torch.zeros(self.width, dtype=torch.float32, device=self.device) if self.mastered else own
         self.own = own
-        self.runs = [Run(m, start, place, self.shard[place]) for m, start, place in self.overlaps()]
+        self.ranges = [OwnedRange(m, start, place, self.shard[place]) for m, start, place in self.overlaps()]
         self._versions: list[int] = []
         with torch.no_grad():
             for member in self.members:
@@ -154,6 +157,8 @@ class Bucket(Layout):
         """The master starts again from what the parameters hold."""
         if self.mastered:
             self.shard.copy_(self.own)
+        else:
+            increment_version(self.own)  # who has a master elsewhere looks at what it knows, not at the parameters
         self.trust()
 
     def trust(self) -> None:
@@ -174,17 +179,17 @@ class Bucket(Layout):
 
 
 def buckets(
-    groups: Sequence[Sequence[Place]],
+    groups: Sequence[Sequence[Numbered]],
     gradients: Policy,
     weights: Policy,
     *,
     rank: int,
     ranks: int,
     numel: int,
-) -> list[Bucket]:
+) -> list[ShardedBucket]:
     """Buckets of about ``numel`` elements, in the order in which backward is likely to fill them."""
-    open_: dict[tuple[object, ...], list[Place]] = {}
-    plans: list[tuple[tuple[object, ...], list[Place]]] = []
+    open_: dict[tuple[object, ...], list[Numbered]] = {}
+    plans: list[tuple[tuple[object, ...], list[Numbered]]] = []
     every = [(number, *member) for number, group in enumerate(groups) for member in group]
     for number, parameter, name, index in reversed(every):
         codecs = [_lossy(policy, name, parameter) if ranks > 1 else None for policy in (gradients, weights)]
@@ -196,7 +201,7 @@ def buckets(
         held.append((parameter, name, index))
     plans.sort(key=lambda plan: -min(index for _, _, index in plan[1]))  # who is full last would hold up all behind it
     return [
-        Bucket(i, key[0], members, key[3], key[4], rank=rank, ranks=ranks)  # type: ignore[arg-type]
+        ShardedBucket(i, key[0], members, key[3], key[4], rank=rank, ranks=ranks)  # type: ignore[arg-type]
         for i, (key, members) in enumerate(plans)
     ]
 

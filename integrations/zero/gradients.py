@@ -6,36 +6,19 @@ while the worker reads it, and a GradScaler finds the verdict of all ranks befor
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from commpress.collectives.allreduce import settle
+from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import reduce_rows
-from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
-from commpress.integrations.zero.bucket import Layout, Reduction
-from commpress.integrations.zero.scratch import Scratch
-from commpress.work import Steps, Worker
+from commpress.integrations.zero.bucket import FlatGroup, Reduction
+from commpress.work import Steps
 
 AHEAD = 2  # reductions that a backward may leave behind it before it waits
-
-
-@dataclass
-class Channel:
-    """What all that one optimizer sends has in common."""
-
-    transport: Transport
-    scratch: Scratch
-    worker: Worker
-    sequence: int = 0
-
-    def take(self, count: int) -> int:
-        """The first of ``count`` sequence numbers; every rank takes them in the same order."""
-        self.sequence += count
-        return self.sequence - count
 
 
 class Gradients:
@@ -46,7 +29,7 @@ class Gradients:
 
     def __init__(
         self,
-        buckets: Sequence[Layout],
+        buckets: Sequence[FlatGroup],
         channel: Channel,
         *,
         stage: int,
@@ -67,7 +50,7 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, bucket: Layout, i: int) -> torch.utils.hooks.RemovableHandle:
+    def _hook(self, bucket: FlatGroup, i: int) -> torch.utils.hooks.RemovableHandle:
         owner = weakref.ref(self)  # the parameters must not keep their optimizer alive
 
         def arrived(parameter: torch.Tensor) -> None:
@@ -76,7 +59,7 @@ class Gradients:
 
         return bucket.members[i].parameter.register_post_accumulate_grad_hook(arrived)
 
-    def _arrived(self, bucket: Layout, i: int) -> None:
+    def _arrived(self, bucket: FlatGroup, i: int) -> None:
         if not self.syncing:
             self._local = True
             if self._stage == 1:
@@ -91,11 +74,11 @@ class Gradients:
             self._launch(self.buckets[self._next])
             self._next += 1
 
-    def _full(self, bucket: Layout) -> bool:
+    def _full(self, bucket: FlatGroup) -> bool:
         return len(bucket.arrived) == len(bucket.members)
 
     @torch.no_grad()
-    def _place(self, bucket: Layout, i: int) -> None:
+    def _place(self, bucket: FlatGroup, i: int) -> None:
         """The gradient to its place in the bucket's buffer: to stay there (stage 1), or to be sent and forgotten."""
         member = bucket.members[i]
         gradient = member.parameter.grad
@@ -111,26 +94,26 @@ class Gradients:
             view.copy_(gradient)
         member.parameter.grad = view if self._stage == 1 else None
 
-    def _fresh_buffer(self, bucket: Layout) -> torch.Tensor:
+    def _fresh_buffer(self, bucket: FlatGroup) -> torch.Tensor:
         numel = bucket.numel
         if self._stage == 1:
             return torch.zeros(numel, dtype=bucket.dtype, device=bucket.device)
         while len(self._futures) > AHEAD:
             self._futures.pop(0).wait()
-        return self._channel.scratch.lend(numel, bucket.dtype, bucket.device).zero_()
+        return self._channel.workspace.lend(numel, bucket.dtype, bucket.device).zero_()
 
-    def _launch(self, bucket: Layout) -> None:
+    def _launch(self, bucket: FlatGroup) -> None:
         sequence = self._channel.take(len(bucket.reduce_plan))
         key = self._seed * 1_000_003 + self.step + (bucket.reduction.times << 20)
         steps = self._reduce(bucket, sequence, key, self._gain())
-        self._futures.append(self._channel.worker.submit(steps, waits=len(bucket.reduce_plan)))
+        self._futures.append(self._channel.submit(steps, waits=len(bucket.reduce_plan), device=bucket.device))
 
-    def _reduce(self, bucket: Layout, sequence: int, key: int, gain: float) -> Steps[None]:
+    def _reduce(self, bucket: FlatGroup, sequence: int, key: int, gain: float) -> Steps[None]:
         """``bucket.reduced`` := or += the mean over the ranks of the own row of its buffer."""
         assert bucket.buffer is not None
         source = bucket.buffer
         if source.dtype != torch.float32:
-            source = self._channel.scratch.lend(source.numel(), torch.float32, bucket.device).copy_(source)
+            source = self._channel.workspace.lend(source.numel(), torch.float32, bucket.device).copy_(source)
         if bucket.reduced is None and self._sink is None:
             bucket.reduced = torch.zeros(bucket.width, dtype=torch.float32, device=bucket.device)
         reduction = bucket.reduction
@@ -139,13 +122,13 @@ class Gradients:
         settle(reduction.outcomes, taken=adds and reduction.finite)
         out = None if adds else bucket.reduced
         if out is None:
-            out = self._channel.scratch.lend(bucket.width, torch.float32, bucket.device)
+            out = self._channel.workspace.lend(bucket.width, torch.float32, bucket.device)
         outcomes = yield from reduce_rows(
             source, out, bucket.feedbacks, plan=bucket.reduce_plan, transport=self._channel.transport,
-            workspace=self._channel.scratch, sequence=sequence, key=key, gain=gain if bucket.lossy_gradients else 1.0,
+            workspace=self._channel.workspace, sequence=sequence, key=key, gain=gain if bucket.lossy_gradients else 1.0,
         )  # fmt: skip
         if source is not bucket.buffer:
-            self._channel.scratch.take_back(source)
+            self._channel.workspace.take_back(source)
         if gain != 1.0 and not bucket.lossy_gradients:  # a half-precision value times the gain may not be one
             out[: bucket.owned].mul_(gain)
         if self._sink is not None:
@@ -154,12 +137,12 @@ class Gradients:
             assert bucket.reduced is not None
             bucket.reduced[: bucket.owned] += out[: bucket.owned]
         if out is not bucket.reduced:
-            self._channel.scratch.take_back(out)
+            self._channel.workspace.take_back(out)
         reduction.times += 1
         reduction.outcomes = outcomes
         reduction.finite = all(o.finite for o in outcomes) and (reduction.finite or not adds)
         if self._stage == 2:
-            self._channel.scratch.take_back(bucket.buffer)
+            self._channel.workspace.take_back(bucket.buffer)
             bucket.buffer = None
 
     def finish(self) -> None:

@@ -10,6 +10,8 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
@@ -17,25 +19,57 @@ from typing import Any, Literal
 import torch
 
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.integrations.zero.chunk import WEIGHT, Chunk, Run, chunks
-from commpress.integrations.zero.chunk_gradients import ChunkGradients
-from commpress.integrations.zero.chunk_step import ChunkStep, threads
 from commpress.integrations.zero.elementwise import check_elementwise
-from commpress.integrations.zero.moments import Moments
-from commpress.integrations.zero.options import trainable
-from commpress.integrations.zero.placement import AHEAD, UNDER_WAY, Meter, choose, report
-from commpress.integrations.zero.quantised import bits_of
+from commpress.integrations.zero.moments import Moments, bits_of
 from commpress.integrations.zero.shards import Cut, local
-from commpress.integrations.zero.state import MASTER, agreed, check_groups, like, probe, take_options
-from commpress.integrations.zero.stored_gradients import StoredGradients
-from commpress.integrations.zero.stored_state import StoredState
-from commpress.integrations.zero.streamed import owner_of
-from commpress.integrations.zero.unit import Unit
-from commpress.integrations.zero.wrapper import Wrapper, clip_factor, loss_of
-from commpress.tiered_mem import Pending, TieredStore, parse_bytes
+from commpress.integrations.zero.state import StoredState
+from commpress.integrations.zero.streamed import Streamed
+from commpress.integrations.zero.streamed_group import StreamedGroup, streamer_of
+from commpress.integrations.zero.update_chunk import (
+    GRADIENT,
+    WEIGHT,
+    ChunkGradients,
+    ChunkRange,
+    StoredGradients,
+    UpdateChunk,
+    chunks,
+    threads,
+)
+from commpress.integrations.zero.wrapper import (
+    MASTER,
+    Wrapper,
+    agreed,
+    check_groups,
+    clip_factor,
+    like,
+    loss_of,
+    probe,
+    take_options,
+    trainable,
+)
+from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
 
 FORMAT = 1.0
+AHEAD = 2  # chunks that are read while one is updated
+UNDER_WAY = AHEAD + 3  # chunks in memory beside those that stay: one updated, others read, two written
+TIERS = ("device", "host", "disk")
+
+
+@dataclass
+class Meter:
+    """Seconds and bytes of the steps so far."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    stalled: float = 0.0
+    written: int = 0
+
+    def count(self, seconds: float, stalled: float, written: int) -> None:
+        self.steps += 1
+        self.seconds += seconds
+        self.stalled += stalled
+        self.written += written
 
 
 class Offloaded(Wrapper):
@@ -83,18 +117,20 @@ class Offloaded(Wrapper):
         if moments and parse_bytes(device_budget):
             raise InvalidArgument("moments are quantised on the processor: leave device_budget= out")
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
-        places, _ = trainable(self.param_groups, cut=True)
+        places, _ = trainable(self.param_groups, spread=True)
         check_elementwise(optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True)
         self.store, self.prefix, self.commit_every = store, prefix, commit_every
-        self.chunks = chunks(places, max(int(chunk_mb * 1e6 / 4), 1), prefix)
-        self.streamed = owner_of(places, store)
-        self._cut = Cut([p for group in places for p, _, _ in group], clipped=max_grad_norm is not None)
-        self._of_piece = {chunk.piece: chunk for chunk in self.chunks if chunk.piece}
-        self._optimizer, self._chunk_step = optimizer, ChunkStep(optimizer, options)
+        parameters = [p for group in places for p, _, _ in group]
+        self.streamed = _streamer(parameters, store)
+        elsewhere = self.streamed.group_of if self.streamed is not None else {}
+        self.chunks = chunks(places, max(int(chunk_mb * 1e6 / 4), 1), prefix, elsewhere)
+        self._cut = Cut(parameters, clipped=max_grad_norm is not None)
+        self._of_values = {chunk.values: chunk for chunk in self.chunks if chunk.values}
+        self._optimizer, self._make = optimizer, partial(optimizer, **options)
         self._moments, self._scalars = probe(optimizer, options)
         self._coded = Moments(store, bits_of(moments))
         self.state = StoredState(store, self.chunks, self._moments, self._scalars, self._coded)  # type: ignore[assignment]
-        self._index = {run.parameter: run.index for chunk in self.chunks for run in chunk.runs}
+        self._index = {own.parameter: own.index for chunk in self.chunks for own in chunk.ranges}
         if delayed and (gradients == "store" or self.streamed is not None):
             raise InvalidArgument("delayed=True needs gradients='parameters' and parameters that are not streamed")
         self.delayed = delayed
@@ -104,8 +140,7 @@ class Offloaded(Wrapper):
         self._next: dict[int, torch.Tensor] = {}  # new values that parameters do not have yet
         self._streams = gradients == "store" or self.streamed is not None
         self._versions: dict[int, int] = {}
-        beside = self.streamed.room() if self.streamed is not None else 0
-        choose(self.chunks, store, self._needed, beside=beside, device=device_budget, host=host_budget)
+        self._choose_tiers(device_budget, host_budget)
         self._pins, self.meter = host_budget is not None, Meter()
         self._disk = any(map(self._passes, self.chunks))  # it is at work during a step
         with torch.no_grad():
@@ -116,12 +151,45 @@ class Offloaded(Wrapper):
         agreed(self._every(self.steps_done))
         self._stored = StoredGradients(store, self.chunks, self._passes) if self._streams else None
         self._gradients.stored = self._stored
-        self._hooks = self._watch([p for group in places for p, _, _ in group]) if self._streams else []
+        self._hooks = self._watch(parameters) if self._streams else []
         if self.streamed is not None:
             self.streamed.follow(self._take_loaded)
         if delayed:
             self._next = {index: torch.empty_like(parameter) for parameter, index in self._index.items()}
         self._built = True
+
+    def _choose_tiers(self, device: str | int, host: str | int | None) -> None:
+        """The first chunks to the device, the next to host memory, as far as the budgets reach.
+
+        The same ones in every step: a sweep over all would otherwise evict each just before it is needed.
+        """
+        beside = self.streamed.room() if self.streamed is not None else 0
+        usage, largest = self.store.usage(), max(map(self._needed, self.chunks))
+        reserve = UNDER_WAY * largest + beside
+        if usage.host_capacity < reserve:
+            raise InvalidArgument(
+                f"the store has {usage.host_capacity} bytes of host memory, {UNDER_WAY} chunks with their moments, and what is "
+                f"streamed beside them, need {reserve}: open it with a larger host=, or pass a smaller chunk_mb="
+            )
+        room = {"device": parse_bytes(device), "host": usage.host_capacity - reserve if host is None else parse_bytes(host)}
+        if room["device"] > usage.device_capacity:
+            raise InvalidArgument(
+                f"device_budget is {room['device']} bytes, the store has {usage.device_capacity} on its device: open it with a "
+                "larger device="
+            )
+        if room["host"] > usage.host_capacity - reserve:
+            raise InvalidArgument(
+                f"host_budget is {room['host']} bytes, expected at most {usage.host_capacity - reserve}: {reserve} of the "
+                f"store's {usage.host_capacity} are for what passes through"
+            )
+        for chunk in self.chunks:
+            chunk.tier = "disk"
+            for tier in ("device", "host"):
+                if self._needed(chunk) <= room[tier]:
+                    room[tier] -= self._needed(chunk)
+                    chunk.tier = tier
+                    break
+                room[tier] = 0
 
     # ------------------------------------------------------------ gradients
 
@@ -129,22 +197,22 @@ class Offloaded(Wrapper):
         assert self._stored is not None
         if self.streamed is not None and self.streamed.transport.size > 1:
             self.streamed.send_gradients(self._take_row)
-            parameters = [p for p in parameters if not hasattr(p, "home")]
+            parameters = [p for p in parameters if id(p) not in self.streamed.group_of]
         return [self._stored.hook(p) for p in parameters]
 
     @torch.no_grad()
-    def _take_loaded(self, piece: str) -> None:
+    def _take_loaded(self, name: str) -> None:
         """Streamed values were loaded: a master beside them follows."""
-        if (chunk := self._of_piece.get(piece)) and chunk.copied:
-            with self.store.borrow(chunk.master) as master, self.store.borrow(piece, write=False) as values:
+        if (chunk := self._of_values.get(name)) and chunk.copied:
+            with self.store.borrow(chunk.master) as master, self.store.borrow(name, write=False) as values:
                 master.copy_(values)
 
-    def _take_row(self, unit: Unit, row: torch.Tensor) -> None:
-        """The mean gradient of what this rank owns of a unit."""
+    def _take_row(self, group: StreamedGroup, row: torch.Tensor) -> None:
+        """The mean gradient of what this rank owns of a streamed group."""
         assert self._stored is not None
-        for piece in unit.pieces:
-            if chunk := self._of_piece.get(piece.name):
-                self._stored.add(chunk, {run: run.inside(piece.of(row)) for run in chunk.runs})
+        for stored in group.stored:
+            if chunk := self._of_values.get(stored.name):
+                self._stored.add(chunk, {own: own.inside(stored.of(row)) for own in chunk.ranges})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -232,21 +300,21 @@ class Offloaded(Wrapper):
             pending.wait()
         self._versions = self._now()
 
-    def _read(self, chunk: Chunk) -> list[str]:
+    def _read(self, chunk: UpdateChunk) -> list[str]:
         """What an update of a chunk needs."""
         return chunk.names() + (self._stored.name(chunk) if self._stored is not None else [])
 
-    def _passes(self, chunk: Chunk) -> bool:
+    def _passes(self, chunk: UpdateChunk) -> bool:
         """It is on disk between steps."""
         return chunk.tier == "disk"
 
-    def _settle(self, chunk: Chunk) -> None:
+    def _settle(self, chunk: UpdateChunk) -> None:
         """A chunk with a budget of its own is never evicted."""
         if chunk.tier == "device" or (self._pins and chunk.tier == "host"):
             for name in chunk.names():
                 self.store.pin(name, on=chunk.on)
 
-    def _update(self, chunk: Chunk, factor: torch.Tensor | None, written: set[int]) -> None:
+    def _update(self, chunk: UpdateChunk, factor: torch.Tensor | None, written: set[int]) -> None:
         """``written``: parameters that somebody else has changed, such as ``load_state_dict``; their masters follow."""
         misses = self.store.counters.misses
         with ExitStack() as stack:
@@ -256,45 +324,45 @@ class Offloaded(Wrapper):
             elif self._disk:
                 stack.enter_context(threads(max(torch.get_num_threads() - 1, 1)))
             gradients = self._gradients.ready(chunk, factor)
-            for run in chunk.runs:
-                if run.index in written:
-                    run.inside(held[WEIGHT]).copy_(run.of(run.parameter))
-                    self._count(chunk, run, down=True)
-            states = self._chunk_step.step(chunk, gradients, held, self._groups)
+            for own in chunk.ranges:
+                if own.index in written:
+                    own.inside(held[WEIGHT]).copy_(own.of(own.parameter))
+                    self._count(chunk, own, down=True)
+            states = chunk.step(self._make, gradients, held, self._groups)
             self._publish(chunk, held[WEIGHT])
         chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
         if not chunk.keys:
             for key in self._moments:
                 flat = torch.zeros(chunk.numel)
-                for run, state in zip(chunk.runs, states, strict=True):
-                    run.inside(flat).copy_(state[key])
+                for own, state in zip(chunk.ranges, states, strict=True):
+                    own.inside(flat).copy_(state[key])
                 self._coded.put(chunk, key, flat)
             chunk.keys = list(self._moments)
             self._settle(chunk)
 
-    def _publish(self, chunk: Chunk, weights: torch.Tensor) -> None:
+    def _publish(self, chunk: UpdateChunk, weights: torch.Tensor) -> None:
         """The new values to the parameters, or to where streamed ones lie."""
         if chunk.copied:
-            with self.store.borrow(chunk.piece) as values:
+            with self.store.borrow(chunk.values) as values:
                 values.copy_(weights)
-        elif not chunk.piece:
-            for run in chunk.runs:
-                run.of(self._next.get(run.index, run.parameter)).copy_(run.inside(weights))
-                self._count(chunk, run)
+        elif not chunk.values:
+            for own in chunk.ranges:
+                own.of(self._next.get(own.index, own.parameter)).copy_(own.inside(weights))
+                self._count(chunk, own)
 
-    def _count(self, chunk: Chunk, run: Run, *, down: bool = False) -> None:
-        """A run's values cross between host memory and its parameter."""
+    def _count(self, chunk: UpdateChunk, own: ChunkRange, *, down: bool = False) -> None:
+        """Values of a range cross between host memory and its parameter."""
         if chunk.on == "host":
-            nbytes, crossing = run.numel * run.parameter.dtype.itemsize, self.store.crossing
+            nbytes, crossing = own.numel * own.parameter.dtype.itemsize, self.store.crossing
             crossing.down, crossing.up = crossing.down + nbytes * down, crossing.up + nbytes * (not down)
 
-    def _needed(self, chunk: Chunk) -> int:
+    def _needed(self, chunk: UpdateChunk) -> int:
         """Bytes of memory."""
         moments = len(self._moments) * padded(self._coded.nbytes(chunk.numel))
         return padded(4 * chunk.numel) * (1 + self._streams) + moments
 
     def _now(self) -> dict[int, int]:
-        return {r.index: local(r.parameter)._version for c in self.chunks for r in c.runs if not c.piece}
+        return {r.index: local(r.parameter)._version for c in self.chunks for r in c.ranges if not c.values}
 
     # ------------------------------------------------------------ what outlives the process
 
@@ -319,26 +387,26 @@ class Offloaded(Wrapper):
     def _layout(self) -> int:
         """A digest of what lies where."""
         bits = [f"{self._coded.bits} bits"] if self._coded.bits else []
-        runs = [f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}" for c in self.chunks for r in c.runs]
-        return zlib.crc32(";".join([self._optimizer.__name__, *bits, *self._moments, *self._scalars, *runs]).encode())
+        ranges = [f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}" for c in self.chunks for r in c.ranges]
+        return zlib.crc32(";".join([self._optimizer.__name__, *bits, *self._moments, *self._scalars, *ranges]).encode())
 
     def _begin(self) -> None:
         for chunk in self.chunks:
-            if chunk.master != chunk.piece:
+            if chunk.master != chunk.values:
                 self.store.put(chunk.master, self._first(chunk))
             self._settle(chunk)
             if self._passes(chunk):
                 self.store.evict(chunk.names()).wait()
         self._versions = self._now()
 
-    def _first(self, chunk: Chunk) -> torch.Tensor:
+    def _first(self, chunk: UpdateChunk) -> torch.Tensor:
         flat = self._gradients.buffer(chunk)
-        if chunk.piece:
-            with self.store.borrow(chunk.piece, write=False) as values:
+        if chunk.values:
+            with self.store.borrow(chunk.values, write=False) as values:
                 return flat.copy_(values)
-        for run in chunk.runs:
-            run.inside(flat).copy_(run.of(run.parameter))
-            self._count(chunk, run, down=True)
+        for own in chunk.ranges:
+            own.inside(flat).copy_(own.of(own.parameter))
+            self._count(chunk, own, down=True)
         return flat
 
     def _resume(self) -> None:
@@ -356,7 +424,7 @@ class Offloaded(Wrapper):
             if self.steps_done:
                 chunk.scalars = {key: like(self._scalars[key], value) for key, value in found.items()}
                 chunk.keys, chunk.stepped = list(self._moments), True
-            if not chunk.piece:
+            if not chunk.values:
                 with self.store.borrow(chunk.master, on=chunk.on, write=False) as weight:
                     self._publish(chunk, weight)
             self._settle(chunk)
@@ -383,7 +451,28 @@ class Offloaded(Wrapper):
     def report(self) -> str:
         """A table of what lies where, and how long steps took: ``print(optimizer.report())``."""
         self.finish()
-        return report(self.chunks, self.store, self.meter)
+        rows: dict[str, dict[str, int]] = {}
+        for chunk in self.chunks:
+            names = {"master weights": chunk.name(WEIGHT) if chunk.master != chunk.values else ""}
+            names |= {"streamed parameters": chunk.values, "gradients": chunk.name(GRADIENT)}
+            names |= {key: chunk.name(key) for key in chunk.keys}
+            for kind, name in names.items():
+                if name and name in self.store:
+                    info = self.store.info(name)
+                    row = rows.setdefault(kind, dict.fromkeys(TIERS, 0))
+                    row[info.tier] += info.nbytes
+        lines = [f"{'':20}" + "".join(f"{tier:>12}" for tier in TIERS)]
+        lines += [f"{kind:20}" + "".join(f"{show_bytes(row[tier]):>12}" for tier in TIERS) for kind, row in rows.items()]
+        total = [sum(row[tier] for row in rows.values()) for tier in TIERS]
+        lines.append(f"{'together':20}" + "".join(f"{show_bytes(one):>12}" for one in total))
+        if self.meter.steps:
+            each = self.meter.seconds / self.meter.steps
+            rate = self.meter.written / max(self.meter.seconds, 1e-9) / 1e9
+            lines.append(
+                f"update {each:.3f} s, of which {self.meter.stalled / self.meter.steps:.3f} s waiting for reads; "
+                f"{show_bytes(self.meter.written // self.meter.steps)} written, {rate:.2f} GB/s"
+            )
+        return "\n".join(lines)
 
     def close(self) -> None:
         """Remove the hooks from the parameters. The store stays open: it is the caller's."""
@@ -392,3 +481,13 @@ class Offloaded(Wrapper):
         if self._beside is not None:
             self.finish()
             self._beside.shutdown()
+
+
+def _streamer(parameters: list[torch.Tensor], store: TieredStore) -> Streamed | None:
+    """Of the parameters, if they are streamed."""
+    found: set[Streamed] = {streamer for p in parameters if (streamer := streamer_of(p)) is not None}
+    if len(found) > 1:
+        raise InvalidArgument("params are of several streamed models: make one Offloaded for each")
+    if any(streamer.store is not store for streamer in found):
+        raise InvalidArgument("the parameters are streamed from another store: pass that one as store=")
+    return found.pop() if found else None

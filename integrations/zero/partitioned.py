@@ -15,23 +15,31 @@ import numpy as np
 import torch
 
 from commpress.codecs import Codec, Policy, policy_of
+from commpress.collectives.allreduce import Workspace
+from commpress.collectives.channel import Channel
 from commpress.collectives.checkpoint import exact_state, residuals_of
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.collectives.scalars import gathered
-from commpress.collectives.transports.factory import own_transport
-from commpress.collectives.transports.loopback import Loopback, Recorded
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from commpress.feedback import ResidualStore
-from commpress.integrations.zero import sharded, state
-from commpress.integrations.zero.bucket import Bucket, buckets, bytes_of
+from commpress.integrations.zero.bucket import ShardedBucket, buckets, bytes_of
 from commpress.integrations.zero.elementwise import check_elementwise
-from commpress.integrations.zero.gradients import Channel, Gradients
+from commpress.integrations.zero.gradients import Gradients
 from commpress.integrations.zero.offloaded import Offloaded
-from commpress.integrations.zero.options import trainable
-from commpress.integrations.zero.scratch import Scratch
-from commpress.integrations.zero.wrapper import Wrapper, clip_factor, loss_of, options_of
+from commpress.integrations.zero.state import PartitionedState, like_saved, numbers_of
+from commpress.integrations.zero.wrapper import (
+    Wrapper,
+    agreed,
+    check_groups,
+    clip_factor,
+    loss_of,
+    options_of,
+    probe,
+    take_options,
+    trainable,
+)
 from commpress.tiered_mem import TieredStore
-from commpress.work import Steps, Worker, run
+from commpress.work import Steps
 
 UNORDERED_LIMIT = 2  # buckets under way at once where messages are matched by tag
 
@@ -92,12 +100,13 @@ class Partitioned(Wrapper):
         check_elementwise(optimizer, options, self.param_groups, device=device, in_place=store is not None)
         self.stage = stage
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        transport = own_transport(process_group, timeout=timeout) or Loopback(1).transport(0)
-        self.transport = Recorded(transport)
-        self.residuals, self.scratch = ResidualStore(), Scratch()
+        self.channel = Channel.among(
+            process_group, timeout=timeout, workspace=Workspace(pooled=True), at_once=UNORDERED_LIMIT
+        )
+        self.transport, self.residuals = self.channel.transport, ResidualStore()
         self.buckets = buckets(
             places, policy_of(gradients, min_numel=min_numel), policy_of(weights, min_numel=min_numel),
-            rank=transport.rank, ranks=transport.size, numel=max(int(bucket_mb * 1e6 / 4), 1),
+            rank=self.channel.rank, ranks=self.channel.size, numel=max(int(bucket_mb * 1e6 / 4), 1),
         )  # fmt: skip
         for bucket in self.buckets:
             bucket.attach(self.residuals)
@@ -105,29 +114,26 @@ class Partitioned(Wrapper):
         if store is None:
             self.inner = optimizer(self._shard_groups(), **options)
         else:
-            for own in (own for bucket in self.buckets for own in bucket.runs):
+            for own in (own for bucket in self.buckets for own in bucket.ranges):
                 own.weight.requires_grad_()
             self.inner = Offloaded(
                 self._shard_groups(), optimizer, store=store, prefix=prefix, chunk_mb=chunk_mb, commit_every=commit_every,
                 **options,
             )  # fmt: skip
-        self.moments, self.scalars = state.probe(optimizer, options, self.buckets[0].device)
+        moments, scalars = probe(optimizer, options, self.buckets[0].device)
+        self._shards = PartitionedState(self.buckets, self.channel, self.inner.state, moments, scalars)
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             mine.update(options_of(theirs))
-        limit = 1 if transport.ordered else UNORDERED_LIMIT
-        self._channel = Channel(self.transport, self.scratch, Worker("commpress", limit=limit, device=self.buckets[0].device))
-        self.gradients = Gradients(self.buckets, self._channel, stage=stage, scaler=self.grad_scaler, seed=seed)
+        self.gradients = Gradients(self.buckets, self.channel, stage=stage, scaler=self.grad_scaler, seed=seed)
         self._built = True
         if isinstance(self.inner, Offloaded):
             self._go_on(self.inner)
-        run(self._compare_replicas())
+        self.channel.run(self._compare_replicas())
 
     @torch.no_grad()
     def _go_on(self, inner: Offloaded) -> None:
         """From what the stores hold; every rank's must be of the same step."""
-        device = self.buckets[0].device
-        every = run(gathered([inner.steps_done], transport=self.transport, sequence=self.take(1), device=device))
-        state.agreed(every[:, 0].tolist())
+        agreed(self._every(float(inner.steps_done)))
         self.steps_done = self.gradients.step = inner.steps_done
         if inner.steps_done:
             self._spread()
@@ -181,11 +187,10 @@ class Partitioned(Wrapper):
         if norm_type != 2.0:
             raise InvalidArgument(f"norm_type is {norm_type!r}, expected 2.0: only the Euclidean norm is supported")
         self.gradients.synchronize()
-        parts = [b.reduced[own.place] for b in self.buckets if b.reduced is not None for own in b.runs]  # without padding
+        parts = [b.reduced[own.place] for b in self.buckets if b.reduced is not None for own in b.ranges]  # without padding
         squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu() for part in parts]
         mine = float(torch.stack(squares).sum()) if squares else 0.0
-        every = run(gathered([mine], transport=self.transport, sequence=self.take(1), device=self.buckets[0].device))
-        norm = torch.tensor(float(every[:, 0].sum()) ** 0.5, dtype=torch.float32, device=self.buckets[0].device)
+        norm = torch.tensor(sum(self._every(mine)) ** 0.5, dtype=torch.float32, device=self.buckets[0].device)
         factor = clip_factor(max_norm, norm)
         if torch.isfinite(norm):
             for bucket in self.buckets:
@@ -193,16 +198,23 @@ class Partitioned(Wrapper):
                 bucket.reduced.mul_(factor.to(bucket.device))
         return norm
 
+    def _every(self, value: float) -> list[float]:
+        """Each rank's."""
+        every = self.channel.run(
+            gathered([value], transport=self.transport, sequence=self.channel.take(), device=self.buckets[0].device)
+        )
+        return [float(one) for one in every[:, 0]]
+
     def _update(self) -> None:
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update(options_of(mine))
         for bucket in self.buckets:
             assert bucket.reduced is not None
-            for own in bucket.runs:
+            for own in bucket.ranges:
                 own.weight.grad = bucket.reduced[own.place]
         self.inner.step()
         for bucket in self.buckets:
-            for own in bucket.runs:
+            for own in bucket.ranges:
                 own.weight.grad = None
         self._spread()
         self.steps_done += 1
@@ -212,17 +224,18 @@ class Partitioned(Wrapper):
         """Every rank's shards to all ranks."""
         futures = []
         for bucket in self.buckets:
-            sequence = self.take(len(bucket.gather_plan))
-            futures.append(self._channel.worker.submit(self._gather(bucket, sequence), waits=len(bucket.gather_plan)))
+            count = len(bucket.gather_plan)
+            steps = self._gather(bucket, self.channel.take(count))
+            futures.append(self.channel.submit(steps, waits=count, device=bucket.device))
         for future in futures:
             future.wait()
 
-    def _gather(self, bucket: Bucket, sequence: int) -> Steps[None]:
+    def _gather(self, bucket: ShardedBucket, sequence: int) -> Steps[None]:
         direct = bucket.dtype == torch.float32 and not bucket.lossy_weights
-        flat = bucket.flat if direct else self.scratch.lend(bucket.flat.numel(), torch.float32, bucket.device)
+        flat = bucket.flat if direct else self.channel.workspace.lend(bucket.flat.numel(), torch.float32, bucket.device)
         base = bucket.own.float() if bucket.lossy_weights else None
         finite = yield from gather_rows(
-            bucket.shard, flat, plan=bucket.gather_plan, transport=self.transport, workspace=self.scratch,
+            bucket.shard, flat, plan=bucket.gather_plan, transport=self.transport, workspace=self.channel.workspace,
             sequence=sequence, base=base,
         )  # fmt: skip
         if direct:
@@ -231,7 +244,7 @@ class Partitioned(Wrapper):
             bucket.flat[: bucket.used].copy_(flat[: bucket.used])
         elif all(finite):
             bucket.flat[: bucket.used].add_(flat[: bucket.used])
-        self.scratch.take_back(flat)
+        self.channel.workspace.take_back(flat)
         if base is not None and not all(finite):
             raise NonFiniteGradient(
                 f"after step {self.steps_done} some weights of {bucket.members[0].name!r} to {bucket.members[-1].name!r} "
@@ -249,17 +262,13 @@ class Partitioned(Wrapper):
                     f"parameter {name!r} was frozen when this optimizer was made and requires a gradient now: make a new one"
                 )
 
-    def take(self, count: int) -> int:
-        """Sequence numbers for a collective of ours."""
-        return self._channel.take(count)
-
     def _compare_replicas(self) -> Steps[None]:
         """Every rank has the same parameters, in every bit and in the same buckets."""
         sums = [int(b.flat.view(torch.int16).sum(dtype=torch.int64)) for b in self.buckets]
         layout = ";".join(f"{m.name}@{b.number}+{m.first}:{tuple(m.parameter.shape)}" for b in self.buckets for m in b.members)
         mine = [zlib.crc32(layout.encode()), zlib.crc32(np.array(sums, np.int64).tobytes())]
         every = yield from gathered(
-            mine, transport=self.transport, sequence=self.take(1), device=self.buckets[0].device
+            mine, transport=self.transport, sequence=self.channel.take(1), device=self.buckets[0].device
         )
         for column, what in ((0, "names, shapes or order of the parameters"), (1, "values of the parameters")):
             different = tuple(r for r in range(self.transport.size) if every[r, column] != every[0, column])
@@ -275,7 +284,7 @@ class Partitioned(Wrapper):
     def _shard_groups(self) -> list[dict[str, Any]]:
         return [
             options_of(group)
-            | {"params": [own.weight for b in self.buckets if b.group == number for own in b.runs]}
+            | {"params": [own.weight for b in self.buckets if b.group == number for own in b.ranges]}
             for number, group in enumerate(self.param_groups)
         ]
 
@@ -300,8 +309,8 @@ class Partitioned(Wrapper):
             "masters": _bytes(b.shard for b in self.buckets if b.mastered),
             "states": _bytes(states),
             "residuals": _bytes(f.sent for f in feedbacks),
-            "scratch": self.scratch.bytes,
-            "messages": getattr(self.transport.inner, "spare_bytes", 0),
+            "scratch": self.channel.workspace.lent_bytes,
+            "messages": getattr(self.channel.inner, "spare_bytes", 0),
         }
 
     # ------------------------------------------------------------ checkpoints
@@ -309,7 +318,7 @@ class Partitioned(Wrapper):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The whole state on every rank, as ``optimizer`` itself would save it; collective: every rank must call it."""
-        whole = run(state.whole(self))
+        whole = self.channel.run(self._shards.whole())
         return {"state": whole, "param_groups": super().state_dict()["param_groups"]}
 
     @torch.no_grad()
@@ -318,17 +327,24 @@ class Partitioned(Wrapper):
 
         Load the model's weights before: a float32 master that the state does not hold starts from them.
         """
-        state.load(self, state_dict)
+        groups = state_dict["param_groups"]
+        check_groups(self.param_groups, groups)
+        self._shards.load(state_dict["state"], [number for group in groups for number in group["params"]])
+        take_options(self.param_groups, groups)
 
     @torch.no_grad()
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part, for ``torch.distributed.checkpoint``: to be saved, or to be loaded into, at any world size."""
-        return sharded.sharded(self)
+        groups = {str(i): numbers_of(group) for i, group in enumerate(self.param_groups)}
+        return {"state": self._shards.sharded(), "param_groups": groups}
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What ``torch.distributed.checkpoint.load`` has put into a ``sharded_state_dict``; load the model's weights before."""
-        sharded.load_sharded(self, state_dict)
+        self._shards.load_sharded(state_dict["state"])
+        for number, group in enumerate(self.param_groups):
+            for key, tensor in state_dict["param_groups"][str(number)].items():
+                group[key] = like_saved(group[key], tensor)
 
     def feedback_state_dict(self) -> dict[str, Any]:
         """What this rank's codec still owes, for a bitwise resume at the same world size: every rank its own."""
@@ -342,7 +358,7 @@ class Partitioned(Wrapper):
     def close(self) -> None:
         """Remove the hooks from the parameters and end the worker."""
         self.gradients.close()
-        self._channel.worker.close()
+        self.channel.close()
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

@@ -1,131 +1,274 @@
-"""The state of a partitioned optimizer put together as the plain optimizer has it, and cut again."""
+"""The state of an optimizer whose state is not in one place: in a store, or spread over the ranks.
 
-from collections.abc import Sequence
+In checkpoints of which each rank writes its part, a parameter's state is one flat tensor, of which a rank writes and reads the
+range that it owns. So neither ranks nor buckets leave a trace there. Numbers travel as tensors: nothing is pickled.
+"""
+
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.integrations.zero.bucket import Bucket, Run
+from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
+from commpress.integrations.zero.moments import Moments
+from commpress.integrations.zero.shards import alike, is_cut, local
+from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
+from commpress.integrations.zero.wrapper import MASTER, copied, like
+from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 
-MASTER = "master"  # float32 weights of parameters that are not, or that travel compressed
+STEPPED = "stepped"  # in a rank's part: 0 for a parameter that has no state yet
 
 
-def probe(
-    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], device: torch.device | None = None
-) -> tuple[list[str], dict[str, Any]]:
-    """Names of the state that has the parameter's shape, and an example of each other one, from a step of a small one."""
-    parameter = torch.zeros(7, device=device)
-    parameter.grad = torch.zeros_like(parameter)
-    small = optimizer([parameter], **options)
-    small.step()
-    state = {key: value for key, value in small.state[parameter].items() if value is not None}
-    moments = sorted(key for key, v in state.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape)
-    scalars = {key: state[key] for key in sorted(state) if key not in moments}
-    if odd := [key for key, v in scalars.items() if isinstance(v, torch.Tensor) and v.numel() != 1]:
-        raise InvalidArgument(f"{optimizer.__name__} keeps {odd[0]!r}, which is neither a number nor as large as the parameter")
-    return moments, scalars
+class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """{parameter: its state, as the plain optimizer has it}. What is handed out are copies, cut as the parameter is.
+
+    Half-precision parameters have their float32 master as one entry more.
+    """
+
+    def __init__(
+        self, store: TieredStore, chunks: list[UpdateChunk], moments: dict[str, float], scalars: dict[str, Any],
+        coded: Moments,
+    ) -> None:
+        self._coded, self._store, self._chunks = coded, store, chunks
+        self._moments, self._scalars = moments, scalars
+        self._ranges: dict[torch.Tensor, list[tuple[UpdateChunk, ChunkRange]]] = {}
+        for chunk in chunks:
+            for own in chunk.ranges:
+                self._ranges.setdefault(own.parameter, []).append((chunk, own))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        stepped = [p for p, ranges in self._ranges.items() if ranges[0][0].stepped]
+        return iter(sorted(stepped, key=lambda p: self._ranges[p][0][1].index))
+
+    def __len__(self) -> int:
+        return sum(ranges[0][0].stepped for ranges in self._ranges.values())
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, torch.Tensor) and parameter in self._ranges and self._ranges[parameter][0][0].stepped
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        if parameter not in self:
+            raise KeyError(parameter)
+        ranges = self._ranges[parameter]
+        if sum(own.numel for _, own in ranges) != local(parameter).numel():
+            raise InvalidArgument(
+                f"parameter {ranges[0][1].name!r} is spread over the ranks: its state is not here as a whole"
+            )
+        result = {key: copied(value) for key, value in ranges[0][0].scalars.items()}
+        keys = {key: key for key in self._moments} | ({} if parameter.dtype == torch.float32 else {MASTER: WEIGHT})
+        values = {key: torch.empty(local(parameter).shape) for key in keys}
+        for chunk, own in ranges:
+            with self._coded.opened(chunk, write=False) as held:
+                for key, source in keys.items():
+                    own.of(values[key]).copy_(own.inside(held[source]))
+        result |= {key: alike(value, parameter) for key, value in values.items()}
+        return dict(sorted(result.items()))
+
+    @torch.no_grad()
+    def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        ranges = self._ranges[parameter]
+        for key in self._moments:
+            if key not in state or state[key].shape != parameter.shape or is_cut(state[key]) != is_cut(parameter):
+                raise StateMismatch(
+                    f"the state of {ranges[0][1].name!r} has {key!r} of shape {tuple(getattr(state.get(key), 'shape', ()))}, "
+                    f"expected {tuple(parameter.shape)}: load the state of the same model and optimizer"
+                )
+        for chunk, own in ranges:
+            if not chunk.stepped:
+                self._begin(chunk)
+            chunk.scalars = {key: like(example, state[key]) for key, example in self._scalars.items()}
+            with self._coded.opened(chunk) as held:
+                for key in self._moments:
+                    own.inside(held[key]).copy_(own.of(state[key]))
+                if MASTER in state:
+                    own.inside(held[WEIGHT]).copy_(own.of(state[MASTER]))
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        """As before the first step, but for the numbers that a chunk has for all that lies in it."""
+        for chunk, own in self._ranges[parameter]:
+            with self._coded.opened(chunk) as held:
+                for key in chunk.keys:
+                    own.inside(held[key]).fill_(self._moments[key])
+
+    def _begin(self, chunk: UpdateChunk) -> None:
+        """With the state of a step that has not been."""
+        for key, first in self._moments.items():
+            self._coded.put(chunk, key, torch.full((chunk.numel,), first))
+        chunk.keys, chunk.stepped = list(self._moments), True
+
+    def clear(self) -> None:
+        for chunk in self._chunks:
+            for key in chunk.keys:
+                self._store.delete(chunk.name(key))
+            chunk.keys, chunk.scalars, chunk.stepped = [], {}, False
 
 
-def like(example: Any, value: float) -> Any:
-    """A number of the kind of ``example``."""
-    if isinstance(example, torch.Tensor):
-        return torch.full_like(example, value)
-    return type(example)(value)
+class Slice(torch.Tensor):
+    """A flat tensor of ``numel`` elements of which this rank holds ``local``, beginning at ``offset``, or nothing."""
+
+    local: torch.Tensor
+    offset: int
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, offset: int, numel: int) -> "Slice":
+        self = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=local.dtype, device=local.device)
+        self.local, self.offset = local, offset
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Slice({self.offset}:{self.offset + self.local.numel()} of {self.numel()})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"a Slice is for torch.distributed.checkpoint only, it cannot compute {func}")
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(self.local), size=torch.Size([self.numel()])
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.local.numel():
+            return []
+        return [ChunkStorageMetadata(torch.Size([self.offset]), torch.Size([self.local.numel()]))]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.local
 
 
-def whole(owner: Any) -> Steps[dict[int, dict[str, Any]]]:
-    """{number of the parameter: its state}, the same on every rank."""
-    result: dict[int, dict[str, Any]] = {}
-    for bucket in owner.buckets:
-        scalars = yield from _scalars(owner, bucket)
-        for m, numbers in zip(bucket.members, scalars, strict=True):
-            stepped = bool(np.isfinite(numbers).all()) and bool(numbers[0])
-            if stepped or bucket.mastered:
-                result[m.index] = {}
-            if stepped:
-                result[m.index] |= {k: like(v, n) for (k, v), n in zip(owner.scalars.items(), numbers[1:], strict=True)}
-        for key in [*owner.moments, MASTER] if bucket.mastered else owner.moments:
-            flat = yield from _gathered(owner, bucket, key)
+class PartitionedState:
+    """The state of an optimizer of which each rank has its rows: put together, cut again, and as each rank's part of it."""
+
+    def __init__(
+        self,
+        buckets: Sequence[ShardedBucket],
+        channel: Channel,
+        state: MutableMapping[Any, Any],
+        moments: Iterable[str],
+        scalars: dict[str, Any],
+    ) -> None:
+        self._buckets, self._channel, self._state = buckets, channel, state
+        self._moments, self._scalars = list(moments), scalars
+
+    def whole(self) -> Steps[dict[int, dict[str, Any]]]:
+        """{number of the parameter: its state}, the same on every rank."""
+        result: dict[int, dict[str, Any]] = {}
+        for bucket in self._buckets:
+            scalars = yield from self._numbers_of(bucket)
             for m, numbers in zip(bucket.members, scalars, strict=True):
-                if key == MASTER or numbers[0]:
-                    result[m.index][key] = m.view(flat).clone()
-    return dict(sorted(result.items()))
+                stepped = bool(np.isfinite(numbers).all()) and bool(numbers[0])
+                if stepped or bucket.mastered:
+                    result[m.index] = {}
+                if stepped:
+                    found = zip(self._scalars.items(), numbers[1:], strict=True)
+                    result[m.index] |= {key: like(example, number) for (key, example), number in found}
+            for key in [*self._moments, MASTER] if bucket.mastered else self._moments:
+                flat = yield from self._gathered(bucket, key)
+                for m, numbers in zip(bucket.members, scalars, strict=True):
+                    if key == MASTER or numbers[0]:
+                        result[m.index][key] = m.view(flat).clone()
+        return dict(sorted(result.items()))
 
-
-def _scalars(owner: Any, bucket: Bucket) -> Steps[np.ndarray]:
-    """float64[members, 1 + scalars]: whether there is a state, and its numbers, from whoever owns some of the parameter."""
-    mine = np.full((len(bucket.members), 1 + len(owner.scalars)), np.nan)
-    row = {m.index: i for i, m in enumerate(bucket.members)}
-    for own in bucket.runs:
-        state = owner.inner.state.get(own.weight, {})
-        mine[row[own.member.index]] = [float(bool(state)), *(float(state.get(key, 0.0)) for key in owner.scalars)]
-    every = yield from gathered(
-        mine.reshape(-1).tolist(), transport=owner.transport, sequence=owner.take(1), device=bucket.device
-    )
-    return np.nanmax(every, axis=0).reshape(mine.shape)
-
-
-def _gathered(owner: Any, bucket: Bucket, key: str) -> Steps[torch.Tensor]:
-    row = torch.zeros(bucket.width, dtype=torch.float32, device=bucket.device)
-    for own in bucket.runs:
-        value = own.weight if key == MASTER else owner.inner.state.get(own.weight, {}).get(key)
-        if value is not None:
-            row[own.place] = value
-    flat = torch.zeros(bucket.flat.numel(), dtype=torch.float32, device=bucket.device)
-    yield from gather_rows(
-        row, flat, plan=bucket.exact_plan, transport=owner.transport, workspace=owner.scratch,
-        sequence=owner.take(len(bucket.exact_plan)),
-    )  # fmt: skip
-    return flat
-
-
-def load(owner: Any, state_dict: dict[str, Any]) -> None:
-    groups, states = state_dict["param_groups"], state_dict["state"]
-    check_groups(owner.param_groups, groups)
-    numbers = [number for group in groups for number in group["params"]]
-    runs = [(bucket, own) for bucket in owner.buckets for own in bucket.runs]
-    loaded = [_cut(own, states.get(numbers[own.member.index], {})) for _, own in runs]  # before anything is changed
-    for bucket in owner.buckets:
-        bucket.adopt()
-    for (bucket, own), values in zip(runs, loaded, strict=True):
-        master = values.pop(MASTER, None)
-        if bucket.mastered and master is not None:
-            own.weight.copy_(master)
-        if values:
-            owner.inner.state[own.weight] = values
-        else:
-            owner.inner.state.pop(own.weight, None)
-    take_options(owner.param_groups, groups)
-
-
-def agreed(steps: Sequence[float]) -> None:
-    """All ranks' stores are of the same step."""
-    if len(set(steps)) > 1:
-        raise StateMismatch(
-            f"the ranks' stores were committed at steps {[int(step) for step in steps]}: a run was killed while it committed. "
-            "Restore the same snapshot on every rank, or start anew"
+    def _numbers_of(self, bucket: ShardedBucket) -> Steps[np.ndarray]:
+        """float64[members, 1 + scalars]: whether there is a state, and its numbers, from whoever owns some of the parameter."""
+        mine = np.full((len(bucket.members), 1 + len(self._scalars)), np.nan)
+        row = {m.index: i for i, m in enumerate(bucket.members)}
+        for own in bucket.ranges:
+            state = self._state.get(own.weight, {})
+            mine[row[own.member.index]] = [float(bool(state)), *(float(state.get(key, 0.0)) for key in self._scalars)]
+        every = yield from gathered(
+            mine.reshape(-1).tolist(), transport=self._channel.transport, sequence=self._channel.take(), device=bucket.device
         )
+        return np.nanmax(every, axis=0).reshape(mine.shape)
+
+    def _gathered(self, bucket: ShardedBucket, key: str) -> Steps[torch.Tensor]:
+        row = torch.zeros(bucket.width, dtype=torch.float32, device=bucket.device)
+        for own in bucket.ranges:
+            value = own.weight if key == MASTER else self._state.get(own.weight, {}).get(key)
+            if value is not None:
+                row[own.place] = value
+        flat = torch.zeros(bucket.flat.numel(), dtype=torch.float32, device=bucket.device)
+        yield from gather_rows(
+            row, flat, plan=bucket.exact_plan, transport=self._channel.transport, workspace=self._channel.workspace,
+            sequence=self._channel.take(len(bucket.exact_plan)),
+        )  # fmt: skip
+        return flat
+
+    def load(self, states: dict[int, dict[str, Any]], numbers: Sequence[int]) -> None:
+        """Of all parameters; ``numbers``: what each is called in ``states``."""
+        every = [(bucket, own) for bucket in self._buckets for own in bucket.ranges]
+        loaded = [_cut(own, states.get(numbers[own.member.index], {})) for _, own in every]  # before anything is changed
+        for bucket in self._buckets:
+            bucket.adopt()
+        for (bucket, own), values in zip(every, loaded, strict=True):
+            master = values.pop(MASTER, None)
+            if bucket.mastered and master is not None:
+                own.weight.copy_(master)
+        self._replace([(own, values) for (_, own), values in zip(every, loaded, strict=True)])
+
+    def _replace(self, every: Sequence[tuple[OwnedRange, dict[str, Any]]]) -> None:
+        if not any(values for _, values in every):
+            self._state.clear()
+        for own, values in every:
+            if values:
+                self._state[own.weight] = values
+            elif own.weight in self._state:
+                del self._state[own.weight]
+
+    # ------------------------------------------------------------ each rank its part
+
+    def sharded(self) -> dict[str, dict[str, Any]]:
+        """{name: {key: Slice or tensor}} of what this rank owns, to be saved or to be loaded into.
+
+        Slices are views of the state. Before the first step, when there is none, they are zeros, and ``STEPPED`` says so.
+        """
+        states: dict[str, dict[str, Any]] = {}
+        for bucket in self._buckets:
+            for own in bucket.ranges:
+                numel, state = own.member.parameter.numel(), self._state.get(own.weight, {})
+                found = {key: state[key] if state else torch.zeros_like(own.weight) for key in self._moments}
+                one = states[own.member.name] = {key: Slice(value, own.start, numel) for key, value in found.items()}
+                one |= {key: _number(state.get(key, 0.0)) for key in self._scalars} | {STEPPED: _number(bool(state))}
+                if bucket.mastered:
+                    one[MASTER] = Slice(own.weight, own.start, numel)
+        return states
+
+    def load_sharded(self, states: dict[str, dict[str, Any]]) -> None:
+        """Take over what ``torch.distributed.checkpoint.load`` has written into the result of ``sharded``."""
+        every: list[tuple[OwnedRange, dict[str, Any]]] = []
+        for bucket in self._buckets:
+            if bucket.mastered:
+                bucket.trust()  # masters come with the state
+            else:
+                bucket.adopt()
+            for own in bucket.ranges:
+                loaded = states[own.member.name]
+                values = {key: loaded[key].local for key in self._moments}
+                values |= {key: like(example, loaded[key].item()) for key, example in self._scalars.items()}
+                every.append((own, values if loaded[STEPPED].item() else {}))
+                if bucket.mastered and loaded[MASTER].local is not own.weight:
+                    own.weight.copy_(loaded[MASTER].local)
+        self._replace(every)
 
 
-def check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in mine]:
-        raise StateMismatch(
-            f"the state has groups of {[len(g['params']) for g in saved]} parameters, the optimizer of "
-            f"{[len(g['params']) for g in mine]}: load the state of the same model and groups"
-        )
-
-
-def take_options(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    for group, other in zip(mine, saved, strict=True):
-        group.update({key: value for key, value in other.items() if key not in ("params", "param_names")})
-
-
-def _cut(own: Run, state: dict[str, Any]) -> dict[str, Any]:
+def _cut(own: OwnedRange, state: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     shape = own.member.parameter.shape
     for key, value in state.items():
@@ -145,3 +288,23 @@ def _cut(own: Run, state: dict[str, Any]) -> dict[str, Any]:
 
 def _kept(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype
+
+
+def _number(value: Any) -> torch.Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def numbers_of(group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: torch.tensor(value, dtype=torch.float64) for key, value in group.items() if _numeric(value)}
+
+
+def _numeric(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(isinstance(v, (int, float)) for v in value)
+    return isinstance(value, (int, float))
+
+
+def like_saved(value: Any, tensor: torch.Tensor) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(type(v)(n) for v, n in zip(value, tensor.tolist(), strict=True))
+    return type(value)(tensor.item())

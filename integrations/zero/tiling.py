@@ -1,6 +1,6 @@
 """Large linear layers as tiles of rows, of which a streamed model has one in memory at a time (memory-centric tiling).
 
-    y = [ x·W₀ᵀ + b₀ | x·W₁ᵀ + b₁ | … ]          Wᵢ: consecutive rows of W, a module and a unit each
+    y = [ x·W₀ᵀ + b₀ | x·W₁ᵀ + b₁ | … ]          Wᵢ: consecutive rows of W, a module and a group each
 
 Note: views. Each tile gets its own of x and of the bias: the gradient of a view is there when its tile has been through
 backward, that of x only after the last.
@@ -9,6 +9,7 @@ Note: the bias is whole and belongs to the layer, so first values are drawn in a
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from commpress.errors import InvalidArgument
+from commpress.integrations.zero.streamed_group import is_streamed
 
 WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # read what their children own
 
@@ -130,18 +132,32 @@ def tile(model: nn.Module, *, tile_mb: float = 64.0) -> nn.Module:
 
 
 def _check(linear: nn.Linear) -> None:
-    if hasattr(linear.weight, "home"):
+    if is_streamed(linear.weight):
         raise InvalidArgument("the model is streamed already: call tile before stream")
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
         raise InvalidArgument(f"{linear} has hooks, which its tiles would not call: register them after tile")
 
 
-def wholes(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """{name of a parameter: (name, shape, first element) in a plain model's ``state_dict``} for those that differ."""
-    found = {}
+@dataclass(frozen=True)
+class PlainName:
+    """A tensor of the model, and where it lies in which of the plain model's: all of that, but for tiles."""
+
+    value: torch.Tensor
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.view(-1)[self.start : self.start + self.value.numel()].view(self.value.shape)
+
+
+def plain_names(model: nn.Module) -> list[PlainName]:
+    """All that ``state_dict`` has."""
+    tiles: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TiledLinear):
             prefix = f"{path}." if path else ""
             for name, (whole, shape, start) in module.names.items():
-                found[prefix + name] = prefix + whole, shape, start
-    return found
+                tiles[prefix + name] = prefix + whole, shape, start
+    kept = model.state_dict(keep_vars=True)
+    return [PlainName(value, *tiles.get(name, (name, tuple(value.shape), 0))) for name, value in kept.items()]

@@ -1,15 +1,20 @@
 """An optimizer around another one: what ``Partitioned`` and ``Offloaded`` have in common."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from commpress.errors import InvalidArgument, NonFiniteGradient
-from commpress.integrations.zero.options import check_clipping, check_optimizer
+from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
+from commpress.integrations.zero.bucket import Numbered
+from commpress.integrations.zero.shards import local
+from commpress.integrations.zero.streamed_group import is_streamed
+from commpress.optim.parameters import check_parameter
 
 log = logging.getLogger("commpress")
+
+MASTER = "master"  # in a state: float32 weights of parameters that are not, or that travel compressed
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -26,8 +31,8 @@ class Wrapper(torch.optim.Optimizer):
         max_grad_norm: float | None,
         on_nonfinite: Literal["skip", "raise"],
     ) -> None:
-        check_optimizer(optimizer)
-        check_clipping(max_grad_norm, on_nonfinite)
+        _check_optimizer(optimizer)
+        _check_clipping(max_grad_norm, on_nonfinite)
         self._built = False
         self.max_grad_norm, self.on_nonfinite = max_grad_norm, on_nonfinite
         self.steps_done = self.skipped_steps = 0
@@ -70,3 +75,124 @@ def clip_factor(limit: float, norm: torch.Tensor) -> torch.Tensor:
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """What a parameter group says of how to step, as a schedule may have changed it, for who does the arithmetic."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise InvalidArgument(
+            f"optimizer is {optimizer!r}, expected a class such as torch.optim.AdamW; its options follow"
+        )
+    if any(base.__module__.split(".")[0] == "commpress" for base in optimizer.__mro__):
+        raise InvalidArgument(
+            f"optimizer is {optimizer.__name__}, which communicates by itself: use it alone, or name an element-wise one, such "
+            "as AdamW, SGD or Adagrad"
+        )
+
+
+def _check_clipping(max_grad_norm: float | None, on_nonfinite: str) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise InvalidArgument(f"max_grad_norm is {max_grad_norm!r}, expected a positive number or None")
+    if on_nonfinite not in ("skip", "raise"):
+        raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
+
+
+def trainable(
+    groups: Sequence[dict[str, Any]], *, spread: bool = False
+) -> tuple[list[list[Numbered]], list[tuple[str, torch.Tensor]]]:
+    """(parameter, name, number) of what is trained, by group; and what is frozen.
+
+    ``spread``: DTensors and streamed parameters are welcome.
+    """
+    result: list[list[Numbered]] = []
+    frozen: list[tuple[str, torch.Tensor]] = []
+    seen: set[int] = set()
+    for group in groups:
+        result.append([])
+        names = group.get("param_names") or [f"#{len(seen) + i:05d}" for i in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            if id(parameter) in seen:
+                raise InvalidArgument(
+                    f"parameter {name!r} is in params twice: pass a tied parameter once, as model.parameters() does"
+                )
+            if parameter.requires_grad:
+                _check(name, parameter, spread)
+                result[-1].append((parameter, name, len(seen)))
+            else:
+                frozen.append((name, parameter))
+            seen.add(id(parameter))
+    if not any(result):
+        raise InvalidArgument("params has no parameter that requires a gradient")
+    return result, frozen
+
+
+def _check(name: str, parameter: torch.Tensor, spread: bool) -> None:
+    check_parameter(name, parameter, cut=spread)
+    streamed = is_streamed(parameter)
+    if streamed and not spread:
+        raise InvalidArgument(
+            f"parameter {name!r} is streamed, its values lie in a store: train it with commpress.Offloaded of that store, on "
+            "one rank or several"
+        )
+    if parameter.numel() == 0 or not (streamed or local(parameter).is_contiguous()):
+        raise InvalidArgument(
+            f"parameter {name!r} of shape {tuple(parameter.shape)} is empty or not contiguous, expected contiguous values"
+        )
+
+
+# ---------------------------------------------------------------- state
+
+
+def probe(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], device: torch.device | None = None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """What a step leaves of a small parameter: by name the state of the parameter's shape, and an example of each other one.
+
+    Parameter and gradient are zero: the former are as they were before the step.
+    """
+    parameter = torch.zeros(7, device=device)
+    parameter.grad = torch.zeros_like(parameter)
+    small = optimizer([parameter], **options)
+    small.step()
+    state = {key: value for key, value in small.state[parameter].items() if value is not None}
+    whole = {key: v for key, v in state.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape}
+    moments = {key: float(whole[key][0]) for key in sorted(whole)}
+    scalars = {key: state[key] for key in sorted(state) if key not in moments}
+    if odd := [key for key, v in scalars.items() if isinstance(v, torch.Tensor) and v.numel() != 1]:
+        raise InvalidArgument(f"{optimizer.__name__} keeps {odd[0]!r}, which is neither a number nor as large as the parameter")
+    return moments, scalars
+
+
+def like(example: Any, value: float) -> Any:
+    """A number of the kind of ``example``."""
+    if isinstance(example, torch.Tensor):
+        return torch.full_like(example, value)
+    return type(example)(value)
+
+
+def agreed(steps: Sequence[float]) -> None:
+    """All ranks' stores are of the same step."""
+    if len(set(steps)) > 1:
+        raise StateMismatch(
+            f"the ranks' stores were committed at steps {[int(step) for step in steps]}: a run was killed while it committed. "
+            "Restore the same snapshot on every rank, or start anew"
+        )
+
+
+def check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in mine]:
+        raise StateMismatch(
+            f"the state has groups of {[len(g['params']) for g in saved]} parameters, the optimizer of "
+            f"{[len(g['params']) for g in mine]}: load the state of the same model and groups"
+        )
+
+
+def take_options(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    for group, other in zip(mine, saved, strict=True):
+        group.update({key: value for key, value in other.items() if key not in ("params", "param_names")})
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,307 @@
+"""Parameters of a streamed model that come and go together.
+
+    store   ranges of the own row            in parameters' dtype
+    flat    [ P · width ]                    there only while somebody holds the group; parameters are views of it
+
+Note: one storage for good. What autograd saves of a parameter, such as a transposed view, keeps the storage of ``flat``. So
+its bytes are given back and taken anew, and the storage stays: what was saved in forward is whole again in backward.
+Between, a parameter is one NaN seen as its shape: whoever reads it outside of its block gets NaN instead of a crash.
+"""
+
+import ctypes
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from commpress.collectives.channel import Channel
+from commpress.collectives.reduce_scatter import gather_rows
+from commpress.errors import InvalidArgument
+from commpress.integrations.zero.bucket import ALIGN, FlatGroup, Member, Numbered
+from commpress.tiered_mem import TieredStore
+from commpress.work import Steps
+
+
+@dataclass(frozen=True)
+class StoredRange:
+    """A range of a group's own row: one tensor of the store."""
+
+    name: str
+    start: int
+    numel: int
+
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        return row[self.start : self.start + self.numel]
+
+
+class StreamedGroup(FlatGroup):
+    """``holders`` counts who needs the values now."""
+
+    def __init__(
+        self, number: int, name: str, members: Sequence[Numbered], *, rank: int, ranks: int, prefix: str, numel: int
+    ) -> None:
+        super().__init__(number, members, rank=rank, ranks=ranks)
+        self.name, self.holders = name, 0
+        self.kept, self.shared = False, False
+        numel = max(numel // ALIGN, 1) * ALIGN
+        owned = -(-self.owned // ALIGN) * ALIGN
+        self.stored = [
+            StoredRange(f"{prefix}/{number:05d}/{start // numel:04d}", start, min(numel, owned - start))
+            for start in range(0, owned, numel)
+        ]
+        self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+        self._nothing = [nan.expand(m.parameter.shape) for m in self.members]
+        self.resize(0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def present(self) -> bool:
+        return self.flat.untyped_storage().nbytes() > 0
+
+    @property
+    def row(self) -> torch.Tensor:
+        return self.flat[self.first : self.first + self.width]
+
+    def resize(self, nbytes: int) -> None:
+        self.flat.untyped_storage().resize_(nbytes)
+
+    def check(self) -> None:
+        """Nobody else has given the parameters other values, another type or device: that would be lost without a word."""
+        for member, nothing in zip(self.members, self._nothing, strict=True):
+            here = self.flat.data_ptr() + member.first * self.dtype.itemsize if self.present else nothing.data_ptr()
+            parameter = member.parameter
+            if parameter.numel() and (parameter.data_ptr() != here or parameter.dtype != self.dtype):
+                raise InvalidArgument(
+                    f"parameter {member.name!r}, now {parameter.dtype} on {parameter.device}, is no longer what "
+                    f"commpress.stream has made of it, {self.dtype} on {self.device}: convert and move the model before "
+                    "stream, and give it values with load_state_dict"
+                )
+
+    def appear(self) -> None:
+        """Parameters are views of ``flat``, whose bytes are to be filled."""
+        self.check()
+        if not self.present:
+            self.resize(self.nbytes)
+            for member in self.members:
+                member.parameter.data = member.view(self.flat)
+
+    def vanish(self) -> None:
+        for member, nothing in zip(self.members, self._nothing, strict=True):
+            member.parameter.data = nothing
+        self.resize(0)
+
+    def release(self) -> None:
+        """Somebody needs the values no longer."""
+        self.holders -= 1
+        if not self.holders and not self.kept and self.present:
+            self.vanish()
+
+    def fill(self) -> None:
+        """From the parameters, wherever they lie now; afterwards they are views of ``flat``."""
+        self.resize(self.nbytes)
+        self.flat.zero_()
+        for member in self.members:
+            view = member.view(self.flat)
+            view.copy_(member.parameter)
+            member.parameter.data = view
+
+    def save(self, store: TieredStore) -> None:
+        for stored in self.stored:
+            store.put(stored.name, stored.of(self.row))
+            store.crossing.down += stored.numel * self.dtype.itemsize
+
+    def load(self, store: TieredStore, row: torch.Tensor) -> None:
+        """The own row."""
+        for stored in self.stored:
+            with store.borrow(stored.name, write=False) as held:
+                stored.of(row).copy_(held)
+            store.crossing.up += stored.numel * self.dtype.itemsize
+
+    @torch.no_grad()
+    def read(self, store: TieredStore, member: Member) -> torch.Tensor:
+        """A parameter's values, of what this rank owns."""
+        values = torch.zeros(member.parameter.shape, dtype=self.dtype, device=self.device)
+        for stored, here, there in self._of(member):
+            with store.borrow(stored.name, write=False) as held:
+                values.view(-1)[there].copy_(held[here])
+        return values
+
+    def write(self, store: TieredStore, member: Member) -> None:
+        """Those that it has in memory now, as far as this rank owns them, to the store."""
+        for stored, here, there in self._of(member):
+            with store.borrow(stored.name) as held:
+                held[here].copy_(member.view(self.flat).view(-1)[there])
+
+    def _of(self, member: Member) -> Iterator[tuple[StoredRange, slice, slice]]:
+        """(stored range, elements of it, elements of the parameter) for what this rank owns."""
+        for other, start, place in self.overlaps():
+            for stored in self.stored if other is member else ():
+                low, high = max(place.start, stored.start), min(place.stop, stored.start + stored.numel)
+                if low < high:
+                    first = start + low - place.start
+                    yield stored, slice(low - stored.start, high - stored.start), slice(first, first + high - low)
+
+    def gather(self, store: TieredStore, channel: Channel, sequence: int) -> Steps[None]:
+        """The rows of all ranks, by way of scratch: kernels see tensors as arrays, whose storage then keeps its size."""
+        row = channel.workspace.lend(self.width, torch.float32, self.device)
+        flat = channel.workspace.lend(self.numel, torch.float32, self.device)
+        self.load(store, row)
+        yield from gather_rows(
+            row, flat, plan=self.gather_plan, transport=channel.transport, workspace=channel.workspace, sequence=sequence
+        )
+        self.flat.copy_(flat)
+        channel.workspace.take_back(row, flat)
+
+# ---------------------------------------------------------------- who streams a parameter
+
+# Streamed parameter → weak reference to who streams it, for other objects that are given the parameter: the one table that is
+# nobody's, so that nothing is written on the parameter itself.
+_STREAMERS: Any = WeakIdKeyDictionary()
+
+
+def is_streamed(parameter: torch.Tensor) -> bool:
+    return streamer_of(parameter) is not None
+
+
+def streamer_of(parameter: torch.Tensor) -> Any:
+    """The ``Streamed`` that the parameter is of, or None."""
+    found = _STREAMERS.get(parameter)
+    return None if found is None else found()
+
+
+def set_streamer(parameter: torch.Tensor, streamer: object) -> None:
+    _STREAMERS[parameter] = weakref.ref(streamer)
+
+
+# ---------------------------------------------------------------- first values
+
+
+Fresh = dict[int, list[str]]  # modules that were on the meta device, by id, and which of their buffers
+UNSET = 0xA5  # every byte of a buffer that has no values yet
+
+
+def on_memory(model: nn.Module) -> Fresh:
+    """Bring parameters (without their bytes) and buffers from the meta device to memory: to be given values."""
+    made: dict[int, nn.Parameter] = {}
+    fresh: Fresh = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                fresh.setdefault(id(module), [])
+                if id(parameter) not in made:
+                    nothing = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+                    made[id(parameter)] = nn.Parameter(nothing, parameter.requires_grad)
+                setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                fresh.setdefault(id(module), []).append(name)
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    return fresh
+
+
+class FirstValues:
+    """What parameters hold, or, for those from the meta device, what ``reset_parameters`` gives.
+
+    Modules are initialised in the order in which a constructor registers them, so a seed gives the values of a model that was
+    built in memory. A group is in memory until all its modules have been there.
+    """
+
+    def __init__(self, groups: list[StreamedGroup], fresh: Fresh) -> None:
+        self._groups = {id(m.parameter): group for group in groups for m in group.members}
+        self._fresh = fresh
+
+    @torch.no_grad()
+    def write(self, model: nn.Module, store: TieredStore) -> None:
+        """All groups into the store, and out of memory."""
+        visits = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+        left = {group: sum(visits[id(m.parameter)] for m in group.members) for group in self._groups.values()}
+        done: set[int] = set()
+        for name, module in model.named_modules():
+            own = list(module.parameters(recurse=False))
+            for group in dict.fromkeys(self._groups[id(p)] for p in own):
+                if not group.present:
+                    group.fill()
+            if id(module) in self._fresh:
+                self._reset(name, module, {id(p) for p in own} & done)
+            done |= {id(p) for p in own}
+            for p in own:
+                group = self._groups[id(p)]
+                left[group] -= 1
+                if not left[group]:
+                    group.save(store)
+                    group.vanish()
+
+    @torch.no_grad()
+    def only_buffers(self, model: nn.Module) -> None:
+        """Buffers, which no store has; parameters stay out of memory."""
+        for name, module in model.named_modules():
+            if self._fresh.get(id(module)):
+                groups = {self._groups[id(p)] for p in module.parameters(recurse=False)}
+                for group in groups:
+                    group.fill()
+                with torch.random.fork_rng(devices=[]):
+                    self._reset(name, module, set())
+                for group in groups:
+                    group.vanish()
+
+    def _reset(self, name: str, module: nn.Module, done: set[int]) -> None:
+        """A parameter that another module has initialised keeps that value."""
+        if not callable(reset := getattr(module, "reset_parameters", None)):
+            raise InvalidArgument(
+                f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters: give it one, or "
+                "build it in memory"
+            )
+        before = {p: p.clone() for p in module.parameters(recurse=False) if id(p) in done}
+        buffers = {one: module.get_buffer(one) for one in self._fresh[id(module)]}
+        for buffer in buffers.values():
+            _bytes(buffer).fill_(UNSET)
+        reset()
+        for one, buffer in buffers.items():
+            if module.get_buffer(one) is buffer and buffer.numel() and bool((_bytes(buffer) == UNSET).all()):
+                raise InvalidArgument(
+                    f"buffer {one!r} of module {name!r} ({type(module).__name__}) is on the meta device and reset_parameters "
+                    "gives it no values: let it do so, or build the module in memory"
+                )
+        for parameter, value in before.items():
+            parameter.copy_(value)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+# ---------------------------------------------------------------- memory
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGE = 4 << 20
+CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user, who is not overruled
+
+
+@cache
+def return_large_blocks() -> bool:
+    """Large blocks of memory go back to the system when they are freed; False where the allocator is another one, or was tuned
+    by its environment.
+
+    glibc maps a large block by itself and unmaps it when it is freed, but raises what counts as large up to 32 MiB as such
+    blocks come and go. From then on gradients and temporaries come from heaps, one for each thread, where small objects that
+    live on keep what lies between them: memory then grows with the number of layers, though only a few are ever in use.
+    """
+    try:
+        glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (AttributeError, ValueError):  # another system, another C library
+        return False
+    if not glibc or any(name in os.environ for name in CHOSEN):
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGE) and mallopt(M_TRIM_THRESHOLD, 2 * LARGE))

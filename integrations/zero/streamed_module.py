@@ -1,0 +1,227 @@
+"""Modules of a streamed model: what is fetched and released as one, which parameters each needs, and what ``state_dict`` and
+``load_state_dict`` of all of them have: the values in the store, not the NaN that parameters show outside of their module.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from commpress.errors import InvalidArgument
+from commpress.integrations.zero.bucket import Member, Numbered
+from commpress.integrations.zero.streamed_group import StreamedGroup
+from commpress.integrations.zero.tiling import WHOLE, Tile, TiledLinear
+from commpress.tiered_mem import TieredStore
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+CONTAINERS = (*LISTS, nn.ParameterList, nn.ParameterDict)
+INSTEAD = "streamed.state_dict() or streamed.save(path), where streamed is what commpress.stream returned"
+
+
+@dataclass(eq=False)
+class StreamedForward:
+    """One forward of a module: how many of its inputs still wait for their gradient."""
+
+    inputs: int
+
+
+class StreamedModule:
+    """A module and its groups. It holds them while a forward is in it, and from its outputs' gradient to its inputs'."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.groups = module, list[StreamedGroup]()
+        self.forwards = 0
+        self.graph: int | None = None  # backward that has come here and not yet gone
+        self.calls: set[StreamedForward] = set()
+        self.missing: set[int] = set()  # own parameters whose gradient has not come
+        self.held = False
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Parameters that come and go together, and the modules in whose forward and backward they are needed."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    members: tuple[Numbered, ...]
+    kept: bool = False
+
+
+def _together(model: nn.Module, chosen: Iterable[type[nn.Module]] = ()) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """The elements of the outermost lists of modules, or modules of the ``chosen`` classes, with all their parameters;
+    whatever owns parameters outside of these, with its own. A tile of a linear layer is one by itself wherever it lies."""
+    chosen = tuple(chosen)
+    found: list[tuple[nn.Module, list[nn.Parameter]]] = []
+    whole = 0
+
+    def walk(module: nn.Module, listed: bool) -> None:
+        nonlocal whole
+        together = isinstance(module, (*(chosen or WHOLE), TiledLinear))
+        if together or (listed and not chosen and not isinstance(module, CONTAINERS)):
+            whole += isinstance(module, chosen)
+            tiles = [tile for tile in module.modules() if isinstance(tile, Tile) and tile is not module]
+            apart = {id(tile.weight) for tile in tiles}
+            found.append((module, [p for p in module.parameters() if id(p) not in apart]))
+            found.extend((tile, [tile.weight]) for tile in tiles)
+            return
+        if own := _direct(module):
+            found.append((module, own))
+        for child in module.children():
+            if not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+                walk(child, isinstance(module, LISTS))
+
+    walk(model, False)
+    if chosen and not whole:
+        raise InvalidArgument(f"blocks is {[t.__name__ for t in chosen]}, but the model has no such module")
+    return [(module, own) for module, own in found if own]
+
+
+def _direct(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that no module below owns; lists of parameters are never called and belong to what they lie in."""
+    own = list(module.parameters(recurse=False))
+    for child in module.children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            own += list(child.parameters())
+    return own
+
+
+def group_specs(model: nn.Module, chosen: Iterable[type[nn.Module]], keep: Sequence[str]) -> list[GroupSpec]:
+    """Every parameter in one: those of one module, dtype, device and fate together, shared ones by themselves."""
+    users: dict[int, list[nn.Module]] = {}
+    for module, own in _together(model, chosen):
+        for parameter in own:
+            users.setdefault(id(parameter), []).append(module)
+    rows: dict[tuple[object, ...], list[Numbered]] = {}
+    for index, (name, p) in enumerate(model.named_parameters()):
+        kept = any(name == one or name.startswith(one + ".") for one in keep)
+        alone = index if len(users[id(p)]) > 1 else None
+        key = (kept, alone, id(users[id(p)][0]), p.dtype, p.device, p.requires_grad)
+        rows.setdefault(key, []).append((p, name, index))
+    return [GroupSpec(row[0][1], tuple(users[id(row[0][0])]), tuple(row), bool(key[0])) for key, row in rows.items()]
+
+
+def tensors_in(value: object) -> Iterable[torch.Tensor]:
+    """Every tensor in the arguments or results of a forward."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from tensors_in(one)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name))
+
+
+# ---------------------------------------------------------------- state_dict
+
+
+class NotCopied:
+    """Refuses deepcopy and pickle of the model that it is found in: copies would hold NaN."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidArgument(
+            f"a streamed model cannot be copied or pickled, its values are in a store: save {INSTEAD}, and load that into a "
+            "second model"
+        )
+
+
+class ModuleState:
+    """Hooks of every module that has streamed parameters of its own; they stay when streaming ends, and so do the values.
+
+    ``groups``: by the id of a parameter; ``loaded`` is told which have got new values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Mapping[int, StreamedGroup],
+        store: TieredStore,
+        loaded: Callable[[StreamedGroup], None],
+    ) -> None:
+        self._store, self._loaded = store, loaded
+        self._homes = {id(m.parameter): (group, m) for group in set(groups.values()) for m in group.members}
+        self._given: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # values of tied parameters
+        self._coming: list[tuple[StreamedGroup, Member]] = []  # being loaded
+        for module in model.modules():
+            if any(id(p) in self._homes for p in module.parameters(recurse=False)):
+                module.register_state_dict_post_hook(_Values(self))
+                module.register_load_state_dict_pre_hook(_Loads(self))
+                module.register_load_state_dict_post_hook(_Loaded(self))
+
+    def _own(self, module: nn.Module) -> list[tuple[str, StreamedGroup, Member]]:
+        pairs = module.named_parameters(recurse=False, remove_duplicate=False)
+        return [(name, *self._homes[id(p)]) for name, p in pairs if id(p) in self._homes]
+
+    def give(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """The module's own values in place of NaN, but for ``keep_vars``, which asks for the parameters themselves."""
+        for name, group, member in self._own(module):
+            if (key := prefix + name) not in state or state[key] is member.parameter:
+                continue
+            if group.ranks > 1:
+                raise InvalidArgument(
+                    f"state_dict of a model that is streamed over {group.ranks} ranks, of which each has a part: call "
+                    f"{INSTEAD}, on every rank"
+                )
+            state[key] = self._shared(group, member, state)
+
+    def _shared(self, group: StreamedGroup, member: Member, state: dict[str, Any]) -> torch.Tensor:
+        """Tied parameters have one value, as in a plain model's ``state_dict``."""
+        given = self._given.get(id(member.parameter))
+        if given is None or not any(value is given for value in state.values()):
+            given = group.read(self._store, member)
+        if group.shared:
+            self._given[id(member.parameter)] = given
+        return given
+
+    def receive(self, module: nn.Module, state: dict[str, Any], prefix: str, *, assign: bool) -> None:
+        """Torch copies into the parameters next: they need memory."""
+        if assign:
+            raise InvalidArgument("load_state_dict(assign=True) would replace streamed parameters: leave assign= out")
+        for name, group, member in self._own(module):
+            group.appear()
+            group.holders += 1
+            if getattr(state.get(prefix + name), "shape", None) == member.parameter.shape:
+                self._coming.append((group, member))
+
+    @torch.no_grad()
+    def keep(self, module: nn.Module) -> None:
+        """What torch has copied goes to the store."""
+        own = self._own(module)
+        ids = {id(member) for _, _, member in own}
+        for group, member in self._coming:
+            if id(member) in ids:
+                group.write(self._store, member)
+                self._loaded(group)
+        self._coming = [(group, member) for group, member in self._coming if id(member) not in ids]
+        for _, group, _ in own:
+            group.release()
+
+
+@dataclass(eq=False)
+class _Values(NotCopied):
+    state: ModuleState
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        self.state.give(module, state, prefix)
+
+
+@dataclass(eq=False)
+class _Loads(NotCopied):
+    state: ModuleState
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        self.state.receive(module, state, prefix, assign=bool(metadata.get("assign_to_params_buffers")))
+
+
+@dataclass(eq=False)
+class _Loaded(NotCopied):
+    state: ModuleState
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self.state.keep(module)
