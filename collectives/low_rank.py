@@ -26,6 +26,7 @@ from commpress.codecs.low_rank import LowRankCodec
 from commpress.codecs.policy import Policy
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_message
 from commpress.collectives.buckets import PIECE, Message, Span, one_message
+from commpress.collectives.frame import HEADER
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch
 from commpress.feedback import ErrorFeedback
@@ -63,6 +64,10 @@ class MatrixPlan:
     basis: torch.Tensor
     p: torch.Tensor
     q: torch.Tensor
+
+    def sent_bytes(self, ranks: int) -> int:
+        """By one rank to its peers in one call, headers included."""
+        return 2 * (ranks - 1) * sum(HEADER + message.pieces.row_bytes for message in (self.left, self.right))
 
 
 @dataclass

@@ -61,6 +61,11 @@ class SketchPlan:
         """Of a value in quanta, so that a cell's sum stays below ``_EXACT``."""
         return 1 << int(math.log2(_EXACT / (_LOAD * self.dense.pieces.rows)))
 
+    def sent_bytes(self, ranks: int) -> int:
+        """By one rank to its peers in one call that need not go densely, headers included."""
+        bitmap = math.ceil(math.ceil(self.sparse.numel / 8) / ranks)
+        return 2 * (ranks - 1) * (HEADER + bitmap + HEADER + self.cells.pieces.row_bytes)
+
     def factors(self) -> np.ndarray | None:
         """The quantum of each tensor, None if some has none."""
         known = [self.quanta.get(name, 0.0) for name in self.names]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.collectives.frame import HEADER
@@ -312,7 +313,10 @@ def saved(plan, folder):
 LOSSY = {"bucket_mb": 0.004, "gradients": "int8", "weights": "int8", "min_numel": 64}
 
 
-@pytest.mark.parametrize("options", [{"bucket_mb": 0.004}, LOSSY], ids=["exact", "int8"])
+MATRICES = {"bucket_mb": 0.004, "gradients": "powersgd-2", "min_numel": 64}
+
+
+@pytest.mark.parametrize("options", [{"bucket_mb": 0.004}, LOSSY, MATRICES], ids=["exact", "int8", "powersgd-2"])
 def test_resumes_in_every_bit(pool, tmp_path, options):
     assert all(one[3] for one in pool.run(saved, Plan(partitioned=options), str(tmp_path)))
 
@@ -489,3 +493,65 @@ def test_masters_in_a_store_follow_weights_that_are_loaded(tmp_path, dtype):
         assert equal(*after)
         assert not equal(after[0], list(start.values()))
         optimizer.close()
+
+
+def like_the_hook_of_ddp(codec, options):
+    """Parameters after some steps of both, bytes sent in one reduction, those counted, and the losses' ends."""
+    results = []
+    for stage in (0, 1, 2):
+        model = made(Plan())
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if stage:
+            wrapped: torch.nn.Module = model
+            optimizer = commpress.Partitioned(named, torch.optim.SGD, lr=0.1, gradients=codec, stage=stage, **options)
+        else:
+            wrapped = DistributedDataParallel(model)
+            commpress.compress(wrapped, codec, min_numel=256)
+            optimizer = torch.optim.SGD(named, lr=0.1)
+        for step in range(5):
+            before = optimizer.transport.sent_bytes if stage else 0
+            loss_of(wrapped, model, dist.get_rank(), step, 0).backward()
+            sent = optimizer.transport.sent_bytes - before if stage else 0
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = optimizer.bytes_per_pass()["gradients"] if stage else 0
+        results.append((values(model), sent == counted))
+        if stage:
+            optimizer.close()
+    (plain, _), (one, counts), (two, also) = results
+    return equal(plain, one), equal(plain, two), counts and also
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("codec", ["powersgd-2", "sketch-4"])
+@pytest.mark.parametrize("options", [{}, {"bucket_mb": 0.004}], ids=["one", "many"])
+def test_codecs_of_whole_tensors_do_what_they_do_under_ddp(pool, size, codec, options):
+    assert pool.run(like_the_hook_of_ddp, codec, options, size=size) == [(True, True, True)] * size
+
+
+def under_loss_scales(codec, stage):
+    """With and without a loss scale, a power of two; and every parameter after a step that one rank makes infinite."""
+    plan = Plan(steps=4, optimizer=torch.optim.SGD, options={"lr": 0.1}, sync_every=True, accumulate=2, decay=1.0)
+    plan = replace(plan, partitioned={"bucket_mb": 0.004, "gradients": codec, "stage": stage})
+    found = [with_partitioned(replace(plan, scale=scale, bad=bad)) for scale, bad in ((0.0, ()), (64.0, ()), (64.0, (2,)))]
+    for _, optimizer, _ in found:
+        optimizer.close()
+    return [values(model) for model, _, _ in found], [optimizer.skipped_steps for _, optimizer, _ in found]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("codec", ["powersgd-2", "sketch-4"])
+def test_codecs_of_whole_tensors_under_a_loss_scale(pool, codec, stage):
+    (first, skipped), (second, _) = pool.run(under_loss_scales, codec, stage, size=2)
+    plain, under_scale, after_infinity = first
+    assert equal(plain, under_scale)
+    assert skipped[:2] == [0, 0]
+    assert all(bool(torch.isfinite(one).all()) for one in after_infinity)
+    assert all(equal(*both) for both in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["powersgd-2", "sketch-4"])
+def test_weights_do_not_travel_in_codecs_of_whole_tensors(codec):
+    """Refused on one rank too."""
+    with pytest.raises(InvalidArgument, match=r"weights is '(powersgd|sketch).*choose a codec of rows such as 'int8'"):
+        commpress.Partitioned(made(Plan()).parameters(), torch.optim.SGD, lr=0.1, weights=codec)

@@ -62,7 +62,7 @@ class NotOfRows(ABC):
     def refuse(self) -> NoReturn:
         raise InvalidArgument(
             f"codec {self.spec!r} compresses whole tensors, and this call sees rows of a flat buffer: use it with "
-            "commpress.compress(ddp, codec=...), or choose a codec of rows such as 'int4' here"
+            "commpress.compress(ddp, codec=...) or Partitioned(gradients=...), or choose a codec of rows such as 'int4' here"
         )
 
 

@@ -8,6 +8,7 @@ in vectors. So the inner optimizer knows each parameter's run in the own row as 
 multiples of ``ALIGN`` from the parameter's beginning: every element is treated as in the whole parameter.
 
 Note: one codec per bucket. A row may begin and end inside a parameter, so what travels differently lies in other buckets.
+Codecs of whole tensors (PowerSGD, sketches) give every rank the mean of the whole bucket, of which it takes its row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,12 +18,17 @@ import torch
 from torch.autograd.graph import increment_version
 
 from commpress.codecs import Codec
+from commpress.codecs.codec import NotOfRows
 from commpress.codecs.family import EXACT, CastCodec
+from commpress.codecs.low_rank import LowRankCodec
 from commpress.codecs.policy import Policy, Same
+from commpress.codecs.sketch import SketchCodec
 from commpress.collectives.allreduce import Outcome
+from commpress.collectives.buckets import Span
+from commpress.collectives.exchange import Exchanges, Reduce
 from commpress.collectives.reduce_scatter import Deal, Part, deals
 from commpress.errors import InvalidArgument
-from commpress.feedback import ErrorFeedback, ResidualStore
+from commpress.feedback import ErrorFeedback
 
 Numbered = tuple[torch.Tensor, str, int]  # a parameter, its name, its number among all
 ALIGN = 64  # elements; see the note on vectors
@@ -89,7 +95,10 @@ class FlatGroup:
         self.lossy_gradients, self.lossy_weights = gradients is not None, weights is not None
         natural = NATURAL[self.dtype]
         part = [Part(f"bucket{number}", 0, self.width, self.used)]
-        self.reduce_plan = deals(part, Same(gradients or natural), rank=rank, ranks=ranks, feedback=self.lossy_gradients)
+        self.exchange: Reduce | None = None  # of gradients, if it is one of whole tensors
+        self.reduce_plan: list[Deal] = []
+        if not isinstance(gradients, NotOfRows):
+            self.reduce_plan = deals(part, Same(gradients or natural), rank=rank, ranks=ranks, feedback=self.lossy_gradients)
         self.gather_plan = deals(part, Same(weights or natural), rank=rank, ranks=ranks, feedback=False)
         self.exact_plan = deals(part, Same(EXACT), rank=rank, ranks=ranks, feedback=False)
         self.feedbacks: list[ErrorFeedback | None] = [None] * len(self.reduce_plan)
@@ -105,6 +114,11 @@ class FlatGroup:
     @property
     def first(self) -> int:
         return self.rank * self.width
+
+    @property
+    def sequences(self) -> int:
+        """Numbers that one reduction takes."""
+        return len(self.reduce_plan) if self.exchange is None else self.exchange.sequences
 
     @property
     def owned(self) -> int:
@@ -150,8 +164,20 @@ class ShardedBucket(FlatGroup):
                 member.parameter.data = view
         self.adopt()
 
-    def attach(self, residuals: ResidualStore) -> None:
-        self.feedbacks = [residuals.attach(d.every.keys, d.every.pieces, self.device) for d in self.reduce_plan]
+    def attach(self, exchanges: Exchanges) -> None:
+        """Take up residuals, or the exchange of a codec of whole tensors."""
+        if self.lossy_gradients and not self.reduce_plan:
+            names = tuple(m.name for m in self.members)
+            exchange = exchanges.of(names, self._tensors, self.device)
+            assert isinstance(exchange, Reduce)
+            self.exchange, self.feedbacks = exchange, exchange.feedbacks
+            return
+        attach = exchanges.residuals.attach
+        self.feedbacks = [attach(d.every.keys, d.every.pieces, self.device) for d in self.reduce_plan]
+
+    def _tensors(self) -> tuple[list[Span], list[torch.Size]]:
+        spans = [Span(m.name, m.first, m.parameter.numel()) for m in self.members]
+        return spans, [m.parameter.shape for m in self.members]
 
     def adopt(self) -> None:
         """The master starts again from what the parameters hold."""
@@ -209,7 +235,33 @@ def buckets(
 def _lossy(policy: Policy, name: str, parameter: torch.Tensor) -> Codec | None:
     """The codec, or None for the values as they are."""
     codec = policy.choose(name, parameter.numel())
+    if isinstance(codec, LowRankCodec) and codec.matrix(parameter.shape) is None:
+        return None
     return None if codec.lossless else codec
+
+
+def check_codecs(groups: Sequence[Sequence[Numbered]], gradients: Policy, weights: Policy) -> None:
+    """Raise ``InvalidArgument`` for codecs that cannot do what they are named for, on one rank as on many."""
+    for parameter, name, _ in (one for group in groups for one in group):
+        codec = weights.choose(name, parameter.numel())
+        if isinstance(codec, NotOfRows):
+            raise InvalidArgument(
+                f"weights is {codec.spec!r} for parameter {name!r}, which compresses a mean of whole tensors, and weights are "
+                "not averaged: choose a codec of rows such as 'int8'"
+            )
+        codec = gradients.choose(name, parameter.numel())
+        if isinstance(codec, SketchCodec) and parameter.device.type != "cpu":
+            raise InvalidArgument(
+                f"gradients is {codec.spec!r}, and parameter {name!r} is on {parameter.device}: the sketch has CPU kernels "
+                "only, use 'topk-64' there"
+            )
+
+
+def reduction_bytes(bucket: FlatGroup) -> int:
+    """Sent by one rank to its peers for the mean gradients of a bucket."""
+    if bucket.exchange is None:
+        return bytes_of(bucket.reduce_plan)
+    return sum(plan.sent_bytes(bucket.ranks) for plan in bucket.exchange.whole)
 
 
 def bytes_of(plan: Sequence[Deal]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from commpress.collectives.allreduce import settle
+from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import reduce_rows
 from commpress.errors import InvalidArgument
@@ -103,16 +103,17 @@ class Gradients:
         return self._channel.workspace.lend(numel, bucket.dtype, bucket.device).zero_()
 
     def _launch(self, bucket: FlatGroup) -> None:
-        sequence = self._channel.take(len(bucket.reduce_plan))
+        sequence = self._channel.take(bucket.sequences)
         key = self._seed * 1_000_003 + self.step + (bucket.reduction.times << 20)
         steps = self._reduce(bucket, sequence, key, self._gain())
-        self._futures.append(self._channel.submit(steps, waits=len(bucket.reduce_plan), device=bucket.device))
+        waits = len(bucket.reduce_plan) if bucket.exchange is None else bucket.exchange.waits
+        self._futures.append(self._channel.submit(steps, waits=waits, device=bucket.device))
 
     def _reduce(self, bucket: FlatGroup, sequence: int, key: int, gain: float) -> Steps[None]:
         """``bucket.reduced`` := or += the mean over the ranks of the own row of its buffer."""
         assert bucket.buffer is not None
         source = bucket.buffer
-        if source.dtype != torch.float32:
+        if source.dtype != torch.float32 or (bucket.exchange is not None and self._stage == 1):
             source = self._channel.workspace.lend(source.numel(), torch.float32, bucket.device).copy_(source)
         if bucket.reduced is None and self._sink is None:
             bucket.reduced = torch.zeros(bucket.width, dtype=torch.float32, device=bucket.device)
@@ -123,10 +124,13 @@ class Gradients:
         out = None if adds else bucket.reduced
         if out is None:
             out = self._channel.workspace.lend(bucket.width, torch.float32, bucket.device)
-        outcomes = yield from reduce_rows(
-            source, out, bucket.feedbacks, plan=bucket.reduce_plan, transport=self._channel.transport,
-            workspace=self._channel.workspace, sequence=sequence, key=key, gain=gain if bucket.lossy_gradients else 1.0,
-        )  # fmt: skip
+        if bucket.exchange is not None:
+            outcomes = yield from self._mean_of_all(bucket, source, out, sequence, key, gain)
+        else:
+            outcomes = yield from reduce_rows(
+                source, out, bucket.feedbacks, plan=bucket.reduce_plan, transport=self._channel.transport,
+                workspace=self._channel.workspace, sequence=sequence, key=key, gain=gain if bucket.lossy_gradients else 1.0,
+            )  # fmt: skip
         if source is not bucket.buffer:
             self._channel.workspace.take_back(source)
         if gain != 1.0 and not bucket.lossy_gradients:  # a half-precision value times the gain may not be one
@@ -144,6 +148,16 @@ class Gradients:
         if self._stage == 2:
             self._channel.workspace.take_back(bucket.buffer)
             bucket.buffer = None
+
+    def _mean_of_all(
+        self, bucket: FlatGroup, buffer: torch.Tensor, out: torch.Tensor, sequence: int, key: int, gain: float
+    ) -> Steps[list[Outcome]]:
+        """out := ``gain`` · the own row of the mean over the ranks, which takes the place of ``buffer``."""
+        assert bucket.exchange is not None
+        outcomes = yield from bucket.exchange.steps(self._channel, buffer, sequence=sequence, key=key, gain=gain)
+        finite = all(outcome.finite for outcome in outcomes)
+        torch.mul(buffer[bucket.first :][: bucket.width], gain if finite else float("nan"), out=out)
+        return outcomes
 
     def finish(self) -> None:
         """Reduce what is left, parameters without a gradient as zeros, and wait for all of it."""

@@ -18,11 +18,11 @@ from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel
 from commpress.collectives.checkpoint import exact_state, residuals_of
+from commpress.collectives.exchange import Exchanges
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
-from commpress.feedback import ResidualStore
-from commpress.integrations.zero.bucket import ShardedBucket, buckets, bytes_of
+from commpress.integrations.zero.bucket import ShardedBucket, buckets, bytes_of, check_codecs, reduction_bytes
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.gradients import Gradients
 from commpress.integrations.zero.offloaded import Offloaded
@@ -54,7 +54,8 @@ class Partitioned(Wrapper):
     - ``stage``: 1 keeps a rank's full gradients in ``parameter.grad``; 2 lets go of them as buckets are reduced, so that
       ``parameter.grad`` is None after backward and ``step`` uses the gradients up.
     - ``gradients``, ``weights``: codecs (or policies) of the two directions. Gradients then have error feedback; weights
-      travel as differences from what all ranks hold, so what one step leaves out is part of the next.
+      travel as differences from what all ranks hold, so what one step leaves out is part of the next. PowerSGD and sketches
+      are for gradients.
     - ``min_numel``: tensors of fewer elements travel exactly.
     - ``bucket_mb``: megabytes of parameters that travel together.
     - ``max_grad_norm``: clip to this global norm in every step; or call ``clip_grad_norm_`` before ``step``.
@@ -103,13 +104,17 @@ class Partitioned(Wrapper):
         self.channel = Channel.among(
             process_group, timeout=timeout, workspace=Workspace(pooled=True), at_once=UNORDERED_LIMIT
         )
-        self.transport, self.residuals = self.channel.transport, ResidualStore()
+        self.transport = self.channel.transport
+        reducing, gathering = policy_of(gradients, min_numel=min_numel), policy_of(weights, min_numel=min_numel)
+        check_codecs(places, reducing, gathering)
+        self.exchanges = Exchanges(reducing, self.channel.size, self.channel.workspace, seed=seed)
+        self.residuals = self.exchanges.residuals
         self.buckets = buckets(
-            places, policy_of(gradients, min_numel=min_numel), policy_of(weights, min_numel=min_numel),
+            places, reducing, gathering,
             rank=self.channel.rank, ranks=self.channel.size, numel=max(int(bucket_mb * 1e6 / 4), 1),
         )  # fmt: skip
         for bucket in self.buckets:
-            bucket.attach(self.residuals)
+            bucket.attach(self.exchanges)
         self.inner: torch.optim.Optimizer
         if store is None:
             self.inner = optimizer(self._shard_groups(), **options)
@@ -291,9 +296,12 @@ class Partitioned(Wrapper):
     # ------------------------------------------------------------ counting
 
     def bytes_per_pass(self) -> dict[str, int]:
-        """What this rank sends to its peers: ``gradients`` in one reduction, ``weights`` in one step. Headers included."""
+        """Sent by this rank to its peers: ``gradients`` in one reduction, ``weights`` in one step. Headers included.
+
+        Of a sketch, what it sends when it can be told apart.
+        """
         return {
-            "gradients": sum(bytes_of(bucket.reduce_plan) for bucket in self.buckets),
+            "gradients": sum(map(reduction_bytes, self.buckets)),
             "weights": sum(bytes_of(bucket.gather_plan) for bucket in self.buckets),
         }
 
@@ -347,12 +355,13 @@ class Partitioned(Wrapper):
                 group[key] = like_saved(group[key], tensor)
 
     def feedback_state_dict(self) -> dict[str, Any]:
-        """What this rank's codec still owes, for a bitwise resume at the same world size: every rank its own."""
-        return exact_state(self.residuals, self.transport, self.steps_done)
+        """What this rank's codec still owes and has learnt, for a bitwise resume at the same world size: every rank its own."""
+        return exact_state(self.residuals, self.transport, self.steps_done) | self.exchanges.choices()
 
     def load_feedback_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.steps_done, residuals = residuals_of([state_dict], self.transport)
         self.gradients.step = self.steps_done
+        self.exchanges.load_choices(state_dict)
         self.residuals.load(residuals)
 
     def close(self) -> None:
