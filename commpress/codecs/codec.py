@@ -37,7 +37,7 @@ class Codec(Protocol):
 
 
 class NotOfRows(ABC):
-    """A codec that needs more than a flat buffer: the hook of DDP gives it what it needs, other calls refuse it."""
+    """A codec that needs more than a flat buffer: exchanges of whole tensors give it that, other calls refuse it."""
 
     @property
     @abstractmethod

@@ -150,15 +150,15 @@ class ModuleState:
         self._coming: list[tuple[StreamedGroup, Member]] = []  # being loaded
         for module in model.modules():
             if any(id(p) in self._homes for p in module.parameters(recurse=False)):
-                module.register_state_dict_post_hook(_Values(self))
-                module.register_load_state_dict_pre_hook(_Loads(self))
-                module.register_load_state_dict_post_hook(_Loaded(self))
+                module.register_state_dict_post_hook(_Hook(self.give))
+                module.register_load_state_dict_pre_hook(_Hook(self.receive))
+                module.register_load_state_dict_post_hook(_Hook(self.keep))
 
     def _own(self, module: nn.Module) -> list[tuple[str, StreamedGroup, Member]]:
         pairs = module.named_parameters(recurse=False, remove_duplicate=False)
         return [(name, *self._homes[id(p)]) for name, p in pairs if id(p) in self._homes]
 
-    def give(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def give(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """The module's own values in place of NaN, but for ``keep_vars``, which asks for the parameters themselves."""
         for name, group, member in self._own(module):
             if (key := prefix + name) not in state or state[key] is member.parameter:
@@ -179,9 +179,11 @@ class ModuleState:
             self._given[id(member.parameter)] = given
         return given
 
-    def receive(self, module: nn.Module, state: dict[str, Any], prefix: str, *, assign: bool) -> None:
+    def receive(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
         """Torch copies into the parameters next: they need memory."""
-        if assign:
+        if metadata.get("assign_to_params_buffers"):
             raise InvalidArgument("load_state_dict(assign=True) would replace streamed parameters: leave assign= out")
         for name, group, member in self._own(module):
             group.appear()
@@ -190,7 +192,7 @@ class ModuleState:
                 self._coming.append((group, member))
 
     @torch.no_grad()
-    def keep(self, module: nn.Module) -> None:
+    def keep(self, module: nn.Module, *_: Any) -> None:
         """What torch has copied goes to the store."""
         own = self._own(module)
         ids = {id(member) for _, _, member in own}
@@ -204,24 +206,8 @@ class ModuleState:
 
 
 @dataclass(eq=False)
-class _Values(NotCopied):
-    state: ModuleState
+class _Hook(NotCopied):
+    call: Callable[..., None]
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self.state.give(module, state, prefix)
-
-
-@dataclass(eq=False)
-class _Loads(NotCopied):
-    state: ModuleState
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        self.state.receive(module, state, prefix, assign=bool(metadata.get("assign_to_params_buffers")))
-
-
-@dataclass(eq=False)
-class _Loaded(NotCopied):
-    state: ModuleState
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        self.state.keep(module)
+    def __call__(self, *args: Any) -> None:
+        self.call(*args)
