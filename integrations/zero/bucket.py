@@ -50,7 +50,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class OwnedRange:
-    """What this rank owns of one parameter."""
+    """The elements of one parameter that this rank owns."""
 
     member: Member
     start: int  # first element in the parameter
@@ -64,7 +64,7 @@ class OwnedRange:
 
 @dataclass
 class Reduction:
-    """What came of one bucket's gradients since the last step; written by the worker."""
+    """Result of one bucket's gradients since the last step; written by the worker."""
 
     times: int = 0
     finite: bool = True

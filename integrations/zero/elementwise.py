@@ -1,4 +1,4 @@
-"""Whether an optimizer treats every element by itself, found by trying: what is stepped whole and what is stepped in pieces,
+"""Test of an optimizer for treating every element by itself, by trying: what is stepped whole and what is stepped in pieces,
 each by an optimizer that knows nothing but the piece and its state, must be the same in every bit.
 
 That is how ``Partitioned`` and ``Offloaded`` use it. Norms, ranks or factors of a tensor, a norm over all of them, state that

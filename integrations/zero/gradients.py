@@ -192,7 +192,7 @@ class Gradients:
             self.finish()
 
     def forget(self, *, taken: bool) -> None:
-        """What was reduced is used up; residuals follow it only if the step was taken."""
+        """The means are used up; residuals follow it only if the step was taken."""
         for bucket in self.buckets:
             settle(bucket.reduction.outcomes, taken=taken)
             bucket.reduction = Reduction()

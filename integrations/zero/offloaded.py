@@ -301,7 +301,7 @@ class Offloaded(Wrapper):
         self._versions = self._now()
 
     def _read(self, chunk: UpdateChunk) -> list[str]:
-        """What an update of a chunk needs."""
+        """Names of all that an update of a chunk needs."""
         return chunk.names() + (self._stored.name(chunk) if self._stored is not None else [])
 
     def _passes(self, chunk: UpdateChunk) -> bool:

@@ -348,14 +348,14 @@ class Partitioned(Wrapper):
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What ``torch.distributed.checkpoint.load`` has put into a ``sharded_state_dict``; load the model's weights before."""
+        """From a ``sharded_state_dict`` filled by ``torch.distributed.checkpoint.load``; load the model's weights before."""
         self._shards.load_sharded(state_dict["state"])
         for number, group in enumerate(self.param_groups):
             for key, tensor in state_dict["param_groups"][str(number)].items():
                 group[key] = like_saved(group[key], tensor)
 
     def feedback_state_dict(self) -> dict[str, Any]:
-        """What this rank's codec still owes and has learnt, for a bitwise resume at the same world size: every rank its own."""
+        """Residuals of this rank's codec and all it has learnt, for a bitwise resume at the same world size."""
         return exact_state(self.residuals, self.transport, self.steps_done) | self.exchanges.choices()
 
     def load_feedback_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ def is_cut(tensor: Any) -> bool:
 
 @torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it: the same memory."""
+    """The part that this rank has of it: the same memory."""
     cut: Any = tensor
     return cut.to_local() if is_cut(cut) else cut
 

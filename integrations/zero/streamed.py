@@ -50,7 +50,7 @@ AHEAD = 2  # groups that are read from the disk ahead of need
 
 
 class Streamed(NotCopied):
-    """What ``commpress.stream`` returns: the hooks of a model, and its parameters in ``store``."""
+    """The hooks of a model and its parameters in ``store``: the result of ``commpress.stream``."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class Streamed(NotCopied):
             group.release()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What the plain model's ``state_dict`` would be in memory, all of it; collective."""
+        """The plain model's ``state_dict`` in memory, all of it; collective."""
         own = plain_names(self.model)
         state = {one.name: one.value.new_empty(one.shape) if self._has(one) else one.value.detach() for one in own}
         for held in self._by_group(own):
@@ -307,7 +307,7 @@ class Streamed(NotCopied):
         return id(one.value) in self.group_of
 
     def _by_group(self, own: list[PlainName]) -> Iterator[list[PlainName]]:
-        """What lies in one group after the other, each in memory meanwhile; collective."""
+        """The tensors of one group after the other, each in memory meanwhile; collective."""
         for group in self.groups:
             with self.whole(group):
                 yield [one for one in own if self.group_of.get(id(one.value)) is group]

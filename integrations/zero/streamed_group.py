@@ -211,7 +211,7 @@ def on_memory(model: nn.Module) -> Fresh:
 
 
 class FirstValues:
-    """What parameters hold, or, for those from the meta device, what ``reset_parameters`` gives.
+    """Values that parameters hold, or, from the meta device, that ``reset_parameters`` gives, written into a store.
 
     Modules are initialised in the order in which a constructor registers them, so a seed gives the values of a model that was
     built in memory. A group is in memory until all its modules have been there.

@@ -193,7 +193,7 @@ class ModuleState:
 
     @torch.no_grad()
     def keep(self, module: nn.Module, *_: Any) -> None:
-        """What torch has copied goes to the store."""
+        """Put into the store all that torch has copied."""
         own = self._own(module)
         ids = {id(member) for _, _, member in own}
         for group, member in self._coming:

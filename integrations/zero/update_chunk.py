@@ -65,7 +65,7 @@ class UpdateChunk:
 
     @property
     def on(self) -> Literal["host", "device"]:
-        """Where it is updated."""
+        """The tier on which it is updated."""
         return "device" if self.tier == "device" else "host"
 
     @property

@@ -73,7 +73,7 @@ def clip_factor(limit: float, norm: torch.Tensor) -> torch.Tensor:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group says of how to step, as a schedule may have changed it, for who does the arithmetic."""
+    """Options of a parameter group, as a schedule may have changed them, for who does the arithmetic."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -148,7 +148,7 @@ def _check(name: str, parameter: torch.Tensor, spread: bool) -> None:
 def probe(
     optimizer: type[torch.optim.Optimizer], options: dict[str, Any], device: torch.device | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """What a step leaves of a small parameter: by name the state of the parameter's shape, and an example of each other one.
+    """State that a step of a small parameter leaves: by name what has the parameter's shape, and an example of each other one.
 
     Parameter and gradient are zero: the former are as they were before the step.
     """
