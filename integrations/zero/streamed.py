@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +35,8 @@ from commpress.integrations.zero.streamed_group import (
 from commpress.integrations.zero.streamed_module import (
     ModuleState,
     NotCopied,
-    StreamedForward,
     StreamedModule,
     group_specs,
-    tensors_in,
 )
 from commpress.integrations.zero.tiling import PlainName, plain_names
 from commpress.integrations.zero.weights_file import Reader, Writer
@@ -83,7 +80,7 @@ class Streamed(NotCopied):
         for spec, group in zip(specs, self.groups, strict=True):
             group.kept, group.shared = spec.kept, len(spec.modules) > 1
             for module in spec.modules:
-                self.modules.setdefault(module, StreamedModule(module)).groups.append(group)
+                self.modules.setdefault(module, StreamedModule(module, self._fetch, self._backward)).groups.append(group)
             for parameter, _, _ in spec.members:
                 set_streamer(parameter, self)
         self._begin(fresh)
@@ -95,102 +92,21 @@ class Streamed(NotCopied):
         self._gradients: Gradients | None = None
         self._followers: list[Callable[[str], None]] = []
         self._hooks = [model.register_forward_pre_hook(self._start, prepend=True)]
-        for block in self.modules.values():
-            self._hooks += self._watch(block)
+        for streamed in self.modules.values():
+            self._hooks += streamed.watch()
 
-    def _watch(self, block: StreamedModule) -> list[Any]:
-        enter, leave = partial(self._enter, block), partial(self._leave, block)  # a copy of them is one of this object: refused
-        hooks: list[Any] = [
-            block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-            block.module.register_forward_hook(leave, always_call=True, with_kwargs=True),
-        ]
-        for group in block.groups:
-            for member in group.members:
-                if member.parameter.requires_grad:
-                    hooks.append(member.parameter.register_post_accumulate_grad_hook(self._came(block)))
-        return hooks
-
-    # ------------------------------------------------------------ who needs what
-
-    def _enter(self, block: StreamedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
-        block.forwards += 1
-        self._update(block)
-
-    def _leave(self, block: StreamedModule, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        block.forwards -= 1
-        if torch.is_grad_enabled() and result is not None:
-            self._expect(block, (args, kwargs), result)
-        self._update(block)
-
-    def _expect(self, block: StreamedModule, arguments: Any, result: Any) -> None:
-        """Hooks at both ends of this forward's part of the graph."""
-        results = [t for t in tensors_in(result) if t.requires_grad]
-        if not results:
-            return
-        ids = {id(t) for t in results}
-        inputs = [t for t in tensors_in(arguments) if t.requires_grad and id(t) not in ids]
-        call = StreamedForward(len(inputs))
-
-        def arrived(gradient: torch.Tensor) -> None:
-            call.inputs -= 1
-            if call.inputs == 0:
-                block.calls.discard(call)
-                self._update(block)
-
-        def needed(gradient: torch.Tensor) -> None:
-            self._enter_backward(block, call)
-
-        for tensor in inputs:
-            tensor.register_hook(arrived)
-        for tensor in results:
-            tensor.register_hook(needed)
-
-    def _enter_backward(self, block: StreamedModule, call: StreamedForward) -> None:
+    def _backward(self) -> int:
+        """The number of the backward that runs; what it leaves held is released at its end."""
         graph = torch._C._current_graph_task_id()
         if graph not in self._graphs:
             self._graphs.add(graph)
             Variable._execution_engine.queue_callback(lambda: self._end_backward(graph))
-        if block.graph is None:
-            block.graph = graph
-            block.missing = {
-                id(m.parameter) for u in block.groups if not u.shared for m in u.members if m.parameter.requires_grad
-            }
-        if call.inputs > 0:
-            block.calls.add(call)
-        self._update(block)
-
-    def _came(self, block: StreamedModule) -> Any:
-        def came(parameter: torch.Tensor) -> None:
-            block.missing.discard(id(parameter))
-            self._update(block)
-
-        return came
+        return graph
 
     def _end_backward(self, graph: int) -> None:
-        """Parameters that got no gradient, and inputs outside of what was asked for, keep nothing any longer."""
         self._graphs.discard(graph)
-        for block in self.modules.values():
-            if block.graph == graph:
-                block.graph = None
-                block.calls.clear()
-                block.missing.clear()
-                self._update(block)
-
-    def _update(self, block: StreamedModule) -> None:
-        """Fetch or release what the block's state asks for."""
-        if block.graph is not None and not block.calls and not block.missing:
-            block.graph = None
-        wants = block.forwards > 0 or block.graph is not None
-        if wants and not block.held:
-            block.held = True
-            for group in block.groups:
-                group.holders += 1
-                if not group.present:
-                    self._fetch(group)
-        elif block.held and not wants:
-            block.held = False
-            for group in block.groups:
-                group.release()
+        for module in self.modules.values():
+            module.end_backward(graph)
 
     # ------------------------------------------------------------ moving
 

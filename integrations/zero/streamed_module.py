@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import Member, Numbered
@@ -21,6 +22,16 @@ CONTAINERS = (*LISTS, nn.ParameterList, nn.ParameterDict)
 INSTEAD = "streamed.state_dict() or streamed.save(path), where streamed is what commpress.stream returned"
 
 
+class NotCopied:
+    """Refuses deepcopy and pickle of the model that it is found in: copies would hold NaN."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidArgument(
+            f"a streamed model cannot be copied or pickled, its values are in a store: save {INSTEAD}, and load that into a "
+            "second model"
+        )
+
+
 @dataclass(eq=False)
 class StreamedForward:
     """One forward of a module: how many of its inputs still wait for their gradient."""
@@ -28,16 +39,105 @@ class StreamedForward:
     inputs: int
 
 
-class StreamedModule:
-    """A module and its groups. It holds them while a forward is in it, and from its outputs' gradient to its inputs'."""
+class StreamedModule(NotCopied):
+    """A module and its groups. It holds them while a forward is in it, and from its outputs' gradient to its inputs'.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.groups = module, list[StreamedGroup]()
-        self.forwards = 0
-        self.graph: int | None = None  # backward that has come here and not yet gone
-        self.calls: set[StreamedForward] = set()
-        self.missing: set[int] = set()  # own parameters whose gradient has not come
-        self.held = False
+    ``fetch`` brings a group to memory, ``backward`` gives the number of the backward that runs.
+    """
+
+    def __init__(
+        self, module: nn.Module, fetch: Callable[[StreamedGroup], None], backward: Callable[[], int]
+    ) -> None:
+        self.module, self.groups, self._fetch, self._backward = module, list[StreamedGroup](), fetch, backward
+        self._forwards = 0
+        self._graph: int | None = None  # backward that has come here and not yet gone
+        self._calls: set[StreamedForward] = set()
+        self._missing: set[int] = set()  # own parameters whose gradient has not come
+        self._held = False
+
+    def watch(self) -> list[RemovableHandle]:
+        """Hooks of the module and its parameters."""
+        hooks: list[RemovableHandle] = [
+            self.module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(self._leave, always_call=True, with_kwargs=True),
+        ]
+        for group in self.groups:
+            for member in group.members:
+                if member.parameter.requires_grad:
+                    hooks.append(member.parameter.register_post_accumulate_grad_hook(self._came))
+        return hooks
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._forwards += 1
+        self._update()
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        self._forwards -= 1
+        if torch.is_grad_enabled() and result is not None:
+            self._expect((args, kwargs), result)
+        self._update()
+
+    def _expect(self, arguments: Any, result: Any) -> None:
+        """Hooks at both ends of this forward's part of the graph."""
+        results = [t for t in tensors_in(result) if t.requires_grad]
+        if not results:
+            return
+        ids = {id(t) for t in results}
+        inputs = [t for t in tensors_in(arguments) if t.requires_grad and id(t) not in ids]
+        call = StreamedForward(len(inputs))
+
+        def arrived(gradient: torch.Tensor) -> None:
+            call.inputs -= 1
+            if call.inputs == 0:
+                self._calls.discard(call)
+                self._update()
+
+        def needed(gradient: torch.Tensor) -> None:
+            self._enter_backward(call)
+
+        for tensor in inputs:
+            tensor.register_hook(arrived)
+        for tensor in results:
+            tensor.register_hook(needed)
+
+    def _enter_backward(self, call: StreamedForward) -> None:
+        graph = self._backward()
+        if self._graph is None:
+            self._graph = graph
+            self._missing = {
+                id(m.parameter) for u in self.groups if not u.shared for m in u.members if m.parameter.requires_grad
+            }
+        if call.inputs > 0:
+            self._calls.add(call)
+        self._update()
+
+    def _came(self, parameter: torch.Tensor) -> None:
+        self._missing.discard(id(parameter))
+        self._update()
+
+    def end_backward(self, graph: int) -> None:
+        """Parameters that got no gradient, and inputs outside of what was asked for, keep nothing any longer."""
+        if self._graph == graph:
+            self._graph = None
+            self._calls.clear()
+            self._missing.clear()
+            self._update()
+
+    def _update(self) -> None:
+        """Fetch or release what the state asks for."""
+        if self._graph is not None and not self._calls and not self._missing:
+            self._graph = None
+        wants = self._forwards > 0 or self._graph is not None
+        if wants and not self._held:
+            self._held = True
+            for group in self.groups:
+                group.holders += 1
+                if not group.present:
+                    self._fetch(group)
+        elif self._held and not wants:
+            self._held = False
+            for group in self.groups:
+                group.release()
 
 
 @dataclass(frozen=True)
@@ -121,16 +221,6 @@ def tensors_in(value: object) -> Iterable[torch.Tensor]:
 # ---------------------------------------------------------------- state_dict
 
 
-class NotCopied:
-    """Refuses deepcopy and pickle of the model that it is found in: copies would hold NaN."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InvalidArgument(
-            f"a streamed model cannot be copied or pickled, its values are in a store: save {INSTEAD}, and load that into a "
-            "second model"
-        )
-
-
 class ModuleState:
     """Hooks of every module that has streamed parameters of its own; they stay when streaming ends, and so do the values.
 
@@ -192,7 +282,7 @@ class ModuleState:
                 self._coming.append((group, member))
 
     @torch.no_grad()
-    def keep(self, module: nn.Module, *_: Any) -> None:
+    def keep(self, module: nn.Module, *ignored: Any) -> None:
         """Put into the store all that torch has copied."""
         own = self._own(module)
         ids = {id(member) for _, _, member in own}
