@@ -496,7 +496,7 @@ def test_masters_in_a_store_follow_weights_that_are_loaded(tmp_path, dtype):
 
 
 def like_the_hook_of_ddp(codec, options):
-    """Parameters after some steps of both, bytes sent in one reduction, those counted, and the losses' ends."""
+    """Whether both stages have the parameters of DDP after some steps, and send the bytes that they count."""
     results = []
     for stage in (0, 1, 2):
         model = made(Plan())
@@ -510,7 +510,10 @@ def like_the_hook_of_ddp(codec, options):
             optimizer = torch.optim.SGD(named, lr=0.1)
         for step in range(5):
             before = optimizer.transport.sent_bytes if stage else 0
-            loss_of(wrapped, model, dist.get_rank(), step, 0).backward()
+            loss = loss_of(wrapped, model, dist.get_rank(), step, 0)
+            own = torch.autograd.grad(loss, [p for _, p in named], retain_graph=True) if stage == 1 else []
+            loss.backward()
+            assert stage != 1 or equal(own, [p.grad for _, p in named])  # this rank's, not the mean
             sent = optimizer.transport.sent_bytes - before if stage else 0
             optimizer.step()
             optimizer.zero_grad()
