@@ -18,8 +18,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from commpress.cli import outputs, rounds, text
-from commpress.cli.gpt import GPT
+from commpress.cli import harness
+from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.codecs import Codec, LowRankCodec, SketchCodec, codec_named, policy_of
 from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import Workspace
@@ -61,10 +61,10 @@ def gradients(steps: int = STEPS) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = GPT(width=128, layers=4, length=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    library, draws = text.standard_library(), torch.Generator().manual_seed(1)
+    library, draws = standard_library(), torch.Generator().manual_seed(1)
     for step in range(steps + 1):
         optimizer.zero_grad()
-        model(*text.batch(library, 8, 64, draws)).backward()
+        model(*batch(library, 8, 64, draws)).backward()
         if step < steps:
             optimizer.step()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -196,7 +196,7 @@ def _error(x: torch.Tensor, out: torch.Tensor) -> float:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    return rounds.alternately({"": call}, least=5, most=5)[""]
+    return harness.alternately({"": call}, least=5, most=5)[""]
 
 
 def markdown(lines: list[Line], lossless: dict[str, float]) -> str:
@@ -215,15 +215,13 @@ def markdown(lines: list[Line], lossless: dict[str, float]) -> str:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    outputs.options(parser, check="errors fall as bits rise, within every family of codecs")
+    harness.add_options(parser, check="errors fall as bits rise, within every family of codecs")
 
 
 def run(options: argparse.Namespace) -> int:
     lines, lossless = measure()
     print(markdown(lines, lossless))
-    return outputs.deliver(
-        options, lines, judge=lambda: judge(lines), draw=lambda path: draw(path, lines), exponents=lossless
-    )
+    return harness.deliver(options, lines, judge=judge, draw=draw, exponents=lossless)
 
 
 def judge(lines: list[Line]) -> list[tuple[str, bool]]:

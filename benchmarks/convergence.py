@@ -20,37 +20,98 @@ comparison can be stopped at any time and continued.
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from commpress.cli import outputs, table
-from commpress.errors import InvalidArgument
-from converge import OPTIMIZERS, TASKS, Finished, Run, train
+import torch
+from torch import nn
+from torch.nn import functional as F
 
+from commpress.cli import harness
+from commpress.cli.gpt import GPT, TransformerBlock, batch, standard_library
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.errors import InvalidArgument, MissingPackage
+from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.optim.optimizer import CompressedOptimizer
+
+RANKS = 4
+TASKS = ("gpt", "bert", "digits")
+REFERENCE = {
+    "adam": "adam", "onebit": "adam", "zero-one": "adam", "sharded-onebit": "adam", "sharded-zero-one": "adam", "lamb": "lamb",
+    "onebit-lamb": "lamb",
+}  # fmt: skip
+OPTIMIZERS = tuple(REFERENCE)
+RATES = {"adam": 2e-3, "lamb": 1e-2}
+MASK = 256
 STEPS = 500
 HEAD = ["task", "optimizer", "final loss", "seeds", "against reference", "bytes", "rounds"]
+Batch = tuple[torch.Tensor, torch.Tensor]
+STYLES: dict[str, dict[str, Any]] = {
+    "adam": {"color": "#999999", "linewidth": 4.5},
+    "onebit": {"color": "#d62728", "linewidth": 1.6},
+    "onebit, no feedback": {"color": "#d62728", "linewidth": 1.0, "linestyle": ":"},
+    "zero-one": {"color": "#1f77b4", "linewidth": 1.6},
+    "sharded-onebit": {"color": "#ff9896", "linewidth": 1.4, "linestyle": "--"},
+    "sharded-zero-one": {"color": "#9ecae1", "linewidth": 1.4, "linestyle": "--"},
+    "lamb": {"color": "#cccc88", "linewidth": 4.5},
+    "onebit-lamb": {"color": "#2ca02c", "linewidth": 1.6, "linestyle": "--"},
+}
+OTHERWISE = {"linewidth": 1.2, "linestyle": "-."}  # with another codec or schedule
+
+
+@dataclass(frozen=True)
+class Run:
+    task: str
+    optimizer: str
+    seed: int
+    steps: int
+    feedback: bool = True
+    codec: str = "sign"
+    sync: str = "qsr"
+    exact_codec: str = "none"
+
+    @property
+    def reference(self) -> str:
+        return REFERENCE[self.optimizer]
+
+    @property
+    def label(self) -> str:
+        name = self.optimizer if self.sync == "qsr" else f"{self.optimizer}, {self.sync}"
+        name += "" if self.exact_codec == "none" or self.optimizer == self.reference else f", {self.exact_codec}"
+        return name if self.feedback else f"{name}, no feedback"
+
+
+@dataclass
+class Finished:
+    run: Run
+    losses: list[float]  # of each step, mean over the ranks
+    final: float  # over the last tenth of the steps
+    ratio: float  # times fewer bytes than float32 all-reduces
+    rounds: int  # steps that communicated
+
+
+Groups = dict[tuple[str, str], list[Finished]]  # by task and label
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="NAME", help=f"default {' '.join(TASKS)}")
-    parser.add_argument(
-        "--optimizers", nargs="+", default=list(OPTIMIZERS), metavar="NAME", help=f"default {' '.join(OPTIMIZERS)}"
-    )
+    says = f"default {' '.join(OPTIMIZERS)}"
+    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), metavar="NAME", help=says)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="N", help="default 1 to 5")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
     parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
     parser.add_argument("--exact-codec", default="none", metavar="NAME", help="of gradients in exact steps (default none)")
-    parser.add_argument(
-        "--sync", default="qsr", choices=("qsr", "rate", "every"), help="when zero-one synchronises (default qsr)"
-    )
+    says = "when zero-one synchronises (default qsr)"
+    parser.add_argument("--sync", default="qsr", choices=("qsr", "rate", "every"), help=says)
     parser.add_argument("--no-feedback", action="store_true", help="forget what compression leaves behind")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--merge", nargs="+", metavar="FILE", help="show runs of earlier --json files instead of new ones")
-    outputs.options(parser, check="every compressed optimizer ends as low as the worst seed of its reference")
+    harness.add_options(parser, check="every compressed optimizer ends as low as the worst seed of its reference")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,13 +135,8 @@ def run(options: argparse.Namespace) -> int:
         finished = train_all(runs, options.processes, options.json)
     groups = grouped(finished)
     print(summary(groups))
-    return outputs.deliver(options, None, judge=lambda: judge(groups), draw=lambda path: draw(path, groups))
-
-
-def draw(path: str, groups: "Groups") -> None:
-    import convergence_plot
-
-    convergence_plot.draw(groups, path)
+    options.json = None  # written already, after each run
+    return harness.deliver(options, groups, judge=judge, draw=draw)
 
 
 def train_all(runs: list[Run], processes: int, file: str | None) -> list[Finished]:
@@ -108,11 +164,8 @@ def load(file: str) -> list[Finished]:
 
 def save(finished: list[Finished], file: str) -> None:
     """Whole or not at all: whoever stops this loses one run."""
-    table.write_json(f"{file}.part", {"runs": [asdict(f) for f in finished]})
+    harness.write_json(f"{file}.part", {"runs": [asdict(f) for f in finished]})
     Path(f"{file}.part").replace(file)
-
-
-Groups = dict[tuple[str, str], list[Finished]]
 
 
 def grouped(finished: list[Finished]) -> Groups:
@@ -134,7 +187,7 @@ def summary(groups: Groups) -> str:
                 f"{100 * mean(r.rounds / r.run.steps for r in runs):.0f} %",
             ]
         )  # fmt: skip
-    return table.render(HEAD, rows)
+    return harness.render(HEAD, rows)
 
 
 def judge(groups: Groups) -> list[tuple[str, bool]]:
@@ -148,3 +201,150 @@ def judge(groups: Groups) -> list[tuple[str, bool]]:
         bars.append((f"{task}: {name} ends at {ours:.3f}, the worst seed of {standard} at {worst:.3f}", ours <= worst))
     return bars
 
+
+def draw(path: str, groups: Groups) -> None:
+    """One panel per task, one line per optimizer, seeds averaged."""
+    from commpress.cli import charts
+
+    tasks = list(dict.fromkeys(task for task, _ in groups))
+    with charts.chart(path, "Losses, mean over seeds; final losses in the legends", panels=len(tasks), size=(5, 4.4)) as panels:
+        for task, panel in zip(tasks, panels, strict=True):
+            names, curves = [name for of, name in groups if of == task], []
+            for name in sorted(names, key=lambda name: list(STYLES).index(name) if name in STYLES else len(STYLES)):
+                runs = groups[task, name]
+                curves.append(charts.smooth([mean(step) for step in zip(*(r.losses for r in runs), strict=True)]))
+                style = STYLES.get(name) or STYLES[runs[0].run.optimizer] | OTHERWISE
+                label = f"{name}: {mean(r.final for r in runs):.3f}"
+                panel.plot(range(1, len(curves[-1]) + 1), curves[-1], label=label, **style)
+            charts.fit(panel, curves)
+            panel.set(title=task, xlabel="step", ylabel="training loss, nats (smoothed)")
+
+
+# ---------------------------------------------------------------- one training run
+#
+# The ranks run the production generators in lockstep, so what is compared is what training does, without a network.
+
+
+class Bert(nn.Module):
+    """A masked language model on bytes: the blocks of the GPT, looking both ways."""
+
+    def __init__(self, *, width: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(257, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(TransformerBlock(width, 4, causal=False) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        for p in self.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+class Digits(nn.Module):
+    """A small convolutional network on 8 by 8 images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.norm, self.head = nn.LayerNorm(32 * 4), nn.Linear(32 * 4, 10)
+
+    def forward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.first(images)), 2)
+        x = F.max_pool2d(F.relu(self.second(x)), 2)
+        return F.cross_entropy(self.head(self.norm(x.flatten(1))), targets)
+
+
+def text_batch(draws: torch.Generator) -> Batch:
+    return batch(standard_library(2.0), 4, 32, draws)
+
+
+def masked_batch(draws: torch.Generator) -> Batch:
+    _, words = batch(standard_library(2.0), 4, 32, draws)
+    hidden = torch.rand(words.shape, generator=draws) < 0.25
+    return words.masked_fill(hidden, MASK), words.masked_fill(~hidden, -100)
+
+
+def digits_batches() -> Callable[[torch.Generator], Batch]:
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise MissingPackage("the digits come with scikit-learn: pip install scikit-learn") from error
+    images, targets = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(targets)
+
+    def draw(draws: torch.Generator) -> Batch:
+        rows = torch.randint(len(x), (8,), generator=draws)
+        noise = 0.3 * torch.randn(8, 1, 8, 8, generator=draws)  # no two batches alike, so that losses do not reach zero
+        return x[rows] + noise, y[rows]
+
+    return draw
+
+
+def task_of(name: str) -> tuple[Callable[[], nn.Module], Callable[[torch.Generator], Batch]]:
+    if name == "gpt":
+        return lambda: GPT(width=32, layers=2, length=32), text_batch
+    if name == "bert":
+        return lambda: Bert(width=32, layers=2, length=32), masked_batch
+    return Digits, digits_batches()
+
+
+def optimizer_of(run: Run, model: nn.Module, transport: object) -> CompressedOptimizer:
+    """``adam`` and ``lamb`` are ours with exact steps only, which are torch's Adam and LAMB."""
+    lr = RATES[run.reference]
+    options = {
+        "lr": lr, "weight_decay": 0.01, "codec": run.codec, "transport": transport, "error_feedback": run.feedback,
+        "betas": (0.9, 0.99), "max_grad_norm": 1.0, "exact_codec": run.exact_codec,
+    }  # fmt: skip
+    named = list(model.named_parameters())
+    if run.optimizer == "zero-one":
+        return ZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, sync=run.sync, **options)  # type: ignore[arg-type]
+    if run.optimizer == "sharded-zero-one":
+        return ShardedZeroOneAdam(named, warmup_steps=run.steps * 15 // 100, sync=run.sync, **options)  # type: ignore[arg-type]
+    if run.optimizer == "sharded-onebit":
+        return ShardedOneBitAdam(named, warmup_steps=run.steps * 15 // 100, **options)  # type: ignore[arg-type]
+    exact = run.optimizer in ("adam", "lamb")
+    cls = OneBitLamb if run.reference == "lamb" else OneBitAdam
+    return cls(named, warmup_steps=run.steps + 1 if exact else run.steps * 15 // 100, **options)  # type: ignore[arg-type]
+
+
+def train(run: Run) -> Finished:
+    torch.set_num_threads(1)
+    make, draw = task_of(run.task)
+    exact = run.optimizer in ("adam", "lamb")
+    ranks = 1 if exact else RANKS  # the mean gradient of all ranks is that of one large batch
+    draws = [torch.Generator().manual_seed(1000 * run.seed + r) for r in range(RANKS)]
+    models, optimizers = [], []
+    for transport in Loopback(ranks).transports():
+        torch.manual_seed(run.seed)
+        models.append(make())
+        optimizers.append(optimizer_of(run, models[-1], transport))
+    losses = []
+    for step in range(run.steps):
+        batches = [draw(d) for d in draws]
+        if exact:
+            x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+            batches = [(x, y)]
+        mean = 0.0
+        for model, optimizer, (x, y) in zip(models, optimizers, batches, strict=True):
+            optimizer.zero_grad()
+            loss = model(x, y)
+            loss.backward()
+            mean += loss.item() / ranks
+            for group in optimizer.param_groups:
+                group["lr"] = RATES[run.reference] * warm_and_decay(step, run.steps)
+        with torch.no_grad():
+            simulate([o.steps() for o in optimizers])
+        losses.append(round(mean, 5))
+    counters, last = optimizers[0].counters, losses[-max(run.steps // 10, 1) :]
+    rounds = counters.exact_rounds + counters.compressed_rounds
+    return Finished(run, losses, sum(last) / len(last), counters.ratio if not exact else 1.0, rounds)
+
+
+def warm_and_decay(step: int, steps: int) -> float:
+    """Factor of the learning rate: up over the first twentieth of the steps, linearly down to zero over the rest."""
+    warm = max(steps // 20, 1)
+    return (step + 1) / warm if step < warm else (steps - step) / (steps - warm)

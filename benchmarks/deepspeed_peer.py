@@ -17,7 +17,7 @@ from commpress.errors import MissingPackage
 
 
 class Engine:
-    """What the optimizers want to know of DeepSpeed's engine."""
+    """The parts of DeepSpeed's engine that the optimizers ask for."""
 
     mpu, local_rank = None, 0
 
@@ -65,7 +65,7 @@ def optimizer(
 
 
 def communicates(made: torch.optim.Optimizer) -> str:
-    """What its next step sends: "exact" gradients or "compressed" momentum."""
+    """The content of its next messages: "exact" gradients or "compressed" momentum."""
     return "exact" if made.deepspeed.enable_backward_allreduce else "compressed"  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""why Numba: one encoder written with the tools at hand, timed in one run
+"""reasons for Numba: one encoder written with the tools at hand, timed in one run
 
 The task is the sign encoder with residual in place, one mean |c| per 2048 elements: c = x + e, bits of c >= 0, the scales,
 e := c - scale * sign(c). Every candidate fills buffers made beforehand as far as its tool allows; all must agree.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from commpress.cli import outputs, rounds, table
+from commpress.cli import harness
 from commpress.cli.bench_codec import ROWS
 from commpress.kernels.cpu import codec as cpu
 from commpress.kernels.pieces import Piece, cut
@@ -94,7 +94,7 @@ def compare(numel: int, threads: list[int]) -> Rows:
     numel = max(numel // (ROWS * SLICE), 1) * ROWS * SLICE
     x, residual, spare = torch.randn(numel), torch.randn(numel), torch.zeros(numel)
     widths = [max(len(name) for name in candidates(numel)), *map(len, HEAD[1:])]
-    print(table.line(HEAD, widths))
+    print(harness.line(HEAD, widths))
     rows, before = [], torch.get_num_threads()
     try:
         for count in threads:
@@ -102,7 +102,7 @@ def compare(numel: int, threads: list[int]) -> Rows:
             for name, task in candidates(numel).items():
                 row = {"candidate": name, "threads": count, **enter(task, x, residual, spare)}
                 rows.append(row)
-                print(table.line(_cells(row), widths), flush=True)
+                print(harness.line(_cells(row), widths), flush=True)
     finally:
         torch.set_num_threads(before)
     return rows
@@ -111,12 +111,12 @@ def compare(numel: int, threads: list[int]) -> Rows:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", type=int, default=1 << 25, metavar="N", help="floats in the buffer (default 33554432)")
     parser.add_argument("--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)")
-    outputs.options(parser, check="ours takes at most 1.05 of the fastest candidate's time")
+    harness.add_options(parser, check="ours takes at most 1.05 of the fastest candidate's time")
 
 
 def run(options: argparse.Namespace) -> int:
     rows = compare(options.numel, [int(t) for t in options.threads.split(",")])
-    return outputs.deliver(options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows))
+    return harness.deliver(options, rows, judge=judge, draw=draw)
 
 
 def judge(rows: Rows) -> list[tuple[str, bool]]:
@@ -144,7 +144,7 @@ def enter(task: Task, x: torch.Tensor, residual: torch.Tensor, spare: torch.Tens
         return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
     first = perf_counter() - start
     agree(x + residual, bits, scales, spare)
-    took = rounds.alternately({"task": lambda: task(x, residual), "copy": lambda: spare.copy_(x)})
+    took = harness.alternately({"task": lambda: task(x, residual), "copy": lambda: spare.copy_(x)})
     moved = (12 + 1 / 8) * len(x) / took["task"]
     return {"numel": len(x), "first_call": first, "seconds": took["task"], "of_copy": moved / (8 * len(x) / took["copy"])}
 

@@ -20,7 +20,8 @@ losses over K seeds: a variant's mean must lie within the spread of plain.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import commpress
-from commpress.cli import outputs, ranks, table, text, training
+from commpress.cli import harness, ranks, training
+from commpress.cli.gpt import batch
 from commpress.errors import InvalidArgument
 from commpress.torch_private import fsdp_communication
 
@@ -52,15 +54,6 @@ WARM = 2
 HEAD = ["variant", "step ms", "against plain", "MB sent/rank", "of plain", "gradients", "weights", "loss"]
 
 
-@dataclass(frozen=True)
-class Settings:
-    variants: tuple[str, ...]
-    load: training.Load
-    train: int = 0
-    seeds: int = 1
-    dtype: str = "bfloat16"
-
-
 @dataclass
 class Measured:
     variant: str
@@ -77,32 +70,31 @@ class Measured:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", default=UNASKED, metavar="A,B", help=f"default {UNASKED}")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="of what plain sends (default bfloat16)")
-    training.options(parser, rounds=3, steps=3, batch=1)
+    training.add_options(parser, rounds=3, steps=3, batch=1)
     parser.add_argument("--train", type=int, default=0, metavar="N", help="compare losses after N steps instead of times")
     parser.add_argument("--seeds", type=int, default=5, metavar="K", help="of each variant with --train (default 5)")
     ranks.add_options(parser)
-    outputs.options(
+    harness.add_options(
         parser,
-        check=f"bytes are at most {', '.join(f'{100 * b:.0f} %% ({v})' for v, b in BARS.items())} of bf16 and the fastest is "
+        check=f"bytes are at most {', '.join(f'{100 * b:.0f} % ({v})' for v, b in BARS.items())} of bf16 and the fastest is "
         f"{FASTER} times faster than plain (with --train: losses within the spread of plain)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
+    variants_of(options), training.load_of(options)
+    if options.train < 0 or options.seeds < 1:
+        raise InvalidArgument("--train must be at least 0 and --seeds at least 1")
+    bars = partial(judge, trained=bool(options.train))
+    return harness.run(options, _train if options.train else _time, judge=bars, draw=draw, summary=summary)
+
+
+def variants_of(options: argparse.Namespace) -> tuple[str, ...]:
     variants = tuple(dict.fromkeys(["plain", *options.variants.split(",")]))
     for name in variants:
         if name not in VARIANTS:
             raise InvalidArgument(f"variant is {name!r}, expected one of {', '.join(VARIANTS)}")
-    if options.train < 0 or options.seeds < 1:
-        raise InvalidArgument("--train must be at least 0 and --seeds at least 1")
-    settings = Settings(variants, training.load_of(options), options.train, options.seeds, options.dtype)
-    measured = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
-    if measured is None:  # not rank 0 of a launcher
-        return 0
-    print(table.render(HEAD, [_cells(m, measured[0]) for m in measured]))
-    return outputs.deliver(
-        options, measured, judge=lambda: judge(measured, trained=bool(options.train)), draw=lambda path: draw(path, measured)
-    )
+    return variants
 
 
 # ---------------------------------------------------------------- on every rank
@@ -176,7 +168,7 @@ class Sharded(training.Trainee):
         """The mean over all ranks' held-out windows, the same for every seed and variant."""
         draws = torch.Generator().manual_seed(dist.get_rank())
         with torch.no_grad():
-            loss = self.wrapped(*text.batch(self.corpus[-training.HELD_OUT :], 64, self.load.length, draws)).float()
+            loss = self.wrapped(*batch(self.corpus[-training.HELD_OUT :], 64, self.load.length, draws)).float()
         dist.all_reduce(loss)
         return float(loss) / dist.get_world_size()
 
@@ -188,32 +180,27 @@ class Sharded(training.Trainee):
         return Measured(self.name, seconds, sent, of[0], of[1], of[2], self.loss, self.parameters)
 
 
-def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
-    return (_train if settings.train else _time)(size, settings, report)
-
-
-def _time(size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
-    load, every = settings.load, {name: Sharded(name, settings.load, settings.dtype) for name in settings.variants}
-    if report is not None:
-        parameters = every["plain"].parameters / 1e6
-        report(f"{size} ranks, {parameters:.1f} M parameters in {settings.dtype}, {load.rounds} turns of {load.steps}")
+def _time(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+    load = training.load_of(options)
+    every = {name: Sharded(name, load, options.dtype) for name in variants_of(options)}
+    parameters = every["plain"].parameters / 1e6
+    report(f"{size} ranks, {parameters:.1f} M parameters in {options.dtype}, {load.rounds} turns of {load.steps}")
     for one in every.values():
         one.turn(WARM)  # differences begin with an exact gather
         one.before = one.counted()
-    seconds, sent = training.race(every, load)
+    seconds, sent = training.timed(every, load)
     return [one.measured(float(seconds[name].median()), sent[name]) for name, one in every.items()]
 
 
-def _train(size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
+def _train(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
     results = []
-    for name in settings.variants:
+    for name in variants_of(options):
         losses, took = [], []
-        for seed in range(settings.seeds):
-            one = Sharded(name, replace(settings.load, seed=seed), settings.dtype)
-            took += [one.step() for _ in range(settings.train)]
+        for seed in range(options.seeds):
+            one = Sharded(name, training.load_of(options, seed=seed), options.dtype)
+            took += [one.step() for _ in range(options.train)]
             losses.append(one.held_out())
-            if report is not None:
-                report(f"{name}, seed {seed}: held-out loss {losses[-1]:.4f}")
+            report(f"{name}, seed {seed}: held-out loss {losses[-1]:.4f}")
         measured = one.measured(sorted(took)[len(took) // 2], None)
         measured.losses, measured.loss = losses, sum(losses) / len(losses)
         results.append(measured)
@@ -221,6 +208,10 @@ def _train(size: int, settings: Settings, report: ranks.Report | None) -> list[M
 
 
 # ---------------------------------------------------------------- on paper
+
+
+def summary(measured: list[Measured]) -> str:
+    return harness.render(HEAD, [_cells(m, measured[0]) for m in measured])
 
 
 def _cells(m: Measured, plain: Measured) -> list[str]:

@@ -1,4 +1,4 @@
-"""what agreement costs: an exact all-reduce over "commpress" against the same over Gloo
+"""the cost of agreement: an exact all-reduce over "commpress" against the same over Gloo
 
 Both run alternately, a few calls back to back each, so that a network's moods hit both; times are medians over turns of the
 slowest rank's. Calls that repeat themselves begin on promises: the difference is a record of 64 bytes beside the data.
@@ -17,19 +17,13 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from commpress.cli import outputs, ranks, rounds, sizes, table
+from commpress.cli import harness, ranks
 from commpress.errors import InvalidArgument
 
 HEAD = ["size B", "Gloo us", "commpress us", "difference us", "overhead"]
 WIDTHS = [10, 10, 12, 13, 9]
 TURN = 8  # calls back to back
 DEAREST = 0.10  # overhead of the largest size that --check allows, from 4 MiB on
-
-
-@dataclass(frozen=True)
-class Settings:
-    sizes: tuple[int, ...]
-    turns: int
 
 
 @dataclass
@@ -45,45 +39,35 @@ class Measured:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    sizes.options(parser, "64KiB", "16MiB", factor=4)
+    harness.add_sizes(parser, "64KiB", "16MiB", factor=4)
     parser.add_argument("--turns", type=int, default=12, metavar="N", help=f"of {TURN} calls, for each size (default 12)")
     ranks.add_options(parser)
-    outputs.options(
-        parser, check=f"results are Gloo's bit for bit and, from 4 MiB on, the largest size costs at most {DEAREST:.0%} more"
-        .replace("%", "%%"),
-    )  # fmt: skip
+    check = f"results are Gloo's bit for bit and, from 4 MiB on, the largest size costs at most {DEAREST:.0%} more"
+    harness.add_options(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.turns < 1:
         raise InvalidArgument("--turns must be at least 1")
-    settings = Settings(sizes.chosen(options), options.turns)
-    measured = ranks.on_ranks(bench, settings, LINES, ranks=options.ranks, threads=options.threads)
-    if measured is None:  # not rank 0 of a launcher
-        return 0
-    return outputs.deliver(options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured))
+    harness.sizes_of(options)
+    return harness.run(options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells))
 
 
-def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
+def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
     import_module("commpress.backend")
-    timeout = timedelta(minutes=5)
-    groups = [dist.new_group(timeout=timeout, backend=backend) for backend in ("gloo", "commpress")]
-    if report is not None:
-        report(None, f"{size} ranks")
+    groups = {name: dist.new_group(timeout=timedelta(minutes=5), backend=name) for name in ("gloo", "commpress")}
+    report(f"# {size} ranks")
     results = []
-    for numel_bytes in settings.sizes:
-        results.append(measure(numel_bytes // 4, dict(zip(("gloo", "commpress"), groups, strict=True)), settings.turns))
-        if report is not None:
-            report(results[-1])
+    for nbytes in harness.sizes_of(options):
+        results.append(measure(nbytes // 4, groups, options.turns))
+        report(results[-1])
     return results
 
 
 def measure(numel: int, groups: dict[str, dist.ProcessGroup], turns: int) -> Measured:
     tensor = torch.zeros(numel)
-    calls = {
-        name: partial(rounds.together, partial(dist.all_reduce, tensor, group=group), TURN) for name, group in groups.items()
-    }
-    took = rounds.medians(rounds.slowest(rounds.in_turns(calls, turns, warm=1)))
+    calls = {name: partial(dist.all_reduce, tensor, group=group) for name, group in groups.items()}
+    took = harness.medians({name: partial(harness.together, call, TURN) for name, call in calls.items()}, turns, warm=1)
     drawn = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
     both = [drawn.clone() for _ in groups]
     for one, group in zip(both, groups.values(), strict=True):
@@ -98,9 +82,6 @@ def cells(m: Measured) -> list[str]:
         str(m.size), f"{1e6 * m.gloo_seconds:.0f}", f"{1e6 * m.seconds:.0f}", f"{1e6 * (m.seconds - m.gloo_seconds):.0f}",
         f"{100 * m.overhead:.1f} %",
     ]  # fmt: skip
-
-
-LINES = table.Lines(HEAD, WIDTHS, cells)
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from commpress.cli import outputs, ranks, rounds, sizes, table
+from commpress.cli import harness, ranks
 from commpress.cli.probe import add_topology, check_topology, on_nodes
-from commpress.cli.trials import LADDER, Race, trials
+from commpress.cli.reduced import LADDER, TwoLevel, trials
 from commpress.codecs import codec_named
 from commpress.collectives.links import Links, choose, load_links
 from commpress.errors import InvalidArgument
@@ -35,15 +35,6 @@ HEAD = [
 ]  # fmt: skip
 WIDTHS = [10, 8, 9, 9, 9, 8, 6, 10, 7, 12, 6]
 HEADERS_FROM = 1 << 20  # bytes of a buffer from which headers are below 2 % of the formula, also with one bit
-
-
-@dataclass(frozen=True)
-class Settings:
-    sizes: tuple[int, ...]
-    codecs: tuple[str, ...]
-    topology: str
-    links: Links | None
-    iterations: int
 
 
 @dataclass
@@ -64,7 +55,7 @@ class Measured:
 
     @property
     def loss(self) -> float | None:
-        """What the choice costs against the faster of the two, as a share of it."""
+        """Cost of the choice against the faster of the two, as a share of it."""
         if self.choice is None:
             return None
         chosen = self.flat_seconds if self.choice == "flat" else self.levels_seconds
@@ -75,68 +66,61 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_topology(parser)
     parser.add_argument("--codec", default="none,sign", metavar="A,B", help="between nodes (default none,sign)")
     parser.add_argument("--links", metavar="FILE", help="what commpress probe measured: show what it makes collectives take")
-    sizes.options(parser, "1MiB", "32MiB")
+    harness.add_sizes(parser, "1MiB", "32MiB")
     parser.add_argument("--iterations", type=int, default=5, metavar="N", help="timed, of each line; more if short (default 5)")
     ranks.add_options(parser)
-    outputs.options(parser, check="ranks agree bit for bit, bytes fit the formula and the choice loses at most 5 %%")
+    harness.add_options(parser, check="ranks agree bit for bit, bytes fit the formula and the choice loses at most 5 %")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.iterations < 1:
         raise InvalidArgument("--iterations must be at least 1")
     check_topology(options.topology)
-    codecs = tuple(options.codec.split(","))
-    for codec in codecs:
+    links_of(options), harness.sizes_of(options)
+    for codec in options.codec.split(","):
         codec_named(codec)
-    links = load_links(options.links) if options.links else None
-    settings = Settings(sizes.chosen(options), codecs, options.topology, links, options.iterations)
-    measured = ranks.on_ranks(bench, settings, LINES, ranks=options.ranks, threads=options.threads)
-    if measured is None:  # not rank 0 of a launcher
-        return 0
-    return outputs.deliver(options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured))
+    return harness.run(options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells))
+
+
+def links_of(options: argparse.Namespace) -> Links | None:
+    return load_links(options.links) if options.links else None
 
 
 # ---------------------------------------------------------------- on every rank
 
 
-def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
-    transport, hierarchy = on_nodes(settings.topology)
-    topology = hierarchy.topology
-    if settings.links is not None and settings.links.topology != topology:
+def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+    channel, hierarchy = on_nodes(options.topology)
+    topology, links = hierarchy.topology, links_of(options)
+    if links is not None and links.topology != topology:
         raise InvalidArgument(
-            f"--links was measured on nodes {str(settings.links.topology)!r}, these are {str(topology)!r}: "
-            "run commpress probe here"
+            f"--links was measured on nodes {str(links.topology)!r}, these are {str(topology)!r}: run commpress probe here"
         )
-    if report is not None:
-        report(None, f"nodes {topology}")
-    _, sequence = trials("none", transport, hierarchy, settings.iterations, 1, ladder=LADDER[:1])  # a cold process is slow
+    report(f"# nodes {topology}")
+    trials("none", channel, hierarchy, options.iterations, ladder=LADDER[:1])  # a cold process is slow
     measured = []
-    for size_bytes in settings.sizes:
-        for codec in settings.codecs:
-            race = Race(size_bytes // 4, codec, transport, hierarchy, sequence)
-            measured.append(_measure(race, settings.iterations, settings.links))
-            sequence = race.sequence
-            if report is not None:
-                report(measured[-1], None)
+    for nbytes in harness.sizes_of(options):
+        for codec in options.codec.split(","):
+            measured.append(_measure(TwoLevel(nbytes // 4, codec, channel, hierarchy), options.iterations, links))
+            report(measured[-1])
     return measured
 
 
-def _measure(race: Race, iterations: int, links: Links | None) -> Measured:
-    torchs: dict[str, Callable[[], object]] = {"torch": lambda: dist.all_reduce(race.buffer)}
-    before = race.sent()
-    took, calls = race.run(torchs, iterations)
-    race.fill()
-    race.levels()  # whose result is checked
-    nodes, numel = race.hierarchy.topology.nodes, race.input.numel()
+def _measure(buffer: TwoLevel, iterations: int, links: Links | None) -> Measured:
+    torchs: dict[str, Callable[[], object]] = {"torch": lambda: dist.all_reduce(buffer.buffer)}
+    before = buffer.sent()
+    took, calls = buffer.run(torchs, iterations)
+    buffer.fill()
+    buffer.levels()  # whose result is checked
+    nodes, numel = buffer.hierarchy.topology.nodes, buffer.input.numel()
     sent = torch.zeros(len(nodes), dtype=torch.int64)
-    sent[race.hierarchy.topology.node(race.transport.rank)] = (race.sent() - before) // (calls + 1)
+    sent[buffer.hierarchy.topology.node(buffer.channel.rank)] = (buffer.sent() - before) // (calls + 1)
     dist.all_reduce(sent)
-    formula = 2 * (len(nodes) - 1) / len(nodes) * codec_named(race.codec).row_bytes(width_of(numel, 1))
-    choice = choose(numel, race.codec, links) if links else None
+    formula = 2 * (len(nodes) - 1) / len(nodes) * codec_named(buffer.codec).row_bytes(width_of(numel, 1))
+    choice = choose(numel, buffer.codec, links) if links else None
     return Measured(
-        4 * numel, race.codec, took["torch"], took["flat"], took["levels"], rounds.wrong(race.buffer), int(sent.max()), formula,
-        choice,
-    )  # fmt: skip
+        4 * numel, buffer.codec, took["torch"], took["flat"], took["levels"], buffer.wrong(), int(sent.max()), formula, choice
+    )
 
 
 # ---------------------------------------------------------------- on paper
@@ -148,9 +132,6 @@ def cells(m: Measured) -> list[str]:
         f"{m.speed_up:.2f}", str(m.wrong), str(m.node_bytes), f"{m.node_bytes / max(m.formula_bytes, 1):.3f}",
         m.choice or "-", "-" if m.loss is None else f"{100 * m.loss:.0f}%",
     ]  # fmt: skip
-
-
-LINES = table.Lines(HEAD, WIDTHS, cells)
 
 
 def draw(path: str, measured: list[Measured]) -> None:

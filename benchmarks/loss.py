@@ -23,20 +23,118 @@ Seconds to the target are the sum of the times of the steps up to it, whatever t
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from math import inf
 from pathlib import Path
+from typing import Any
 
-import curves as of
-from commpress.cli import outputs, ranks, table, training
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+import deepspeed_peer
+from commpress.cli import harness, ranks, training
+from commpress.cli.bench_train import ONE_BUCKET, attach
+from commpress.codecs import ByName, codec_named, policy_of
 from commpress.errors import InvalidArgument, StateMismatch
-from curves import Curve, Settings, Variant, variant_of
+from commpress.optim.optimizer import CompressedOptimizer
+from commpress.schedules import Facts
 
 VARIANTS = "plain,bf16,powersgd1,powersgd2,powersgd4,onebit-log3-20,zero-one-log3-8"
 WARM = 3  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD and compressed rounds begin after two
 RATE = 5e-4
 FASTER, THAN_HOOKS = 8.0, 1.15
 HEAD = ["variant", "rate", "seconds", "steps", "exact", "compressed", "local", "loss", "against plain"]
+
+
+SMOOTHED = 160  # windows of text whose mean loss is compared with the target: fewer, and noise would reach it
+SHORTEST = 10  # steps, however many windows each has
+RISING = 10  # steps over which the learning rate rises, to fall in a line from there
+ENDS = 0.1  # of the peak, at the last step
+VARIANCE_UPDATES = 2  # of 0/1 Adam at each interval: the published 16 are meant for runs of 100,000 steps
+UNSET = 1e-4  # rate of an optimizer that is set before each step, or whose steps are only timed
+PLAIN_FIRST = 2  # steps before PowerSGD compresses
+_OURS = re.compile(r"(onebit|zero-one)(?:-(bf16|int8|int4|log3))?(?:-(\d+))?(-every)?")
+_DEEPSPEED = re.compile(r"(deepspeed-(?:onebit|zero-one))(?:-(\d+))?")
+BETA1 = 0.9
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``onebit-int8-12``: 1-bit Adam whose twelve exact rounds travel in int8; ``-every``: 0/1 Adam without local steps."""
+
+    name: str
+    family: str
+    exact_codec: str = "none"
+    warmup: int = 0
+    windows: bool = True
+
+    @property
+    def ours(self) -> bool:
+        return self.family in ("onebit", "zero-one")
+
+    @property
+    def deepspeed(self) -> bool:
+        return self.family.startswith("deepspeed")
+
+    @property
+    def exact(self) -> str:
+        return "exact" if self.exact_codec == "none" else f"exact-{self.exact_codec}"
+
+
+def variant_of(name: str, warmup: int) -> Variant:
+    if name in ("plain", "bf16") or re.fullmatch(r"powersgd\d+", name):
+        return Variant(name, name)
+    if peer := _DEEPSPEED.fullmatch(name):
+        return Variant(name, peer[1], warmup=int(peer[2] or warmup))
+    match = _OURS.fullmatch(name)
+    if match is None:
+        raise InvalidArgument(
+            f"variant is {name!r}, expected plain, bf16, powersgdN or onebit or zero-one, with or without the codec and "
+            "number of its exact rounds: onebit-int8-12; or deepspeed-onebit-12 or deepspeed-zero-one"
+        )
+    return Variant(name, match[1], match[2] or "none", int(match[3] or warmup), not match[4])
+
+
+@dataclass
+class Curve:
+    """A training run: the mean loss over the ranks and the kind of each step."""
+
+    variant: str
+    lr: float
+    seed: int = 0
+    losses: list[float] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    bytes: dict[str, int] = field(default_factory=dict)  # of the last step of each kind, as the optimizer counts; ours only
+    finer: list[str] = field(default_factory=list)  # parameters that travel in the spiky codec
+    window: int = SHORTEST  # steps whose mean loss is compared with the target
+
+    def smooth(self) -> list[float]:
+        """Mean losses of the first ``window`` steps, and so on up to the last."""
+        sums = [0.0, *accumulate(self.losses)]
+        return [(b - a) / self.window for a, b in zip(sums, sums[self.window :], strict=False)]
+
+    def steps_to(self, target: float) -> int | None:
+        reached = next((i for i, loss in enumerate(self.smooth()) if loss <= target), None)
+        return None if reached is None else reached + self.window
+
+    def last(self) -> float:
+        return self.smooth()[-1] if len(self.losses) >= self.window else inf
+
+
+def window(batch: int, ranks: int) -> int:
+    return max(SHORTEST, -(-SMOOTHED // (batch * ranks)))
+
+
+def rate(peak: float, step: int, steps: int) -> float:
+    if step < RISING:
+        return peak * (step + 1) / RISING
+    return peak * (1 - (1 - ENDS) * (step - RISING) / max(steps - RISING, 1))
 
 
 @dataclass
@@ -71,22 +169,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
     parser.add_argument("--spiky", default="log3", metavar="NAME", help="of tensors with few large elements (default log3)")
     parser.add_argument("--bucket-mb", type=float, default=8, metavar="MB", help="DDP's buckets (default 8)")
-    training.options(parser, rounds=3, steps=2, batch=2)
+    training.add_options(parser, rounds=3, steps=2, batch=2)
     ranks.add_options(parser)
-    outputs.options(
-        parser, check=f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times sooner than hooks"
-    )
+    check = f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times sooner than hooks"
+    harness.add_options(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
     if min(options.train, options.warmup, options.seeds) < 1:
         raise InvalidArgument("--train, --warmup and --seeds must be at least 1")
-    variants = tuple(variant_of(name, options.warmup) for name in dict.fromkeys(options.variants.split(",")))
-    settings = Settings(
-        variants, rates_of(options.lr), options.losses, options.target, not (options.no_times or options.times), options.train,
-        options.codec, options.bucket_mb, options.beta2, options.spiky, training.load_of(options), options.seeds,
-    )  # fmt: skip
-    results = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
+    variants_of(options), rates_of(options.lr), training.load_of(options)
+    results = ranks.on_ranks(bench, options, print)
     if results is None or options.no_times:  # None: not rank 0 of a launcher
         return 0
     if options.times:
@@ -94,10 +187,14 @@ def run(options: argparse.Namespace) -> int:
         results.seconds, results.sent = earlier["step_seconds"], earlier["step_bytes"]
     measured = [reached(curve, results.seconds, options.target) for curve in results.curves]
     print(step_table(results), summary(measured), sep="\n\n")
-    return outputs.deliver(
-        options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured, options.target),
-        step_seconds=results.seconds, step_bytes=results.sent,
+    return harness.deliver(
+        options, measured, judge=judge, draw=partial(draw, target=options.target), step_seconds=results.seconds,
+        step_bytes=results.sent,
     )  # fmt: skip
+
+
+def variants_of(options: argparse.Namespace) -> tuple[Variant, ...]:
+    return tuple(variant_of(name, options.warmup) for name in dict.fromkeys(options.variants.split(",")))
 
 
 def rates_of(words: str | None) -> tuple[float, ...]:
@@ -116,32 +213,31 @@ def rates_of(words: str | None) -> tuple[float, ...]:
 # ---------------------------------------------------------------- on every rank
 
 
-def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> Results:
-    curves = {(curve.variant, curve.lr, curve.seed): curve for curve in of.load(settings)}
-    chosen, seeds = [], range(settings.seeds)
-    for variant in settings.variants:
-        rates = settings.rates or tuple(dict.fromkeys(lr for name, lr, _ in curves if name == variant.name)) or (RATE,)
+def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> Results:
+    curves = {(curve.variant, curve.lr, curve.seed): curve for curve in load(options)}
+    chosen, seeds = [], range(options.seeds)
+    for variant in variants_of(options):
+        rates = rates_of(options.lr) or tuple(dict.fromkeys(lr for name, lr, _ in curves if name == variant.name)) or (RATE,)
         for at in ((variant.name, lr, seed) for lr in rates for seed in seeds):
             curve = curves.get(at)
-            if curve is None or (len(curve.losses) < settings.steps and curve.steps_to(settings.target) is None):
-                curve = curves[at] = of.train(variant, *at[1:], settings)
-                if report is not None:
-                    report(f"{at[0]}, rate {at[1]:g}, seed {at[2]}: loss {curve.last():.3f} after {len(curve.losses)} steps")
+            if curve is None or (len(curve.losses) < options.train and curve.steps_to(options.target) is None):
+                curve = curves[at] = train(variant, *at[1:], options)
+                report(f"{at[0]}, rate {at[1]:g}, seed {at[2]}: loss {curve.last():.3f} after {len(curve.losses)} steps")
                 if rank == 0:
-                    of.save(settings, list(curves.values()))
-        chosen.append(of.best([[curves[variant.name, lr, seed] for seed in seeds] for lr in rates], settings.target))
-    return times(chosen, settings) if settings.times else Results(chosen, {}, {})
+                    save(options, curves.values())
+        chosen.append(best([[curves[variant.name, lr, seed] for seed in seeds] for lr in rates], options.target))
+    return Results(chosen, {}, {}) if options.no_times or options.times else times(chosen, options)
 
 
-def times(chosen: list[Sequence[Curve]], settings: Settings) -> Results:
+def times(chosen: list[Sequence[Curve]], options: argparse.Namespace) -> Results:
     """Each kind of step, as the first variant and the first seed that have it do it."""
     trainees: dict[str, training.Trainee] = {}
     expected: dict[str, int] = {}
-    for variant, curve in ((v, curve) for v, every in zip(settings.variants, chosen, strict=True) for curve in every):
-        for kind in dict.fromkeys(curve.kinds[: curve.steps_to(settings.target)]):
+    for variant, curve in ((v, curve) for v, every in zip(variants_of(options), chosen, strict=True) for curve in every):
+        for kind in dict.fromkeys(curve.kinds[: curve.steps_to(options.target)]):
             if kind not in trainees:
                 whose = Variant("plain", "plain") if kind == "plain" else variant
-                trainees[kind] = of.repeater(kind, whose, curve, settings)
+                trainees[kind] = repeater(kind, whose, curve, options)
                 expected |= {kind: curve.bytes[kind]} if kind in curve.bytes else {}
     for one in trainees.values():
         one.turn(WARM)
@@ -154,8 +250,157 @@ def times(chosen: list[Sequence[Curve]], settings: Settings) -> Results:
                 f"a step {kind!r} sends {sent} bytes here, but sent {count} when its curve was trained: remove that curve from "
                 "the file of --losses"
             )
-    seconds, sent_bytes = training.race(trainees, settings.load)
+    seconds, sent_bytes = training.timed(trainees, training.load_of(options))
     return Results(chosen, {kind: float(took.median()) for kind, took in seconds.items()}, sent_bytes)
+
+
+def train(variant: Variant, lr: float, seed: int, options: argparse.Namespace) -> Curve:
+    """Up to the target, or for all the steps."""
+    one = learner(variant, options, seed)
+    curve = Curve(variant.name, lr, seed, window=window(options.batch, dist.get_world_size()))
+    own = one.optimizer if isinstance(one.optimizer, CompressedOptimizer) else None
+    while len(curve.losses) < options.train and curve.steps_to(options.target) is None:
+        step = len(curve.losses)
+        for group in one.optimizer.param_groups:
+            group["lr"] = rate(lr, step, options.train)
+        before = None if own is None else replace(own.counters)
+        sends = deepspeed_peer.communicates(one.optimizer) if variant.deepspeed else ""
+        one.step()
+        mean = torch.tensor(one.loss)
+        dist.all_reduce(mean)
+        curve.losses.append(round(float(mean) / dist.get_world_size(), 5))
+        if own is None or before is None:
+            plain = variant.family.startswith("powersgd") and step < PLAIN_FIRST
+            curve.kinds.append("plain" if plain else f"deepspeed, {sends}" if sends else variant.name)
+            continue
+        compressed = own.counters.compressed_rounds > before.compressed_rounds
+        local = own.counters.local_steps > before.local_steps
+        kind = compressed_kind(variant) if compressed else local_kind(variant) if local else variant.exact
+        curve.kinds.append(kind)
+        curve.bytes[kind] = own.counters.wire_bytes - before.wire_bytes
+    if own is not None and own.flat is not None:
+        spiky = codec_named(options.spiky)
+        sizes = zip(own.flat.names, own.flat.places, strict=True)
+        curve.finer = [name for name, (_, numel) in sizes if own.quantized.policy.choose(name, numel) == spiky]
+    return curve
+
+
+def compressed_kind(variant: Variant) -> str:
+    return f"{variant.name}, compressed"
+
+
+def local_kind(variant: Variant) -> str:
+    return f"{variant.family}, local"
+
+
+def learner(variant: Variant, options: argparse.Namespace, seed: int) -> training.Trainee:
+    """As users would set it up."""
+    ddp = wrapped(variant, options, seed)
+    if variant.deepspeed:
+        return peers(variant.family.removeprefix("deepspeed-"), variant.warmup, ddp, options, seed)
+    if not variant.ours:
+        return theirs(variant, ddp, options, seed)
+    more: dict[str, Any] = {}
+    if variant.family == "zero-one":
+        more = {"variance_updates": VARIANCE_UPDATES, "sync": "qsr" if variant.windows else "every"}
+    more |= {"warmup_steps": variant.warmup, "codec": options.codec, "spiky_codec": options.spiky}
+    return ours(variant, ddp, options, seed, **more)
+
+
+@dataclass(frozen=True)
+class Always:
+    """Windows of equal length, and a variance that is updated once."""
+
+    steps: int
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        return self.steps
+
+    def count(self, step: int) -> int:
+        return 1
+
+
+def repeater(kind: str, variant: Variant, curve: Curve, options: argparse.Namespace) -> training.Trainee:
+    """One that does steps of one kind only, after its first, with the codecs that the run of ``curve`` came to.
+
+    Left to choose, it would find every tensor spiky whose first gradient is.
+    """
+    ddp = wrapped(variant, options)
+    if variant.deepspeed:
+        return peers("onebit", 1 << 30 if kind.endswith("exact") else 0, ddp, options)
+    if not variant.ours:
+        return theirs(variant, ddp, options)
+    if kind == variant.exact:
+        return ours(replace(variant, family="onebit"), ddp, options, warmup_steps=1 << 30, codec=options.codec)
+    more: dict[str, Any] = {}
+    if variant.family == "zero-one":
+        always = Always(1 << 30 if kind == local_kind(variant) else 1)
+        more = {"variance_updates": always, "sync": always}
+    policy = ByName({f"^{re.escape(name)}$": options.spiky for name in curve.finer}, policy_of(options.codec, min_numel=256))
+    return ours(variant, ddp, options, warmup_steps=1, codec=policy, spiky_codec=None, **more)
+
+
+def wrapped(variant: Variant, options: argparse.Namespace, seed: int = 0) -> DistributedDataParallel:
+    size = ONE_BUCKET if variant.family.startswith("powersgd") else options.bucket_mb
+    model = training.load_of(options, seed=seed).model()  # equal on all ranks, and a broadcast over a slow network takes long
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=size, init_sync=False)
+
+
+def theirs(
+    variant: Variant, ddp: DistributedDataParallel, options: argparse.Namespace, seed: int = 0
+) -> training.Trainee:
+    attach(ddp, variant.name)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=UNSET, betas=(BETA1, options.beta2), fused=True)
+    return training.Trainee(variant.name, ddp, optimizer, training.load_of(options, seed=seed))
+
+
+def peers(
+    family: str, exact: int, ddp: DistributedDataParallel, options: argparse.Namespace, seed: int = 0
+) -> training.Trainee:
+    optimizer = deepspeed_peer.optimizer(family, ddp, (BETA1, options.beta2), exact, VARIANCE_UPDATES)
+    return training.Trainee(f"deepspeed-{family}", ddp, optimizer, training.load_of(options, seed=seed))
+
+
+def ours(
+    variant: Variant, ddp: DistributedDataParallel, options: argparse.Namespace, seed: int = 0, **more: Any
+) -> training.Trainee:
+    cls = commpress.OneBitAdam if variant.family == "onebit" else commpress.ZeroOneAdam
+    optimizer = cls(
+        list(ddp.module.named_parameters()), lr=UNSET, betas=(BETA1, options.beta2), weight_decay=0.01,
+        exact_codec=variant.exact_codec, **more,
+    )  # fmt: skip
+    return training.Trainee(variant.name, ddp, commpress.overlap(ddp, optimizer), training.load_of(options, seed=seed))
+
+
+# ---------------------------------------------------------------- curves in a file
+
+
+def task(options: argparse.Namespace) -> dict[str, object]:
+    """All that two curves must have in common to be comparable."""
+    shared = {key: getattr(options, key) for key in ("width", "layers", "length", "batch", "codec", "beta2", "spiky")}
+    return shared | {"steps": options.train}
+
+
+def load(options: argparse.Namespace) -> list[Curve]:
+    if options.losses is None or not Path(options.losses).exists():
+        return []
+    content = json.loads(Path(options.losses).read_text())
+    if content["task"] != task(options):
+        raise InvalidArgument(
+            f"the curves in {options.losses} are of {content['task']}, expected {task(options)}: name another file"
+        )
+    return [Curve(**entry) for entry in content["curves"]]
+
+
+def save(options: argparse.Namespace, curves: Iterable[Curve]) -> None:
+    lines = ",\n".join(json.dumps(asdict(curve)) for curve in curves)
+    if options.losses is not None:
+        Path(options.losses).write_text(f'{{"task": {json.dumps(task(options))}, "curves": [\n{lines}\n]}}\n')
+
+
+def best(rates: Sequence[Sequence[Curve]], target: float) -> Sequence[Curve]:
+    """Curves of all seeds at the rate that needs the fewest steps, or, where none gets there, ends lowest."""
+    return min(rates, key=lambda every: (sum(c.steps_to(target) or inf for c in every), sum(c.last() for c in every)))
 
 
 # ---------------------------------------------------------------- on paper
@@ -184,7 +429,7 @@ def step_table(results: Results) -> str:
         [kind, f"{took:.3f}", "-" if results.sent[kind] is None else f"{(results.sent[kind] or 0) / 1e6:.2f}"]
         for kind, took in results.seconds.items()
     ]
-    return table.render(["kind of step", "s", "MB sent/rank"], rows)
+    return harness.render(["kind of step", "s", "MB sent/rank"], rows)
 
 
 def summary(measured: list[Measured]) -> str:
@@ -198,7 +443,7 @@ def summary(measured: list[Measured]) -> str:
                 *map(str, counts), f"{m.loss:.3f}", f"{plain / m.seconds:.2f}x" if plain and m.seconds else "-",
             ]
         )  # fmt: skip
-    return table.render(HEAD, rows)
+    return harness.render(HEAD, rows)
 
 
 def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
@@ -219,7 +464,7 @@ def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
     return bars
 
 
-def draw(path: str, measured: list[Measured], target: float) -> None:
+def draw(path: str, measured: list[Measured], *, target: float) -> None:
     from commpress.cli import charts
 
     names = [m.variant for m in measured]

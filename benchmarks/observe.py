@@ -1,4 +1,4 @@
-"""what watching a run costs: figures of every step, an endpoint and a timeline, all at once, against none
+"""the cost of watching a run: figures of every step, an endpoint and a timeline, all at once, against none
 
 Trains a GPT under DistributedDataParallel with compressed gradients twice, in turns of a few steps: unwatched, and with
 Metrics after every step (callback and endpoint, norms every 100 steps) and a Timeline of encode, wire, decode and compute.
@@ -20,19 +20,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import outputs, ranks, table, training
+from commpress.cli import harness, ranks, training
 from commpress.codecs import codec_named
 
 MOST = 0.01
 SPANS = 20_000  # recorded to time one
 WARM = 3
 HEAD = ["", "step ms", "spans", "us per span", "counters us"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    codec: str
-    load: training.Load
 
 
 @dataclass
@@ -57,33 +51,35 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
-    training.options(parser, rounds=9, steps=4, batch=4)
+    training.add_options(parser, rounds=9, steps=4, batch=4)
     ranks.add_options(parser)
-    outputs.options(parser, check=f"watching accounts for at most {MOST:.0%} of a step".replace("%", "%%"))
+    harness.add_options(parser, check=f"watching accounts for at most {MOST:.0%} of a step")
 
 
 def run(options: argparse.Namespace) -> int:
     codec_named(options.codec)
-    settings = Settings(options.codec, training.load_of(options))
-    measured = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
-    if measured is None:  # not rank 0 of a launcher
-        return 0
-    m: Measured = measured
+    training.load_of(options)
+    return harness.run(options, bench, judge=judge, draw=draw, summary=summary)
+
+
+def summary(measured: list[Measured]) -> str:
+    (m,) = measured
     on = [f"{m.spans:.0f}", f"{1e6 * m.span_seconds:.2f}", f"{1e6 * m.counter_seconds:.0f}"]
-    print(table.render(HEAD, [["unwatched", f"{1e3 * m.off_seconds:.2f}", "", "", ""],
-                              ["watched", f"{1e3 * m.on_seconds:.2f}", *on]]))  # fmt: skip
-    print(f"difference {100 * m.difference:+.2f} %, accounted {100 * m.accounted:.3f} % of a step")
-    return outputs.deliver(options, [m], judge=lambda: judge(m), draw=lambda path: draw(path, m))
+    rows = [["unwatched", f"{1e3 * m.off_seconds:.2f}", "", "", ""], ["watched", f"{1e3 * m.on_seconds:.2f}", *on]]
+    shares = f"difference {100 * m.difference:+.2f} %, accounted {100 * m.accounted:.3f} % of a step"
+    return f"{harness.render(HEAD, rows)}\n{shares}"
 
 
-def judge(m: Measured) -> list[tuple[str, bool]]:
+def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
+    (m,) = measured
     says = f"watching accounts for {100 * m.accounted:.3f} % of a step, at most {100 * MOST:.0f} %"
     return [(says, m.accounted <= MOST)]
 
 
-def draw(path: str, m: Measured) -> None:
+def draw(path: str, measured: list[Measured]) -> None:
     from commpress.cli import charts
 
+    (m,) = measured
     parts = {
         "spans": m.spans * m.span_seconds, "reading counters": m.counter_seconds,
         "difference of the steps": m.on_seconds - m.off_seconds,
@@ -121,23 +117,22 @@ class Watched(training.Trainee):
         self.endpoint.close()
 
 
-def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> Measured:
-    load, ddps = settings.load, [DistributedDataParallel(settings.load.model()) for _ in range(2)]
-    states = [commpress.compress(ddp, settings.codec) for ddp in ddps]
+def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+    load = training.load_of(options)
+    ddps = [DistributedDataParallel(load.model()) for _ in range(2)]
+    states = [commpress.compress(ddp, options.codec) for ddp in ddps]
     off = training.Trainee("off", ddps[0], torch.optim.AdamW(ddps[0].parameters(), lr=3e-4, fused=True), load)
     on = Watched("on", ddps[1], states[1], load)
     for one in (off, on):
         one.turn(WARM)
     parameters = sum(p.numel() for p in ddps[0].parameters())
-    if report is not None:
-        report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps} steps each")
+    report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps} steps each")
     before = len(on.timeline)
-    seconds, _ = training.race({"off": off, "on": on}, load)
+    seconds, _ = training.timed({"off": off, "on": on}, load)
     spans = (len(on.timeline) - before) / (load.rounds * load.steps)
     on.end()
-    return Measured(
-        float(seconds["off"].median()), float(seconds["on"].median()), spans, cost_of_a_span(), median(on.reading), parameters
-    )
+    plain, watched = (float(seconds[name].median()) for name in ("off", "on"))
+    return [Measured(plain, watched, spans, cost_of_a_span(), median(on.reading), parameters)]
 
 
 def cost_of_a_span() -> float:

@@ -22,11 +22,12 @@ import argparse
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
 
-from commpress.cli import outputs, table
+from commpress.cli import harness
 from commpress.cli.gpt import GPT
 from commpress.collectives.allreduce import settle
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -62,7 +63,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="of each variant (default 30)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument("--tokens", type=int, default=0, metavar="N", help="of whole training steps (default 0: the optimizer)")
-    outputs.options(parser, check=f"all steps take at most {BAR} of AdamW's, {BAR_WHOLE} with --tokens")
+    harness.add_options(parser, check=f"all steps take at most {BAR} of AdamW's, {BAR_WHOLE} with --tokens")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
         for m in measured
     ]  # fmt: skip
     print(f"{measured[0].parameters / 1e6:.1f} M parameters, {options.threads} thread(s)")
-    print(table.render(HEAD, rows))
-    return outputs.deliver(options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured))
+    print(harness.render(HEAD, rows))
+    return harness.deliver(options, measured, judge=judge, draw=draw)
 
 
 def run_whole(options: argparse.Namespace) -> int:
@@ -93,10 +94,8 @@ def run_whole(options: argparse.Namespace) -> int:
     base = measured[0].seconds
     rows = [[m.name, f"{1e3 * m.seconds:.2f}", f"{m.seconds / base:.3f}x"] for m in measured]
     print(f"{measured[0].parameters / 1e6:.1f} M parameters, {options.tokens} tokens, {options.threads} thread(s)")
-    print(table.render(["whole training step", "ms", "against AdamW(fused)"], rows))
-    return outputs.deliver(
-        options, measured, judge=lambda: judge(measured, BAR_WHOLE), draw=lambda path: draw(path, measured)
-    )
+    print(harness.render(["whole training step", "ms", "against AdamW(fused)"], rows))
+    return harness.deliver(options, measured, judge=partial(judge, bar=BAR_WHOLE), draw=draw)
 
 
 def judge(measured: list[Measured], bar: float = BAR) -> list[tuple[str, bool]]:

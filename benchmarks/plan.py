@@ -1,4 +1,4 @@
-"""whether a plan picks what is fastest here: a training step in every way, measured and as commpress plan predicts it
+"""a plan against the fastest way here: a training step in every way, measured and as commpress plan predicts it
 
 Measures links, network stack and kernels as commpress probe does, then a step of a GPT of 10.9 M parameters under
 DistributedDataParallel in every way, in turns of a few steps, and without communication. Then plans with the figures of before
@@ -14,8 +14,8 @@ and the step without communication, as commpress plan --links does, and compares
 import argparse
 from dataclasses import dataclass
 
-import modelled
-from commpress.cli import bench_train, outputs, ranks, table, training
+import machines
+from commpress.cli import bench_train, harness, ranks, training
 from commpress.codecs import codec_named
 from commpress.codecs.planned import PLAIN
 from commpress.plan import candidates
@@ -27,12 +27,6 @@ COMPUTE = "compute"
 BUCKET_MB, WARM = 25.0, 3
 CLOSE = 0.10  # slower than the fastest way that was measured, at most
 HEAD = ["way", "measured ms", "predicted ms", "off by", ""]
-
-
-@dataclass(frozen=True)
-class Settings:
-    ways: tuple[str, ...]
-    load: training.Load
 
 
 @dataclass
@@ -49,66 +43,66 @@ class Row:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default=WAYS, metavar="A,B", help=f"plain, bf16 and codecs (default {WAYS})")
-    training.options(parser, rounds=5, steps=3, batch=4)
+    training.add_options(parser, rounds=5, steps=3, batch=4)
     ranks.add_options(parser)
-    says = f"the choice is at most {CLOSE:.0%} slower than the fastest way".replace("%", "%%")
-    outputs.options(parser, check=says)
+    harness.add_options(parser, check=f"the choice is at most {CLOSE:.0%} slower than the fastest way")
 
 
 def run(options: argparse.Namespace) -> int:
+    load, _ = training.load_of(options), ways_of(options)
+    found = ranks.on_ranks(bench, options, print)
+    if found is None:  # not rank 0 of a launcher
+        return 0
+    measured, seconds = found
+    rows, why = planned(measured, seconds, load)
+    print(f"computing alone takes {1e3 * seconds[COMPUTE]:.1f} ms")
+    print(harness.render(HEAD, [cells(row) for row in rows]))
+    print(f"the plan: {why}")
+    chosen, best = choice(rows)
+    print(f"chosen: {chosen.way}, fastest: {best.way}; the choice takes {chosen.seconds / best.seconds:.2f} of the fastest")
+    return harness.deliver(options, rows, judge=judge, draw=draw, machines=measured.as_dict(), why=why, seconds=seconds)
+
+
+def ways_of(options: argparse.Namespace) -> tuple[str, ...]:
     ways = tuple(dict.fromkeys([PLAIN, *options.ways.split(",")]))
     for way in ways:
         if way not in (PLAIN, *PREDICTED):
             codec_named(way)
             bench_train.check_variant(way)
-    load = training.load_of(options)
-    found = ranks.on_ranks(bench, Settings(ways, load), print, ranks=options.ranks, threads=options.threads)
-    if found is None:  # not rank 0 of a launcher
-        return 0
-    machines, seconds = found
-    rows, why = planned(machines, seconds, load)
-    print(f"computing alone takes {1e3 * seconds[COMPUTE]:.1f} ms")
-    print(table.render(HEAD, [cells(row) for row in rows]))
-    print(f"the plan: {why}")
-    chosen, best = choice(rows)
-    print(f"chosen: {chosen.way}, fastest: {best.way}; the choice takes {chosen.seconds / best.seconds:.2f} of the fastest")
-    return outputs.deliver(
-        options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows), machines=machines.as_dict(),
-        why=why, seconds=seconds,
-    )  # fmt: skip
+    return ways
 
 
 # ---------------------------------------------------------------- on every rank
 
 
 def bench(
-    rank: int, size: int, settings: Settings, report: ranks.Report | None
-) -> tuple[modelled.Machines, dict[str, float]]:
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> tuple[machines.Machines, dict[str, float]]:
     """The machines, and the seconds of a step in every way: medians of the slowest rank's."""
-    codecs = [way for way in settings.ways if way not in (PLAIN, *PREDICTED)]
-    machines = modelled.measured(rank, size, ["none", *codecs])
-    if report is not None:
-        report(machines.summary())
-    trainees = {way: bench_train.trainee(way, BUCKET_MB, settings.load) for way in (COMPUTE, *settings.ways)}
+    load, ways = training.load_of(options), ways_of(options)
+    codecs = [way for way in ways if way not in (PLAIN, *PREDICTED)]
+    measured = machines.Machines(machines.links(rank, size), machines.kernels(["none", *codecs]))
+    report(measured.summary())
+    trainees = {way: bench_train.trainee(way, BUCKET_MB, load) for way in (COMPUTE, *ways)}
     for one in trainees.values():
         one.turn(WARM)
-    took, _ = training.race(trainees, settings.load)
-    return machines, {way: float(seconds.median()) for way, seconds in took.items()}
+    took, _ = training.timed(trainees, load)
+    return measured, {way: float(seconds.median()) for way, seconds in took.items()}
 
 
 # ---------------------------------------------------------------- on paper
 
 
-def planned(machines: modelled.Machines, seconds: dict[str, float], load: training.Load) -> tuple[list[Row], str]:
+def planned(measured: machines.Machines, seconds: dict[str, float], load: training.Load) -> tuple[list[Row], str]:
     """Measured beside predicted, and what the plan says.
 
     ``compute`` was measured on all ranks at once. Where they share cores, that is longer than a rank would take alone.
     """
-    cluster, model = machines.cluster(), Model.of(load.model())
+    cluster, model = measured.cluster(), Model.of(load.model())
     share = min(cluster.machine_cores / cluster.size, 1.0) if cluster.machine_cores else 1.0
     ways = [PREDICTED.get(way, way) for way in seconds if way != COMPUTE]
     settings = candidates.Settings(seconds[COMPUTE] * share, BUCKET_MB)
-    found = candidates.candidates(cluster, machines.costs, model, settings, ways)
+    found = candidates.candidates(cluster, measured.costs, model, settings, ways)
     chosen = candidates.recommended(found, ways)
     predicted = {c.name: c.seconds for c in found}
     rows = [
@@ -119,7 +113,7 @@ def planned(machines: modelled.Machines, seconds: dict[str, float], load: traini
 
 
 def choice(rows: list[Row]) -> tuple[Row, Row]:
-    """What was chosen, and the fastest."""
+    """The chosen way and the fastest."""
     return next(row for row in rows if row.chosen), min(rows, key=lambda row: row.seconds)
 
 

@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,26 +22,25 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import commpress
-from commpress.cli import outputs, table
-from commpress.cli.ranks import Report, add_options, on_ranks
+from commpress.cli import harness, ranks
 from commpress.errors import InvalidArgument
 
 WALK = (32, 64)  # shape of the matrices of the long run
 HOOKS = ("commpress", "torch", "torch batched")
 
 
-@dataclass(frozen=True)
-class Settings:
-    count: int
-    tall: int
-    wide: int
-    rank: int
-    steps: int  # timed
-    walk: int  # of the long run
+@dataclass
+class Measured:
+    hook: str
+    seconds: float
+    error: float
+    early: float  # norm of the residual after a quarter of the long run
+    late: float
+    walk_error: float
 
 
 class Bucket:
-    """What a hook sees of DDP's bucket: ``count`` matrices side by side."""
+    """DDP's bucket as a hook sees it: ``count`` matrices side by side."""
 
     def __init__(self, count: int, tall: int, wide: int) -> None:
         self.flat = torch.zeros(count * tall * wide)
@@ -69,48 +69,51 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=4, metavar="R", help="of the approximation (default 4)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed calls of each hook (default 10)")
     parser.add_argument("--walk", type=int, default=400, metavar="N", help="steps of the long run (default 400)")
-    add_options(parser, ranks=2)
-    outputs.options(parser, check="it is 1.5 times as fast as torch's hook, errs no more and its residuals stay bounded")
+    ranks.add_options(parser, ranks=2)
+    harness.add_options(parser, check="it is 1.5 times as fast as torch's hook, errs no more and its residuals stay bounded")
 
 
 def run(options: argparse.Namespace) -> int:
+    sides_of(options)
+    return harness.run(
+        options, bench, judge=judge, draw=partial(draw, options=options), summary=partial(summary, walk=options.walk)
+    )
+
+
+def sides_of(options: argparse.Namespace) -> tuple[int, int]:
     sides = options.shape.split("x")
     if len(sides) != 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
         raise InvalidArgument(f"--shape is {options.shape!r}, expected rows and columns such as 256x512")
-    settings = Settings(options.count, int(sides[0]), int(sides[1]), options.rank, options.steps, options.walk)
-    result = on_ranks(measure, settings, print, ranks=options.ranks, threads=options.threads)
-    if result is None:
-        return 0
-    rows = [
-        [name, f"{1e3 * r['seconds']:.1f}", *(f"{r[key]:.4f}" for key in ("error", "early", "late", "walk_error"))]
-        for name, r in result.items()
-    ]  # fmt: skip
-    walk = settings.walk
+    return int(sides[0]), int(sides[1])
+
+
+def summary(measured: list[Measured], *, walk: int) -> str:
     head = ["hook", "ms per call", "error", f"residual at {walk // 4}", f"at {walk}", f"error at {walk}"]
-    print(table.render(head, rows))
-    measured = [{"hook": name, **figures} for name, figures in result.items()]
-    return outputs.deliver(options, measured, judge=lambda: judge(result), draw=lambda path: draw(path, result, settings))
+    rows = [
+        [m.hook, f"{1e3 * m.seconds:.1f}", *(f"{x:.4f}" for x in (m.error, m.early, m.late, m.walk_error))] for m in measured
+    ]
+    return harness.render(head, rows)
 
 
-def draw(path: str, result: dict[str, dict[str, float]], settings: Settings) -> None:
+def draw(path: str, measured: list[Measured], *, options: argparse.Namespace) -> None:
     from commpress.cli import charts
 
-    title = f"PowerSGD of rank {settings.rank}: {settings.count} matrices of {settings.tall}×{settings.wide}"
+    title = f"PowerSGD of rank {options.rank}: {options.count} matrices of {options.shape.replace('x', '×')}"
     with charts.chart(path, title, panels=3, size=(5, 3.4), share=True) as (time, error, residual):
-        charts.bars(time, HOOKS, {"": [1e3 * result[name]["seconds"] for name in HOOKS]}, "one call, ms")
-        charts.bars(error, HOOKS, {"": [result[name]["error"] for name in HOOKS]}, "relative error of what was delivered")
+        charts.bars(time, HOOKS, {"": [1e3 * m.seconds for m in measured]}, "one call, ms")
+        charts.bars(error, HOOKS, {"": [m.error for m in measured]}, "relative error of what was delivered")
         norms = {
-            f"after {settings.walk // 4} steps": [result[name]["early"] for name in HOOKS],
-            f"after {settings.walk} steps": [result[name]["late"] for name in HOOKS],
+            f"after {options.walk // 4} steps": [m.early for m in measured],
+            f"after {options.walk} steps": [m.late for m in measured],
         }
         charts.bars(residual, HOOKS, norms, "norm of the residual")
 
 
-def judge(result: dict[str, dict[str, float]]) -> list[tuple[str, bool]]:
-    ours, plain, batched = (result[name] for name in HOOKS)
-    speed, against = plain["seconds"] / ours["seconds"], batched["seconds"] / ours["seconds"]
-    error = max(ours[key] / plain[key] for key in ("error", "walk_error"))
-    grows, theirs = ours["late"] / ours["early"], plain["late"] / plain["early"]
+def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
+    ours, plain, batched = measured
+    speed, against = plain.seconds / ours.seconds, batched.seconds / ours.seconds
+    error = max(ours.error / plain.error, ours.walk_error / plain.walk_error)
+    grows, theirs = ours.late / ours.early, plain.late / plain.early
     return [
         (f"{speed:.2f}x as fast as torch's hook, {against:.2f}x as fast as the batched one, 1.5x expected", speed >= 1.5),
         (f"its error is {error:.3f} of torch's, at most 1.02 expected", error <= 1.02),
@@ -118,17 +121,16 @@ def judge(result: dict[str, dict[str, float]]) -> list[tuple[str, bool]]:
     ]
 
 
-def measure(rank: int, size: int, settings: Settings, report: Report | None) -> dict[str, dict[str, float]]:
-    timed = _compare(rank, size, settings.count, settings.tall, settings.wide, settings.rank, settings.steps + 2)
-    walked = _compare(rank, size, 100, *WALK, min(settings.rank, 4), settings.walk)
-    return {
-        name: {
-            "seconds": median(timed[name]["seconds"][2:]), "error": timed[name]["error"],
-            "early": walked[name]["norms"][settings.walk // 4], "late": walked[name]["norms"][-1],
-            "walk_error": walked[name]["error"],
-        }
+def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[Measured]:
+    timed = _compare(rank, size, options.count, *sides_of(options), options.rank, options.steps + 2)
+    walked = _compare(rank, size, 100, *WALK, min(options.rank, 4), options.walk)
+    return [
+        Measured(
+            name, median(timed[name]["seconds"][2:]), timed[name]["error"], walked[name]["norms"][options.walk // 4],
+            walked[name]["norms"][-1], walked[name]["error"],
+        )
         for name in HOOKS
-    }  # fmt: skip
+    ]  # fmt: skip
 
 
 def _compare(rank: int, size: int, count: int, tall: int, wide: int, r: int, steps: int) -> dict[str, dict[str, Any]]:

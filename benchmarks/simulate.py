@@ -1,4 +1,4 @@
-"""how far off the simulator is: all-reduces as measured here, and as simulated with what was measured before them
+"""the simulator against measurements: all-reduces as measured here, and as simulated with what was measured before them
 
 Measures links, network stack and kernels as commpress probe does, then all-reduces, then simulates these all-reduces with the
 figures of before: nothing is fitted to what it is compared with. Ranks that lie on one machine (network namespaces,
@@ -19,27 +19,20 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-import modelled
-from commpress.cli import outputs, ranks, rounds, table
+import machines
+from commpress.cli import harness, ranks
 from commpress.cli.reduced import Reduced
 from commpress.codecs import codec_named
-from commpress.collectives.transports.factory import own_transport
+from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument
 from commpress.plan.simulator import simulate_calls
 from commpress.plan.ways import buffer_by
+from commpress.tiered_mem import parse_bytes, show_bytes
 
 WAYS, SIZES = "plain,int8,sign", "1MiB,8MiB"
 TIMEOUT = timedelta(minutes=5)
 MEDIAN, WORST = 0.10, 0.25
 HEAD = ["way", "size", "measured ms", "simulated ms", "off by"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    ways: tuple[str, ...]
-    sizes: tuple[int, ...]
-    rounds: int
-    calls: int
 
 
 @dataclass
@@ -62,62 +55,59 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each, the median counts (default 5)")
     parser.add_argument("--calls", type=int, default=3, metavar="N", help="back to back in a turn, at least (default 3)")
     ranks.add_options(parser)
-    outputs.options(parser, check=f"half are within {MEDIAN:.0%} and all within {WORST:.0%}".replace("%", "%%"))
+    harness.add_options(parser, check=f"half are within {MEDIAN:.0%} and all within {WORST:.0%}")
 
 
 def run(options: argparse.Namespace) -> int:
-    ways = tuple(options.ways.split(","))
-    for way in ways:
+    for way in options.ways.split(","):
         if way != "plain":
             codec_named(way)
-    settings = Settings(ways, tuple(map(table.parse_bytes, options.sizes.split(","))), options.rounds, options.calls)
-    if min(*settings.sizes, 4 * settings.rounds, 4 * settings.calls) < 4:
+    if min(*sizes_of(options), 4 * options.rounds, 4 * options.calls) < 4:
         raise InvalidArgument("expected --rounds and --calls of at least 1 and --sizes of at least 4 bytes")
-    found = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
+    found = ranks.on_ranks(bench, options, print)
     if found is None:  # not rank 0 of a launcher
         return 0
-    machines, rows = found  # machines as a buffer of each size finds them
-    simulate(machines, rows)
-    print(table.render(HEAD, list(map(cells, rows))))
+    measured, rows = found  # machines as a buffer of each size finds them
+    simulate(measured, rows)
+    print(harness.render(HEAD, list(map(cells, rows))))
     offs = sorted(abs(row.off) for row in rows)
     print(f"off by {100 * median(offs):.0f} % (median), {100 * offs[-1]:.0f} % (worst)")
-    return outputs.deliver(
-        options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows),
-        machines={table.show_bytes(size): machine.as_dict() for size, machine in machines.items()},
-    )  # fmt: skip
+    every = {show_bytes(size): one.as_dict() for size, one in measured.items()}
+    return harness.deliver(options, rows, judge=judge, draw=draw, machines=every)
+
+
+def sizes_of(options: argparse.Namespace) -> list[int]:
+    return [parse_bytes(size) for size in options.sizes.split(",")]
 
 
 # ---------------------------------------------------------------- on every rank
 
 
 def bench(
-    rank: int, size: int, settings: Settings, report: ranks.Report | None
-) -> tuple[dict[int, modelled.Machines], list[Row]]:
-    codecs, links = [way for way in settings.ways if way != "plain"] or ["none"], modelled.links(rank, size)
-    machines = {nbytes: modelled.Machines(links, modelled.kernels(codecs, nbytes // 4)) for nbytes in settings.sizes}
-    if report is not None:
-        report(machines[settings.sizes[0]].summary())
-    transport, sequence = own_transport(timeout=TIMEOUT), 0
-    rows = []
-    for nbytes in settings.sizes:
+    rank: int, size: int, options: argparse.Namespace, report: ranks.Report
+) -> tuple[dict[int, machines.Machines], list[Row]]:
+    ways, sizes = tuple(options.ways.split(",")), sizes_of(options)
+    codecs, links = [way for way in ways if way != "plain"] or ["none"], machines.links(rank, size)
+    measured = {nbytes: machines.Machines(links, machines.kernels(codecs, nbytes // 4)) for nbytes in sizes}
+    report(measured[sizes[0]].summary())
+    channel, rows = Channel.among(timeout=TIMEOUT), []
+    for nbytes in sizes:
         calls: dict[str, int] = {}
         turns = {}
-        for i, way in enumerate(settings.ways):
+        for way in ways:
             if way == "plain":
                 call: Callable[[], object] = partial(dist.all_reduce, torch.zeros(nbytes // 4))
             else:
-                reduced = Reduced(nbytes // 4, way, transport, sequence + i * SPAN)
+                reduced = Reduced(nbytes // 4, way, channel)
                 reduced.fill()
                 call = reduced.reduce
-            calls[way] = repeats(call, settings.calls)
+            calls[way] = repeats(call, options.calls)
             turns[way] = partial(turn, call, calls[way])
-        sequence += len(settings.ways) * SPAN
-        took = rounds.medians(rounds.slowest(rounds.in_turns(turns, settings.rounds, warm=1)))
-        rows += [Row(size, way, nbytes, took[way], calls[way]) for way in settings.ways]
-    return machines, rows
+        took = harness.medians(turns, options.rounds, warm=1)
+        rows += [Row(size, way, nbytes, took[way], calls[way]) for way in ways]
+    return measured, rows
 
 
-SPAN = 100_000  # sequence numbers of one buffer
 LEAST, MOST = 0.1, 60  # seconds of a turn, and calls in it: short calls need more to say something
 
 
@@ -147,9 +137,9 @@ def turn(call: Callable[[], object], calls: int) -> float:
 FEW = 10  # calls after which one more tells nothing new
 
 
-def simulate(machines: dict[int, modelled.Machines], rows: list[Row]) -> None:
+def simulate(measured: dict[int, machines.Machines], rows: list[Row]) -> None:
     for row in rows:
-        one, numel = machines[row.size], row.size // 4
+        one, numel = measured[row.size], row.size // 4
         build = buffer_by(row.way, numel, one.costs)
         found = simulate_calls(one.cluster(), one.costs, build, numel, calls=min(row.calls, FEW))
         row.simulated_seconds = found.seconds
@@ -157,7 +147,7 @@ def simulate(machines: dict[int, modelled.Machines], rows: list[Row]) -> None:
 
 def cells(row: Row) -> list[str]:
     return [
-        row.way, table.show_bytes(row.size), f"{1e3 * row.seconds:.2f}", f"{1e3 * row.simulated_seconds:.2f}",
+        row.way, show_bytes(row.size), f"{1e3 * row.seconds:.2f}", f"{1e3 * row.simulated_seconds:.2f}",
         f"{100 * row.off:+.0f} %",
     ]  # fmt: skip
 

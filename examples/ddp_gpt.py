@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli.gpt import GPT
-from commpress.cli.text import batch, standard_library
+from commpress.cli.gpt import GPT, batch, standard_library
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 
 import commpress
-from commpress.cli.text import standard_library
+from commpress.cli.gpt import standard_library
 
 MASK = 256
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import commpress
-from commpress.cli.text import standard_library
+from commpress.cli.gpt import standard_library
 
 HEAD, WORDS = 64, 256
 

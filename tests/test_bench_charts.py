@@ -1,6 +1,7 @@
 """Every bench draws what it measured: axes have names, legends where there is more than one series, nothing is left out."""
 
 import re
+from argparse import Namespace
 
 import pytest
 
@@ -21,9 +22,8 @@ from commpress.cli import (
     bench_codec,
     bench_io,
     bench_train,
-    plan_plot,
+    plan,
     simulate,
-    simulate_plot,
 )
 from commpress.cli.training import Load
 from commpress.plan.candidates import Candidate
@@ -35,13 +35,14 @@ LOAD = Load(1, 1, 32, 1, 16, 2)
 
 
 def allreduce(path):
-    rows = [bench_allreduce.Measured(4, n, "sign", 2e-3, 4e-3, 0, n // 31, 0.9, 1.0, 0.0) for n in SIZES]
+    rows = [bench_allreduce.ReducedSize(4, n, "sign", 2e-3, 4e-3, 0, n // 31, 0.9, 1.0, 0.0) for n in SIZES]
     bench_allreduce.draw(path, rows)
     return ["One all-reduce among 4 ranks", "size of the buffer", "time of one call, ms", "times faster than torch", "64 KiB"]
 
 
 def alltoall(path):
-    bench_alltoall.draw(path, [bench_alltoall.Measured(4, n, "int8", 2e-3, 3e-3, 1e-3, 4e-3, [2, 1], 0, 0.01) for n in SIZES])
+    rows = [bench_alltoall.DispatchedSize(4, n, "int8", 2e-3, 3e-3, 1e-3, 4e-3, [2, 1], 0, 0.01) for n in SIZES]
+    bench_alltoall.draw(path, rows)
     return ["int8 on the way", "torch, float32", "nodes, inside first", "nodes, between first"]
 
 
@@ -60,12 +61,13 @@ def guard(path):
 
 
 def train(path):
-    rows = [bench_train.Measured(name, 0.1 + 0.05 * i, 0.05 * i, 1e6, 2.0, 10**7) for i, name in enumerate(("compute", "sign"))]
+    steps = {"compute": 0.0, "sign": 0.05}
+    rows = [bench_train.TrainedVariant(name, 0.1 + exposed, exposed, 1e6, 2.0, 10**7) for name, exposed in steps.items()]
     bench_train.draw(path, rows)
     took = {"plain": 1.0, "sign": 0.9, "auto": 0.93}
-    rows = {name: bench_train.Measured(name, seconds, 0.0, None, 2.0, 10**7) for name, seconds in took.items()}
+    rows = [bench_train.TrainedVariant(name, seconds, 0.0, None, 2.0, 10**7) for name, seconds in took.items()]
     assert [holds for _, holds in bench_train.judge(rows)] == [True, True]
-    rows["auto"].step_seconds = 1.01
+    rows[-1].step_seconds = 1.01
     assert [holds for _, holds in bench_train.judge(rows)] == [True, False]
     return ["compute", "exposed communication", "one step, ms", "MB sent per rank and step"]
 
@@ -99,9 +101,8 @@ def table(path):
 
 
 def powersgd(path):
-    figures = {"seconds": 0.1, "error": 0.2, "early": 1.0, "late": 1.1, "walk_error": 0.1}
-    result = dict.fromkeys(bench_powersgd.HOOKS, figures)
-    bench_powersgd.draw(path, result, bench_powersgd.Settings(100, 256, 512, 4, 10, 400))
+    rows = [bench_powersgd.Measured(hook, 0.1, 0.2, 1.0, 1.1, 0.1) for hook in bench_powersgd.HOOKS]
+    bench_powersgd.draw(path, rows, options=Namespace(rank=4, count=100, shape="256x512", walk=400))
     return ["100 matrices of 256×512", "norm of the residual", "after 400 steps", "torch batched"]
 
 
@@ -124,13 +125,13 @@ def loss(path):
     slower = bench_loss.Curve("plain", 1e-4, 0, [3.0] * 20, ["plain"] * 20)
     assert bench_loss.reached([curve, slower], {"plain": 2.0}, 2.5).seconds is None
     for target in (2.5, 1.5):
-        assert bench_loss.of.best([[slower, curve], [curve, later]], target) == [curve, later]
-    bench_loss.draw(path, rows, 2.6)
+        assert bench_loss.best([[slower, curve], [curve, later]], target) == [curve, later]
+    bench_loss.draw(path, rows, target=2.6)
     return ["To a training loss of 2.6", "seconds", "zero-one-int8"]
 
 
 def observe(path):
-    bench_observe.draw(path, bench_observe.Measured(0.4, 0.402, 30.0, 1e-6, 1e-4, 10**7))
+    bench_observe.draw(path, [bench_observe.Measured(0.4, 0.402, 30.0, 1e-6, 1e-4, 10**7)])
     return ["Watching a step of 400 ms", "reading counters", "% of an unwatched step"]
 
 
@@ -156,26 +157,26 @@ def row(ranks, way, inside=0.0):
 
 
 def scaling(path):
-    simulate_plot.draw([row(n, way) for n in (2, 4, 8) for way in ("plain", "sign", "sign/2")], path, "An all-reduce")
+    simulate.draw([row(n, way) for n in (2, 4, 8) for way in ("plain", "sign", "sign/2")], path, "An all-reduce")
     return ["An all-reduce", "ranks", "times faster than plain", "sign, two levels"]
 
 
 def one_cluster(path):
-    simulate_plot.draw([row(4, "plain", 1e6), row(4, "sign")], path, "A step")
+    simulate.draw([row(4, "plain", 1e6), row(4, "sign")], path, "A step")
     return ["A step, 4 ranks", "computing alone", "exposed communication", "MB sent by one rank", "inside the node"]
 
 
 def candidates(path):
     found = [Candidate(name, "", seconds, 1e6, 1e6, {"device": 1e9}, codec, fits=name != "int8")
              for name, seconds, codec in (("plain", 12.0, "plain"), ("bf16-ring", 6.0, ""), ("int8", 3.0, "int8"))]  # fmt: skip
-    plan_plot.draw(found, found[0], path, "two ranks")
+    plan.draw(found, found[0], path, "two ranks")
     return ["Predicted: two ranks", "chosen", "done otherwise", "int8 (does not fit)", "GB on a rank", " 12000"]
 
 
 def io(path):
     same = {"chunk": 1 << 20, "store": 1e9, "engine": 2e9, "low": 1e9, "high": 1e9}
     rows = [same | {"verb": verb} for verb in ("write", "read")]
-    bench_io.draw(path, rows, "threads")
+    bench_io.draw(path, rows, engine="threads")
     return ["engine threads", "GB per second", "1 MiB", "write", "read"]
 
 

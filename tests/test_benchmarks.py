@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -239,3 +240,35 @@ def test_bars_of_the_hierarchical_benchmark(capsys):
         ({"choice": None}, [True, True]),
     ]:
         assert [bar for _, bar in hierarchical.judge([replace(good, **changed)])] == holds
+
+
+# ---------------------------------------------------------------- what the pages show
+
+PAGES = [sources.ROOT / "README.md", *sorted((sources.ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"(?:^|\s)(python benchmarks|benchmarks|commpress) (?=[a-z])(.*)")
+
+
+def commands_shown(text: str) -> list[tuple[str, list[str]]]:
+    """Program and arguments of every whole command in a page, in blocks and between words."""
+    shown = []
+    for i, part in enumerate(text.split("```")):
+        lines, words = part.replace("\\\n", " ").splitlines(), re.findall(r"`([^`]+)`", part)
+        spans = lines if i % 2 else words + [line for line in lines if line.startswith("    ")]
+        for span in spans:
+            found = COMMAND.search(" ".join(span.split()))
+            if found and not re.search(r"…|\.\.\.|[|{]", found[2]):
+                shown.append((found[1], shlex.split(found[2], comments=True)))
+    return shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_that_a_page_shows_is_one(page):
+    for program, arguments in commands_shown(page.read_text()):
+        (cli.parser() if program == "commpress" else parser()).parse_args(arguments)
+
+
+def test_commands_are_found_in_blocks_and_between_words():
+    text = "Try `python benchmarks guard\n--turns 1` or\n\n    torchrun x benchmarks fsdp  # all\n\n`commpress bench …`\n\n"
+    assert commands_shown(text + "```\ncommpress plan \\\n  --nodes 2x1\n```\n") == [
+        ("python benchmarks", ["guard", "--turns", "1"]), ("benchmarks", ["fsdp"]), ("commpress", ["plan", "--nodes", "2x1"])
+    ]  # fmt: skip

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.cli import text
-from commpress.cli.gpt import GPT
+from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.errors import InvalidArgument
 from commpress.plan.choice import assign, bytes_of, cheapest, errors_of
 
@@ -89,12 +88,12 @@ def test_errors_are_what_the_codec_loses(compiled):
 def gpt_gradients(steps=8):
     """Of a small GPT on text after some steps of training, the last one's."""
     torch.manual_seed(0)
-    model, library = GPT(width=96, layers=3, length=32), text.standard_library()
+    model, library = GPT(width=96, layers=3, length=32), standard_library()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     draws = torch.Generator().manual_seed(0)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(*text.batch(library, 8, 32, draws)).backward()
+        model(*batch(library, 8, 32, draws)).backward()
         optimizer.step()
     return {name: p.grad for name, p in model.named_parameters()}
 

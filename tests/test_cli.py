@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from commpress.cli import bench_train, charts, main, parser, table, wire
+from commpress.cli import bench_train, charts, harness, main, parser, training
+from commpress.cli.demo import DemoRun, train
 from commpress.cli.ranks import LocalRanks
-from commpress.cli.train import Settings, train
 from commpress.errors import InvalidArgument
+from commpress.tiered_mem import parse_bytes
 
 COMMANDS = [
     (), ("demo",), ("probe",), ("bench",), ("bench", "codec"), ("bench", "allreduce"), ("bench", "alltoall"),
@@ -71,7 +72,7 @@ def test_all_benches_are_known():
 def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(capsys, monkeypatch):
     assert commpress("bench", "allreduce", "--plot", "picture.doc") == 2
     assert "expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
-    monkeypatch.setattr("commpress.cli.outputs.find_spec", lambda name: None)
+    monkeypatch.setattr("commpress.cli.harness.find_spec", lambda name: None)
     assert commpress("bench", "allreduce", "--plot", "picture.png") == 2
     assert "--plot needs matplotlib: pip install 'commpress[demo]'" in capsys.readouterr().err
 
@@ -109,12 +110,10 @@ def test_what_cannot_work_is_refused_with_a_sentence(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("package", ["matplotlib", "tqdm"])
-def test_a_missing_package_is_named_with_its_cure(package, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_missing_package_is_named_with_its_cure(monkeypatch, capsys):
+    monkeypatch.setattr("commpress.cli.demo.find_spec", lambda name: None)
     assert commpress("demo") == 2
-    said = capsys.readouterr().err
-    assert said == f"commpress: error: the demo needs {package}: pip install 'commpress[demo]'\n"
+    assert capsys.readouterr().err == "commpress: error: the demo needs matplotlib: pip install 'commpress[demo]'\n"
 
 
 def test_half_a_launcher_is_refused(monkeypatch, capsys):
@@ -149,7 +148,7 @@ def test_demo(tmp_path, capsys):
 
 
 def test_error_feedback_acts_from_the_second_gradient_on():
-    settings = Settings(steps=4, exact_steps=0, width=32, layers=1, batch=2, length=16)
+    settings = DemoRun(steps=4, exact_steps=0, width=32, layers=1, batch=2, length=16)
     with LocalRanks(2) as pool:
         kept = pool.call(train, settings, lambda *_: None)
         lost = pool.call(train, replace(settings, error_feedback=False), lambda *_: None)
@@ -168,12 +167,12 @@ def test_sent_bytes_are_those_of_the_sockets():
     sender = socket.create_connection(server.getsockname())
     receiver, _ = server.accept()
     with server, sender, receiver:
-        before = wire.sent_bytes()
+        before = training.sent_bytes()
         sender.sendall(bytes(100_000))
         left = 100_000
         while left:
             left -= len(receiver.recv(left))
-        assert 100_000 < wire.sent_bytes() - before < 110_000
+        assert 100_000 < training.sent_bytes() - before < 110_000
 
 
 # ---------------------------------------------------------------- benchmarks
@@ -237,21 +236,44 @@ def test_bench_train(tmp_path, capsys):
 
 
 def test_a_missed_bar_is_exit_status_1(capsys):
-    def measured(variant: str, step: float, exposed: float) -> bench_train.Measured:
-        return bench_train.Measured(variant, step, exposed, None, 2.0, 1)
+    def measured(variant: str, step: float, exposed: float) -> bench_train.TrainedVariant:
+        return bench_train.TrainedVariant(variant, step, exposed, None, 2.0, 1)
 
-    of = {
-        "compute": measured("compute", 1.0, 0.0),
-        "powersgd1": measured("powersgd1", 2.0, 1.0),
-        "sign": measured("sign", 1.4, 0.4),
-    }
-    bars = bench_train.judge(of)
+    rows = [measured("compute", 1.0, 0.0), measured("powersgd1", 2.0, 1.0), measured("sign", 1.4, 0.4)]
+    bars = bench_train.judge(rows)
     assert [holds for _, holds in bars] == [True, False]
-    assert table.verdict(bars) == 1
+    assert harness.verdict(bars) == 1
     assert "FAIL  a sign step takes 1.40 of compute" in capsys.readouterr().out
 
 
+def test_calls_take_turns_and_each_begins_once():
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
+    took = harness.in_turns(calls, 2, warm=1)
+    assert "".join(order) == "abc" "acb" "cab"
+    assert took == {"a": [4, 8], "b": [6, 9], "c": [5, 7]}
+
+
+def test_progress_is_a_few_lines_where_there_is_no_terminal(capsys):
+    with harness.ProgressBar("probe", lines=4) as progress:
+        for i in range(1, 11):
+            progress(i / 10, f"{i}/10")
+    assert capsys.readouterr().err == "probe 3/10\nprobe 5/10\nprobe 8/10\nprobe 10/10\n"
+
+
+def test_what_is_measured_is_written_with_settings_and_judged(tmp_path, capsys):
+    options = argparse.Namespace(check=True, json=str(tmp_path / "rows.json"), plot=None, turns=3, run=print)
+    rows = [bench_train.TrainedVariant("plain", 0.1, 0.0, None, 2.0, 10)]
+    status = harness.deliver(options, rows, judge=lambda rows: [("fast", rows[0].loss < 1)], draw=lambda *_: None, more=7)
+    assert status == 1
+    assert capsys.readouterr().out == "\nFAIL  fast\n"
+    content = json.loads(Path(options.json).read_text())
+    assert content["settings"] == {"check": True, "json": options.json, "plot": None, "turns": 3}
+    assert content["rows"][0]["variant"] == "plain"
+    assert (content["bars"], content["more"]) == ([["fast", False]], 7)
+
+
 def test_sizes():
-    assert [table.parse_bytes(t) for t in ("32MiB", "1 kb", "1.5GB", "7")] == [1 << 25, 1000, 1_500_000_000, 7]
+    assert [parse_bytes(t) for t in ("32MiB", "1 kb", "1.5GB", "7")] == [1 << 25, 1000, 1_500_000_000, 7]
     with pytest.raises(InvalidArgument, match="expected a number with KiB"):
-        table.parse_bytes("many")
+        parse_bytes("many")

@@ -11,8 +11,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from commpress.cli.gpt import GPT
-from commpress.cli.text import batch, standard_library
+from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.codecs import ByName, BySize
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages

@@ -1,6 +1,7 @@
 """DeepSpeed's optimizers as a peer of ours: what stands in for CuPy and for its engine, and, where it is installed, they."""
 
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import deepspeed_peer as peer
 from commpress.cli import ranks, training
 from commpress.errors import InvalidArgument, MissingPackage
-from curves import variant_of
+from loss import variant_of
 
 
 def test_names():
@@ -66,9 +67,10 @@ def test_without_deepspeed_the_cure_is_named(monkeypatch):
         peer.optimizer("onebit", SimpleNamespace(), (0.9, 0.999), 4, 2)
 
 
-def race(rank: int, size: int, family: str, report: ranks.Report | None) -> list[tuple[str, float, int]]:
+def steps(rank: int, size: int, options: Namespace, report: ranks.Report) -> list[tuple[str, float, int]]:
     load = training.Load(1, 1, width=32, layers=1, length=16, batch=2)
     ddp = torch.nn.parallel.DistributedDataParallel(load.model())
+    family = options.family
     made = peer.optimizer(family, ddp, (0.9, 0.999), 3, 1)
     one, seen = training.Trainee(family, ddp, made, load), []
     for _ in range(6):
@@ -81,7 +83,7 @@ def race(rank: int, size: int, family: str, report: ranks.Report | None) -> list
 @pytest.mark.parametrize(("family", "exact"), [("onebit", [0, 1, 2]), ("zero-one", [0, 2])])
 def test_theirs_on_two_ranks(family, exact):
     pytest.importorskip("deepspeed.runtime.fp16.onebit.adam")
-    seen = ranks.on_ranks(race, family, print, ranks=2, threads=1)
+    seen = ranks.on_ranks(steps, Namespace(family=family, ranks=2, threads=1), print)
     assert [i for i, (sends, _, _) in enumerate(seen) if sends == "exact"] == exact
     assert len({loss for _, loss, _ in seen}) == 6
     if seen[0][2]:

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from commpress.cli import doctor, machine_findings, main, software_findings
-from commpress.cli.finding import Finding, looked_at
+from commpress.cli import doctor, main
+from commpress.cli.doctor import Finding, looked_at
 from commpress.kernels.cpu import openmp as cpu_openmp
 
 
@@ -48,21 +48,21 @@ def test_a_section_that_cannot_look_says_so():
 
 
 def test_mpi_missing_or_dumb(monkeypatch):
-    monkeypatch.setattr(software_findings, "installed", lambda package: None)
-    assert [f.state for f in software_findings.mpi()] == ["note"]
-    monkeypatch.setattr(software_findings, "installed", lambda package: "4.1")
-    monkeypatch.setattr(software_findings, "answer", lambda command: None)
-    (finding,) = software_findings.mpi()
+    monkeypatch.setattr(doctor, "installed", lambda package: None)
+    assert [f.state for f in doctor.mpi()] == ["note"]
+    monkeypatch.setattr(doctor, "installed", lambda package: "4.1")
+    monkeypatch.setattr(doctor, "answer", lambda command: None)
+    (finding,) = doctor.mpi()
     assert "does not start an MPI" in finding.what
-    monkeypatch.setattr(software_findings, "answer", lambda command: "Some MPI v1")
-    assert software_findings.mpi()[0] == Finding("ok", "mpi4py 4.1 on Some MPI v1")
+    monkeypatch.setattr(doctor, "answer", lambda command: "Some MPI v1")
+    assert doctor.mpi()[0] == Finding("ok", "mpi4py 4.1 on Some MPI v1")
 
 
 def test_torch_that_lends_no_threads(monkeypatch):
     monkeypatch.setattr(cpu_openmp, "entry", lambda: None)
-    assert "threads of their own" in software_findings.kernel_threads().what
+    assert "threads of their own" in doctor.kernel_threads().what
     monkeypatch.setattr(cpu_openmp, "entry", object)
-    assert software_findings.kernel_threads() == Finding("ok", "the CPU kernels run on the threads of torch")
+    assert doctor.kernel_threads() == Finding("ok", "the CPU kernels run on the threads of torch")
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_asking_for_precedence_changes_no_other_thread():
 
 def test_gloo_gets_an_interface_that_is_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,none7")
-    (finding,) = software_findings.own_name()
+    (finding,) = doctor.own_name()
     assert finding.state == "bad"
     assert "names none7" in finding.what
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert "GLOO_SOCKET_IFNAME=eth0" in software_findings.own_name()[0].cure
+    assert "GLOO_SOCKET_IFNAME=eth0" in doctor.own_name()[0].cure
 
 
 # ---------------------------------------------------------------- other machines, as files
@@ -123,17 +123,17 @@ def files(root, **content):
 def test_interfaces(tmp_path, speed, mtu, carrier, state, says):
     net = "class__net__eth9__"
     root = files(tmp_path, **{net + "flags": "0x1003", net + "speed": speed, net + "mtu": mtu, net + "carrier": carrier})
-    (finding,) = machine_findings.network(root)
+    (finding,) = doctor.network(root)
     assert finding.state == state
     assert says in finding.what
     files(tmp_path, **{net + "flags": "0x1002"})
-    assert machine_findings.network(root)[0].state == "bad", "nothing is up"
+    assert doctor.network(root)[0].state == "bad", "nothing is up"
 
 
 def test_two_numa_nodes(tmp_path):
     node = "devices__system__node__node"
     root = files(tmp_path, **{node + "0__cpulist": "0-7", node + "1__cpulist": "8-15"})
-    finding = machine_findings.numa(root)[-1]
+    finding = doctor.numa(root)[-1]
     assert finding.state == "note"
     assert "node0: processors 0-7, node1: processors 8-15" in finding.what
 
@@ -144,12 +144,12 @@ def test_memory_with_a_limit_and_without_huge_pages(tmp_path):
     )  # fmt: skip
     (tmp_path / "fs/cgroup/memory.max").write_text(str(1 << 29))
     files(tmp_path, kernel__mm__transparent_hugepage__enabled="always madvise [never]")
-    said = [f.what for f in machine_findings.memory(root, root)]
+    said = [f.what for f in doctor.memory(root, root)]
     assert said[:3] == [
         "512 MiB of 1 GiB available", "a control group ends this process beyond 512 MiB", "transparent huge pages are off"
     ]  # fmt: skip
 
 
 def test_a_clock_has_a_step_and_a_cost():
-    assert 0 < machine_findings.smallest_step(5) < 0.1
-    assert 0 < machine_findings.reading_cost(100) < 0.1
+    assert 0 < doctor.smallest_step(5) < 0.1
+    assert 0 < doctor.reading_cost(100) < 0.1

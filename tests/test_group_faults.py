@@ -20,7 +20,7 @@ import sources
 from commpress.backend import GroupOptions
 from commpress.collectives.transports.gloo import connections_of
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
-from fault_calls import ANYBODY, CALLS, COMPRESSED, FAULTS, applies, make
+from faults import ANYBODY, CALLS, COMPRESSED, FAULTS, applies, make
 from group_calls import as_world
 from ranks import meet
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import sources
 
 OPTIONAL = {
-    "accelerate", "aiofiles", "cupy", "deepspeed", "libaio", "matplotlib", "mpi4py", "numba", "tqdm", "transformers", "xxhash",
+    "accelerate", "aiofiles", "cupy", "deepspeed", "libaio", "matplotlib", "mpi4py", "numba", "transformers", "xxhash",
 }  # fmt: skip
 
 # torch comes first, so that what it loads and starts by itself is not held against us.

@@ -63,13 +63,12 @@ HOMES = {
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.checksum",),
     "prometheus_client": ("commpress.integrations.observe.endpoint",),
-    "deepspeed": ("commpress.cli.io_peers",),
+    "deepspeed": ("commpress.cli.bench_io",),
     "aiofiles": ("commpress.tiered_mem.engines*",),
     "transformers": ("commpress.integrations.trainers.hf", "commpress.integrations.trainers.hf_model"),
     "accelerate": ("commpress.integrations.trainers.hf",),
     "lightning": ("commpress.integrations.trainers.lightning",),
     "matplotlib": ("commpress.cli*",),
-    "tqdm": ("commpress.cli*",),
 }
 SHAPELESS = {"utils.py", "common.py", "helpers.py", "base.py"}
 

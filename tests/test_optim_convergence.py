@@ -2,8 +2,7 @@
 
 import pytest
 
-from converge import Run, train
-from convergence import grouped, judge
+from convergence import Run, grouped, judge, train
 
 pytest.importorskip("sklearn")
 SEEDS = (1, 2, 3)

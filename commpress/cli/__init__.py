@@ -74,12 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """The exit status of what ``argv`` asks for; errors of ours in one line."""
-    from commpress.cli import outputs
+    from commpress.cli import harness
     from commpress.errors import CommpressError
 
     options = commands.parse_args(argv)
     try:
-        outputs.refuse_early(options)
+        harness.refuse_early(options)
         return options.run(options)
     except CommpressError as error:
         print(f"commpress: error: {error}", file=sys.stderr)

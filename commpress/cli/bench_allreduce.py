@@ -17,16 +17,16 @@ It runs what the DDP hook runs: the same messages, kernels, transport and error 
 import argparse
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from commpress.cli import outputs, ranks, rounds, sizes, table
-from commpress.cli.reduced import Reduced
+from commpress.cli import harness, ranks
+from commpress.cli.reduced import TURN, Reduced
 from commpress.codecs import codec_named
-from commpress.collectives.transports.factory import own_transport
-from commpress.collectives.transports.loopback import Recorded
+from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import NUMEL, SHARD, SOURCE, WIDTH
 
@@ -37,21 +37,11 @@ HEAD = [
 ]  # fmt: skip
 WIDTHS = [10, 9, 5, 5, 8, 9, 10, 10, 6, 10, 6, 7, 7, 12, 8]
 
-TURN = 7  # calls back to back of one side before the other has its turn
 CHECKED = 3  # further calls whose results are checked
 
 
-@dataclass(frozen=True)
-class Settings:
-    sizes: tuple[int, ...]
-    codec: str
-    iterations: int
-    warmup: int
-    check: bool
-
-
 @dataclass
-class Measured:
+class ReducedSize:
     """One size and codec; times are medians over iterations of the slowest rank's."""
 
     ranks: int
@@ -84,85 +74,65 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
-    sizes.options(parser, "1MiB", "32MiB")
+    harness.add_sizes(parser, "1MiB", "32MiB")
     parser.add_argument("--iterations", type=int, default=10, metavar="N", help="timed, of each size (default 10)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="not timed, of each size (default 2)")
     ranks.add_options(parser)
-    outputs.options(parser, check="ranks agree bit for bit, error feedback loses nothing and codecs err in the right order")
+    harness.add_options(parser, check="ranks agree bit for bit, error feedback loses nothing and codecs err in the right order")
 
 
 def run(options: argparse.Namespace) -> int:
-    codec_named(options.codec)
+    codec_named(options.codec), harness.sizes_of(options)
     if options.iterations < 1 or options.warmup < 0:
         raise InvalidArgument("expected --iterations >= 1 and --warmup >= 0")
-    settings = Settings(sizes.chosen(options), options.codec, options.iterations, options.warmup, options.check)
-    measured = ranks.on_ranks(bench, settings, LINES, ranks=options.ranks, threads=options.threads)
-    if measured is None:  # not rank 0 of a launcher
-        return 0
-    return outputs.deliver(options, measured, judge=lambda: judge(measured), draw=lambda path: draw(path, measured))
+    return harness.run(options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells))
 
 
 # ---------------------------------------------------------------- on every rank
 
 
-def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
-    transport = Recorded(own_transport(timeout=timedelta(minutes=5)))
-    measured = []
-    if report is not None:
-        report(None, f"{size} ranks")
-    plan = [(numel_bytes, settings.codec) for numel_bytes in settings.sizes]
-    if settings.check:
-        plan += [(settings.sizes[0], codec) for codec in ORDER if codec != settings.codec]
-    sequence = 0
-    for numel_bytes, codec in plan:
-        buffer = Checked(numel_bytes // 4, codec, transport, sequence)
-        measured.append(buffer.measure(settings.iterations, settings.warmup))
-        sequence = buffer.sequence
-        if report is not None:
-            report(measured[-1])
+def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[ReducedSize]:
+    channel, sizes, measured = Channel.among(timeout=timedelta(minutes=5)), harness.sizes_of(options), []
+    report(f"# {size} ranks")
+    plan = [(nbytes, options.codec) for nbytes in sizes]
+    if options.check:
+        plan += [(sizes[0], codec) for codec in ORDER if codec != options.codec]
+    for nbytes, codec in plan:
+        measured.append(Checked(nbytes // 4, codec, channel).measure(options.iterations, options.warmup))
+        report(measured[-1])
     return measured
 
 
 class Checked(Reduced):
-    """Measured beside torch's all-reduce, then reduced again and held against the exact mean."""
+    """ReducedSize beside torch's all-reduce, then reduced again and held against the exact mean."""
 
-    def __init__(self, numel: int, codec: str, transport: Recorded, sequence: int) -> None:
-        super().__init__(numel, codec, transport, sequence)
-        self.recorded, self.floats = transport, torch.empty(numel)
-
-    def measure(self, iterations: int, warmup: int) -> Measured:
-        self._both(warmup)
-        turns = [self._both(min(TURN, iterations - done)) for done in range(0, iterations, TURN)]
-        took = rounds.medians(rounds.slowest({name: [turn[name] for turn in turns] for name in turns[0]}))
+    def measure(self, iterations: int, warmup: int) -> ReducedSize:
+        ways = {"torch": lambda: dist.all_reduce(self.buffer), "ours": self.reduce}
+        for way in ways.values():
+            self.timed(way, warmup)
+        turns = -(-iterations // TURN)
+        calls = {name: partial(self.timed, way, -(-iterations // turns)) for name, way in ways.items()}
+        took = harness.medians(calls, turns)
         self.forget()
         exact, total = self._mean_of(self.input.double()), torch.zeros(len(self.input), dtype=torch.float64)
-        before = self.recorded.sent_bytes
+        before = self.channel.sent_bytes
         for _ in range(CHECKED):
             self.fill()
             self.reduce()
             if self.rounds == 1:
                 error = float((self.buffer - exact).norm() / exact.norm())
             total += self.buffer
-        wire_bytes, owed = (self.recorded.sent_bytes - before) // CHECKED, self._owed()
-        return Measured(
-            ranks=self.transport.size, size=4 * self.input.numel(), codec=self.codec, seconds=took["ours"],
-            fp32_seconds=took["torch"], wrong=rounds.wrong(self.buffer), wire_bytes=wire_bytes, error=error,
+        wire_bytes, owed = (self.channel.sent_bytes - before) // CHECKED, self._owed()
+        return ReducedSize(
+            ranks=self.channel.size, size=4 * self.input.numel(), codec=self.codec, seconds=took["ours"],
+            fp32_seconds=took["torch"], wrong=self.wrong(), wire_bytes=wire_bytes, error=error,
             kept=float(owed.norm() / exact.norm()),
             lost=float((total + owed - self.rounds * exact).norm() / (self.rounds * exact).norm()),
         )  # fmt: skip
 
-    def _both(self, calls: int) -> dict[str, float]:
-        """Seconds per call of the compressed all-reduce and of torch's."""
-        self.fill()
-        self.floats.copy_(self.input)
-        return {
-            "ours": rounds.together(self.reduce, calls),
-            "torch": rounds.together(lambda: dist.all_reduce(self.floats), calls),
-        }
-
     def _owed(self) -> torch.Tensor:
         """R = mean of the sent residuals + the reduced ones side by side: the same tensor on every rank."""
-        rank, size, owed = self.transport.rank, self.transport.size, torch.zeros(len(self.input), dtype=torch.float64)
+        rank, size, owed = self.channel.rank, self.channel.size, torch.zeros(len(self.input), dtype=torch.float64)
         for message, feedback in zip(self.messages, self.feedbacks, strict=True):
             if feedback is None:
                 continue
@@ -178,13 +148,13 @@ class Checked(Reduced):
 
     def _mean_of(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor)
-        return tensor / self.transport.size
+        return tensor / self.channel.size
 
 
 # ---------------------------------------------------------------- on paper
 
 
-def cells(m: Measured) -> list[str]:
+def cells(m: ReducedSize) -> list[str]:
     return [
         str(m.size), str(m.size // 4), "float", "avg", m.codec, f"{1e6 * m.seconds:.0f}", f"{m.algorithm_bandwidth / 1e9:.3f}",
         f"{m.bus_bandwidth / 1e9:.3f}", str(m.wrong), str(m.wire_bytes), f"{m.ratio:.1f}", f"{m.error:.1e}", f"{m.kept:.1e}",
@@ -192,10 +162,7 @@ def cells(m: Measured) -> list[str]:
     ]  # fmt: skip
 
 
-LINES = table.Lines(HEAD, WIDTHS, cells)
-
-
-def draw(path: str, measured: list[Measured]) -> None:
+def draw(path: str, measured: list[ReducedSize]) -> None:
     from commpress.cli import charts
 
     first = measured[0]
@@ -211,7 +178,7 @@ def draw(path: str, measured: list[Measured]) -> None:
         gain.axhline(1, color="#333333", linewidth=1, linestyle="--")
 
 
-def judge(measured: list[Measured]) -> list[tuple[str, bool]]:
+def judge(measured: list[ReducedSize]) -> list[tuple[str, bool]]:
     error = {m.codec: m.error for m in measured if m.size == measured[0].size}
     order = [error[codec] for codec in ORDER]
     return [

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.cli import outputs, ranks, rounds, sizes, table
+from commpress.cli import harness, ranks
 from commpress.codecs import codec_named
 from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
 from commpress.collectives.topology import Topology
@@ -43,17 +43,8 @@ MPI_BAR = 0.9  # of the speed of a raw Alltoall
 ERRS = {"bf16": 1 / 256, "fp8": 1 / 8, "int8": 1 / 64, "int4": 1 / 4}  # relative, of normal numbers: what --check allows
 
 
-@dataclass(frozen=True)
-class Settings:
-    sizes: tuple[int, ...]
-    codec: str
-    nodes: tuple[tuple[int, ...], ...] | None
-    turns: int
-    mpi: bool
-
-
 @dataclass
-class Measured:
+class DispatchedSize:
     """Seconds; ``inside`` and ``between`` None without nodes."""
 
     ranks: int
@@ -76,12 +67,12 @@ class Measured:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="none", metavar="NAME", help="none, bf16, fp8, int8, int4 (default none)")
     parser.add_argument("--nodes", metavar="NxM", help="which ranks share a node: 2x4, 4,4,3 or '0 2|1 3'")
-    sizes.options(parser, "256KiB", "16MiB", factor=4)
+    harness.add_sizes(parser, "256KiB", "16MiB", factor=4)
     parser.add_argument("--turns", type=int, default=5, metavar="N", help=f"of {TURN} calls of each (default 5)")
     parser.add_argument("--mpi", action="store_true", help="over MPI instead of Gloo; needs mpirun")
     ranks.add_options(parser)
     check = "all routes deliver what the rival delivers: in every bit, or within the codec's error; over MPI at 9/10 its speed"
-    outputs.options(parser, check=check)
+    harness.add_options(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,63 +81,62 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgument("expected --turns >= 1")
     if options.mpi and not ranks.launched():
         raise InvalidArgument("--mpi needs ranks of an MPI job: mpirun -n 4 commpress bench alltoall --mpi")
-    nodes = Topology.parse(options.nodes).nodes if options.nodes else None
-    settings = Settings(sizes.chosen(options), options.codec, nodes, options.turns, options.mpi)
-    measured = ranks.on_ranks(bench, settings, LINES, ranks=options.ranks, threads=options.threads)
-    if measured is None:  # not rank 0 of a launcher
-        return 0
-    bars = partial(judge, measured, mpi=options.mpi)
-    return outputs.deliver(options, measured, judge=bars, draw=lambda path: draw(path, measured, mpi=options.mpi))
+    nodes_of(options), harness.sizes_of(options)
+    return harness.run(
+        options, bench, judge=partial(judge, mpi=options.mpi), draw=partial(draw, mpi=options.mpi),
+        report=harness.Table(HEAD, WIDTHS, cells),
+    )  # fmt: skip
+
+
+def nodes_of(options: argparse.Namespace) -> tuple[tuple[int, ...], ...] | None:
+    return Topology.parse(options.nodes).nodes if options.nodes else None
 
 
 # ---------------------------------------------------------------- on every rank
 
 
-def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
+def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[DispatchedSize]:
     inner: Any
-    if settings.mpi:
+    if options.mpi:
         from commpress.collectives.transports.mpi import MpiTransport
 
         inner = MpiTransport(timeout=PATIENT)
     else:
         inner = own_transport(timeout=PATIENT)
-    if report is not None:
-        report(None, f"{size} ranks")
+    report(f"# {size} ranks")
     measured = []
-    for numel_bytes in settings.sizes:
-        measured.append(_measure(numel_bytes, settings, inner))
-        if report is not None:
-            report(measured[-1])
+    for nbytes in harness.sizes_of(options):
+        measured.append(_measure(nbytes, options, inner))
+        report(measured[-1])
     return measured
 
 
-def _measure(numel_bytes: int, settings: Settings, inner: Any) -> Measured:
-    size, rank = inner.size, inner.rank
+def _measure(numel_bytes: int, options: argparse.Namespace, inner: Any) -> DispatchedSize:
+    size, rank, nodes = inner.size, inner.rank, nodes_of(options)
     rows = max(numel_bytes // 4 // size, 1) * size
     inp = torch.randn(rows, generator=torch.Generator().manual_seed(rank))
     results = {"rival": torch.empty_like(inp)}
-    calls: dict[str, Callable[[], object]] = {"rival": _rival(results["rival"], inp, inner if settings.mpi else None)}
+    calls: dict[str, Callable[[], object]] = {"rival": _rival(results["rival"], inp, inner if options.mpi else None)}
     routes: dict[str, Way] = {"flat": Way()}
-    if settings.nodes:
-        routes |= {"inside": Way(settings.nodes, "inside-first"), "between": Way(settings.nodes, "between-first")}
+    if nodes:
+        routes |= {"inside": Way(nodes, "inside-first"), "between": Way(nodes, "between-first")}
     transports = {name: Recorded(inner) for name in routes}
     for name, way in routes.items():
         results[name] = torch.empty_like(inp)
-        calls[name] = _ours(results[name], inp, settings.codec, transports[name], way)
+        calls[name] = _ours(results[name], inp, options.codec, transports[name], way)
     for call in calls.values():
         call()
-    timed = {name: partial(rounds.together, call, TURN) for name, call in calls.items()}
-    median = rounds.medians(rounds.slowest(rounds.in_turns(timed, settings.turns)))
+    median = harness.medians({name: partial(harness.together, call, TURN) for name, call in calls.items()}, options.turns)
     rival = results["rival"]
     wrong = torch.tensor([sum(int((results[name] != rival).sum()) for name in routes)])
     error = torch.tensor([max(float((results[name] - rival).norm() / rival.norm()) for name in routes)])
     dist.all_reduce(wrong)
     dist.all_reduce(error, dist.ReduceOp.MAX)
-    done = 1 + TURN * settings.turns
-    away = [r for r in range(size) if not settings.nodes or all(not {r, rank} <= set(n) for n in settings.nodes)]
+    done = 1 + TURN * options.turns
+    away = [r for r in range(size) if not nodes or all(not {r, rank} <= set(n) for n in nodes)]
     messages = [sum(transports[name].messages_to[r] for r in away) // done for name in list(routes)[:2]]
-    return Measured(
-        ranks=size, size=4 * rows, codec=settings.codec, flat=median["flat"], inside=median.get("inside"),
+    return DispatchedSize(
+        ranks=size, size=4 * rows, codec=options.codec, flat=median["flat"], inside=median.get("inside"),
         between=median.get("between"), rival=median["rival"], messages=messages, wrong=int(wrong),
         error=float(error),
     )  # fmt: skip
@@ -166,7 +156,7 @@ def _ours(out: torch.Tensor, inp: torch.Tensor, codec: str, transport: Transport
 # ---------------------------------------------------------------- on paper
 
 
-def cells(m: Measured) -> list[str]:
+def cells(m: DispatchedSize) -> list[str]:
     def time(seconds: float | None) -> str:
         return "-" if seconds is None else f"{1e6 * seconds:.0f}"
 
@@ -176,14 +166,11 @@ def cells(m: Measured) -> list[str]:
     ]  # fmt: skip
 
 
-LINES = table.Lines(HEAD, WIDTHS, cells)
-
-
-def judge(measured: list[Measured], *, mpi: bool = False) -> list[tuple[str, bool]]:
+def judge(measured: list[DispatchedSize], *, mpi: bool = False) -> list[tuple[str, bool]]:
     return delivery(measured) + (speeds(measured) if mpi else [])
 
 
-def speeds(measured: list[Measured]) -> list[tuple[str, bool]]:
+def speeds(measured: list[DispatchedSize]) -> list[tuple[str, bool]]:
     shares = {m.size: m.rival / m.flat for m in measured}
     return [
         (f"{size} bytes: {share:.2f} of the speed of a raw Alltoall, expected {MPI_BAR:g}", share >= MPI_BAR)
@@ -191,7 +178,7 @@ def speeds(measured: list[Measured]) -> list[tuple[str, bool]]:
     ]
 
 
-def delivery(measured: list[Measured]) -> list[tuple[str, bool]]:
+def delivery(measured: list[DispatchedSize]) -> list[tuple[str, bool]]:
     codec, wrong, error = measured[0].codec, sum(m.wrong for m in measured), max(m.error for m in measured)
     if codec_named(codec).lossless:
         return [("every route delivers what the rival delivers" + (f": {wrong} elements differ" if wrong else ""), wrong == 0)]
@@ -199,7 +186,7 @@ def delivery(measured: list[Measured]) -> list[tuple[str, bool]]:
     return [(f"{codec} is {error:.1e} off what the rival delivers, at most {allowed:.1e}", 0 < error <= allowed)]
 
 
-def draw(path: str, measured: list[Measured], *, mpi: bool = False) -> None:
+def draw(path: str, measured: list[DispatchedSize], *, mpi: bool = False) -> None:
     from commpress.cli import charts
 
     first = measured[0]

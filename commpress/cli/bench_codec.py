@@ -1,4 +1,4 @@
-"""how fast codecs are on this processor, and that their bytes are right
+"""speed of codecs on this processor, and a check of their bytes
 
 Every codec at every number of threads:
   encode     x + residual to bytes and a new residual: into a second buffer as the DDP hook does, and in place
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from commpress.cli import outputs, rounds, table
-from commpress.cli.naive import naive_encode, naive_mean
+from commpress.cli import harness
 from commpress.codecs import Codec, SignCodec
 from commpress.codecs.family import NAMES
 from commpress.collectives.frame import HEADER
@@ -47,11 +46,9 @@ class Figure:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default=",".join(CODECS), metavar="A,B", help=f"default {','.join(CODECS)}")
-    parser.add_argument(
-        "--numel", type=int, default=1 << 25, metavar="N", help="floats in the buffer (default 33554432)"
-    )
+    parser.add_argument("--numel", type=int, default=1 << 25, metavar="N", help="floats in the buffer (default 33554432)")
     parser.add_argument("--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)")
-    outputs.options(parser, check="the sign codec holds its bars")
+    harness.add_options(parser, check="the sign codec holds its bars")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,9 +63,7 @@ def run(options: argparse.Namespace) -> int:
         check_bytes(CODECS[name])
     print(f"bytes equal the reference for {', '.join(names)}\n")
     figures, naive = measure(names, options.numel, threads)
-    return outputs.deliver(
-        options, figures, judge=lambda: judge(figures, naive), draw=lambda path: draw(path, figures), naive=naive
-    )
+    return harness.deliver(options, figures, judge=lambda rows: judge(rows, naive), draw=draw, naive=naive)
 
 
 # ---------------------------------------------------------------- bytes
@@ -141,21 +136,21 @@ def measure(names: list[str], numel: int, threads: list[int]) -> tuple[list[Figu
     buffers, figures, before = Buffers(numel), [], torch.get_num_threads()
     head = ["codec", "threads", *OPERATIONS, "encode of copy", "in place of copy"]
     widths = [max(len(name) for name in [*names, "codec"]), *map(len, head[1:])]
-    print(table.line(head, widths))
+    print(harness.line(head, widths))
     try:
         for count in threads:
             torch.set_num_threads(count)
-            copy = rounds.alternately({"copy": buffers.copy})["copy"]
-            print(table.line(["copy", str(count), f"{4 * numel / copy / 1e9:.1f}", *[""] * 6], widths), flush=True)
+            copy = harness.alternately({"copy": buffers.copy})["copy"]
+            print(harness.line(["copy", str(count), f"{4 * numel / copy / 1e9:.1f}", *[""] * 6], widths), flush=True)
             for name in names:
                 new = [timed(buffers, name, count, operation) for operation in buffers.operations(CODECS[name]).items()]
                 rates = [f"{f.fp32_gb_per_second:.1f}" for f in new]
                 shares = [f"{100 * f.of_copy:.0f}%" for f in new[:2]]
-                print(table.line([name, str(count), *rates, *shares], widths), flush=True)
+                print(harness.line([name, str(count), *rates, *shares], widths), flush=True)
                 figures += new
         torch.set_num_threads(1)
         operations = {"encode": lambda: naive_encode(buffers.x, buffers.residual), "mean": _naive_mean(numel // ROWS // 8 * 8)}
-        naive = {name: rounds.alternately({name: call}, least=2)[name] for name, call in operations.items()}
+        naive = {name: harness.alternately({name: call}, least=2)[name] for name, call in operations.items()}
     finally:
         torch.set_num_threads(before)
     return figures, naive
@@ -165,9 +160,31 @@ def timed(
     buffers: Buffers, codec: str, threads: int, operation: tuple[str, tuple[Callable[[], object], int, float]]
 ) -> Figure:
     name, (call, numel, moved) = operation
-    took = rounds.alternately({"ours": call, "copy": buffers.copy})
+    took = harness.alternately({"ours": call, "copy": buffers.copy})
     ours, rate = took["ours"], moved * numel / took["ours"]
     return Figure(codec, threads, name, ours, 4 * numel / ours / 1e9, rate / 1e9, rate / (8 * buffers.numel / took["copy"]))
+
+
+# ---------------------------------------------------------------- naive: torch operations, each a pass over memory
+
+_WEIGHTS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+
+
+def naive_encode(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed signs and the scale of x + residual; the residual becomes what they leave out."""
+    c = x + residual
+    scale = c.abs().mean()
+    positive = c >= 0
+    packed = (positive.view(-1, 8).to(torch.uint8) * _WEIGHTS).sum(1, dtype=torch.uint8)
+    residual.copy_(c - torch.where(positive, scale, -scale))
+    return packed, scale
+
+
+def naive_mean(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The mean of the rows uint8[ranks, bytes] with one scale each."""
+    positive = (packed.unsqueeze(2) & _WEIGHTS) != 0
+    rows = torch.where(positive, scales[:, None, None], -scales[:, None, None])
+    return rows.mean(0).view(-1)
 
 
 def _naive_mean(numel: int) -> Callable[[], object]:
@@ -179,7 +196,7 @@ def _naive_mean(numel: int) -> Callable[[], object]:
 
 
 def judge(figures: list[Figure], naive: dict[str, float]) -> list[tuple[str, bool]]:
-    """What the sign codec promises."""
+    """Promises of the sign codec."""
     of = {(f.operation, f.threads): f for f in figures if f.codec == "sign"}
     one, two, mean = of["encode in place", 1], of["encode in place", 2], of["mean", 1]
     return [

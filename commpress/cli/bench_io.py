@@ -1,4 +1,4 @@
-"""how fast the tiered store reads and writes here, beside fio
+"""speed of the tiered store, reading and writing here, beside fio
 
 Through the store's own calls, checksums on, with a depth of 4 unless said otherwise, for chunks of several sizes:
   write   flush: tensors that are newer in memory go to disk
@@ -17,36 +17,45 @@ stretch of a file, in turns; medians.
 """
 
 import argparse
+import json
 import shutil
-import sys
+import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
-from commpress.cli import outputs, rounds, table
-from commpress.cli.io_passes import passes
-from commpress.cli.io_peers import COLD, FIO, HUGE
-from commpress.errors import InvalidArgument
-from commpress.tiered_mem import FileLayer, engines, parse_bytes, show_bytes
+import torch
+
+from commpress.cli import harness
+from commpress.errors import InvalidArgument, MissingPackage
+from commpress.tiered_mem import FileLayer, Options, TieredStore, engines, parse_bytes, show_bytes
+from commpress.tiered_mem.arena import Arena
+from commpress.tiered_mem.engines.transfer import transfer_all
 
 ENOUGH = 0.95  # of fio
+FIO = ("io_uring", "libaio", "psync")
+COLD = "io_uring cold"  # with as many buffers as there are chunks, where it otherwise uses ``depth`` of them again and again
+HUGE = "io_uring huge"  # with its buffers in huge pages, as the store's memory is
+TENSOR = 16 << 20
+TRIES = 6
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--directory", type=Path, default=Path(), metavar="D", help="on the disk to measure (default .)"
-    )
-    parser.add_argument(
-        "--chunks", default="1MiB,4MiB,16MiB,64MiB", metavar="A,B", help="default 1MiB,4MiB,16MiB,64MiB"
-    )
+    parser.add_argument("--directory", type=Path, default=Path(), metavar="D", help="on the disk to measure (default .)")
+    parser.add_argument("--chunks", default="1MiB,4MiB,16MiB,64MiB", metavar="A,B", help="default 1MiB,4MiB,16MiB,64MiB")
     parser.add_argument("--size", default="512MiB", help="bytes written and read per figure (default 512MiB)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of everything, in turns (default 5)")
     parser.add_argument("--depth", type=int, default=4, metavar="N", help="transfers at once (default 4)")
     parser.add_argument("--engine", default="auto", help="auto (default), threads, io_uring, libaio or aiofiles")
     parser.add_argument("--no-fio", action="store_true", help="do not run fio")
     parser.add_argument("--deepspeed", action="store_true", help="run DeepSpeed's aio handle too, which must be installed")
-    outputs.options(parser, check="the store reaches 95 %% of fio")
+    harness.add_options(parser, check="the store reaches 95 % of fio")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,20 +74,20 @@ def run(options: argparse.Namespace) -> int:
         widths = [7, 5, 6, 11, 6, 6, 6, 10, 6, 6, 6]
         if options.deepspeed:
             head, widths = [*head, "DeepSpeed"], [*widths, 9]
-        print(table.line(head, widths))
+        print(harness.line(head, widths))
         for chunk in chunks:
             transfers = passes(folder / f"{chunk}", chunk, size, engine, options.depth, fio, options.deepspeed)
-            with transfers as calls, Progress(show_bytes(chunk)) as progress:
-                figures = rounds.in_turns(calls, options.rounds, warm=1, progress=progress)
+            with transfers as calls, harness.ProgressBar(show_bytes(chunk)) as progress:
+                figures = harness.in_turns(calls, options.rounds, warm=1, progress=progress)
             shutil.rmtree(folder / f"{chunk}")
             for verb in ("write", "read"):
                 row = summary(chunk, verb, figures)
                 rows.append(row)
-                print(table.line(cells_of(row)[: len(head)], widths), flush=True)
+                print(harness.line(cells_of(row)[: len(head)], widths), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     suggest(rows, engine, speeds)
-    return outputs.deliver(options, rows, judge=lambda: judge(rows), draw=lambda path: draw(path, rows, engine), engine=engine)
+    return harness.deliver(options, rows, judge=judge, draw=partial(draw, engine=engine), engine=engine)
 
 
 def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]]:
@@ -91,28 +100,6 @@ def chosen(folder: Path, engine: str, depth: int) -> tuple[str, dict[str, float]
         return engines.choose(layer, fd, direct=layer.takes_direct(fd), depth=depth)
     finally:
         layer.close(fd)
-
-
-# ---------------------------------------------------------------- in turns, in words
-
-
-class Progress:
-    """A bar on a terminal, nothing elsewhere."""
-
-    def __init__(self, title: str) -> None:
-        self.title = title
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __call__(self, what: str, share: float) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{'█' * round(30 * share):<30} {self.title}: {what}")
-            sys.stderr.flush()
-
-    def __exit__(self, *_: object) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write("\r\033[K")
 
 
 def summary(chunk: int, verb: str, figures: dict[str, list[float]]) -> dict[str, Any]:
@@ -163,7 +150,7 @@ def judge(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     ]
 
 
-def draw(path: str, rows: list[dict[str, Any]], engine: str) -> None:
+def draw(path: str, rows: list[dict[str, Any]], *, engine: str) -> None:
     from commpress.cli import charts
 
     with charts.chart(path, f"The tiered store on this disk, engine {engine}", panels=2, share=True) as panels:
@@ -176,3 +163,184 @@ def draw(path: str, rows: list[dict[str, Any]], engine: str) -> None:
             panel.set_title(verb)
         panels[0].set_ylabel("chunk")
         charts.same_scale(panels)
+
+
+# ---------------------------------------------------------------- others that read and write as the store does
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a file that is written already; ``direct``: past the page cache."""
+
+    path: Path
+    offset: int
+    size: int
+    direct: bool
+
+
+def run_fio(fio: str, stretch: Stretch, kind: str, chunk: int, depth: int, verb: str) -> float:
+    """One pass; psync gets ``depth`` threads instead of a queue. Nothing for huge pages where none are set aside.
+
+    fio rounds its time up to whole milliseconds, half a millisecond too long on average, of the 30 that 512 MiB take on a
+    fast device: that half is taken off.
+    """
+    jobs, queue = (depth, 1) if kind == "psync" else (1, stretch.size // chunk if kind == COLD else depth)
+    command = [
+        fio, "--name=b", f"--filename={stretch.path}", f"--rw={verb}", f"--bs={chunk}", f"--size={stretch.size // jobs}",
+        f"--offset={stretch.offset}", f"--offset_increment={stretch.size // jobs}", f"--ioengine={kind.split()[0]}",
+        f"--iodepth={queue}", f"--numjobs={jobs}", f"--direct={int(stretch.direct)}", "--thread", "--fallocate=none",
+        "--group_reporting", "--output-format=json", *(["--mem=mmaphuge"] if kind == HUGE else []),
+    ]  # fmt: skip
+    ran = subprocess.run(command, capture_output=True, text=True)
+    if ran.returncode:
+        return 0.0
+    found = json.loads(ran.stdout[ran.stdout.index("{") :])["jobs"][0][verb]
+    return float(found["io_bytes"] / max(found["runtime"] - 0.5, 0.5) * 1e3)
+
+
+class DeepSpeed:
+    """Its handle as it comes, without checksums: ``depth`` chunks begun at a time, in memory that it has locked itself."""
+
+    def __init__(self, stretch: Stretch, chunk: int, depth: int) -> None:
+        try:
+            from deepspeed.ops.op_builder import AsyncIOBuilder
+        except ImportError as error:
+            raise MissingPackage("--deepspeed needs the package deepspeed, libaio-dev and a compiler") from error
+        self._handle = AsyncIOBuilder().load(verbose=False).aio_handle()
+        empty = torch.empty(0, dtype=torch.uint8)
+        self._memory = [self._handle.new_cpu_locked_tensor(chunk, empty) for _ in range(depth)]
+        self._stretch, self._chunk = stretch, chunk
+
+    def rate(self, verb: str) -> float:
+        """Bytes per second of one pass."""
+        move = self._handle.async_pread if verb == "read" else self._handle.async_pwrite
+        path, end, begin = str(self._stretch.path), self._stretch.offset + self._stretch.size, perf_counter()
+        for first in range(self._stretch.offset, end, self._chunk * len(self._memory)):
+            for memory, at in zip(self._memory, range(first, end, self._chunk), strict=False):
+                move(memory, path, at)
+            self._handle.wait()
+        return self._stretch.size / (perf_counter() - begin)
+
+
+# ---------------------------------------------------------------- one pass over the same bytes, again and again
+
+
+@contextmanager
+def passes(
+    folder: Path, chunk: int, size: int, engine: str, depth: int, fio: str | None, deepspeed: bool
+) -> Iterator[dict[str, Callable[[], float]]]:
+    """Name → call that moves ``size`` bytes once and returns bytes per second.
+
+    Where on a disk a file lies can change its speed by a tenth and more, so all of them use one stretch of one of the store's
+    own files. Changes of the store alternate between this stretch and another; the others run while the store keeps to that.
+    """
+    settings = Options(chunk_bytes=chunk, segment_bytes=max(1 << 30, 2 * size))
+    with TieredStore.open(folder, host=size + (4 << 20), engine=engine, depth=depth, options=settings) as store:
+        stored = Stored(store, size, max(chunk, TENSOR))
+        stretch = stored.stretch
+        calls: dict[str, Callable[[], float]] = {"store write": stored.write, "store read": stored.read}
+        with Alone(stretch, chunk, engine, depth) as alone, Alone(stretch, chunk, engine, depth, bare=True) as bare:
+            others: dict[str, Callable[[str], float]] = {"engine": alone.rate, "bare": bare.rate}
+            if fio:
+                others |= {f"fio {kind}": partial(run_fio, fio, stretch, kind, chunk, depth) for kind in (*FIO, COLD, HUGE)}
+            if deepspeed:
+                others["deepspeed"] = DeepSpeed(stretch, chunk, depth).rate
+            for name, call in others.items():
+                for verb in ("write", "read"):
+                    calls[f"{name} {verb}"] = partial(stored.aside, partial(call, verb))
+            yield calls
+
+
+class Stored:
+    """Tensors of a store that are changed and written, evicted and read."""
+
+    def __init__(self, store: TieredStore, size: int, tensor_bytes: int) -> None:
+        self._store, self._size = store, size
+        self._names = [f"t{i}" for i in range(size // tensor_bytes)]
+        for name in self._names:
+            store.put(name, torch.randint(0, 256, (tensor_bytes,), dtype=torch.uint8))
+        for _ in range(TRIES):
+            self._change()
+            if (found := self._place()) and found.offset + size <= found.path.stat().st_size:
+                self.stretch = found
+                break
+        else:
+            raise InvalidArgument(f"--size is {size}: with a power of two the store's files have a stretch of that length")
+
+    def write(self) -> float:
+        self._settle(here=False)
+        self._dirty()
+        return rate(self._size, lambda: self._store.flush().wait())
+
+    def read(self) -> float:
+        self._settle(here=True)
+        self._store.evict(self._names).wait()
+        return rate(self._size, lambda: self._store.prefetch(self._names).wait())
+
+    def aside(self, call: Callable[[], float]) -> float:
+        """While the stretch is free for others."""
+        self._settle(here=False)
+        return call()
+
+    def _settle(self, *, here: bool) -> None:
+        for _ in range(TRIES):
+            if (self._place() == self.stretch) == here:
+                return
+            self._change()
+        raise InvalidArgument(f"--size is {self._size}: with a power of two the store writes to two places by turns")
+
+    def _change(self) -> None:
+        self._dirty()
+        self._store.flush().wait()
+
+    def _dirty(self) -> None:
+        for name in self._names:
+            with self._store.borrow(name):
+                pass
+
+    def _place(self) -> Stretch | None:
+        """The stretch in which the tensors lie, if they lie side by side."""
+        places = [place for name in self._names for place in self._store.places(name)]
+        at = places[0].offset
+        for place in places:
+            if place.file != places[0].file or place.offset != at:
+                return None
+            at += place.nbytes
+        return Stretch(Path(places[0].file), places[0].offset, self._size, self._store.direct)
+
+
+class Alone:
+    """An engine, checksums on, from as few buffers as fio has: one for each transfer at once. Or ``bare``: no checksums, and
+    as much memory as the tensors have, which is in no cache: what memory and disk allow at that depth."""
+
+    def __init__(self, stretch: Stretch, chunk: int, engine: str, depth: int, *, bare: bool = False) -> None:
+        self._layer, self._stretch, self._hashed = FileLayer(), stretch, not bare
+        folder = self._layer.open_folder(stretch.path.parent)
+        try:
+            self._file = self._layer.open(folder, stretch.path.name, direct=stretch.direct)
+        finally:
+            self._layer.close(folder)
+        self._engine, self._buffers = engines.start(engine, self._layer, depth), Arena(stretch.size if bare else depth * chunk)
+        self._buffers.bytes.random_(0, 256)
+        self._engine.register(self._buffers.whole())
+        memory = self._buffers.whole()
+        ends = range(0, stretch.size, chunk)
+        self._pieces = [(stretch.offset + at, memory[at % len(memory) :][:chunk]) for at in ends]
+
+    def __enter__(self) -> "Alone":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+        self._layer.close(self._file)
+
+    def rate(self, verb: str) -> float:
+        write = verb == "write"
+        move = partial(transfer_all, self._engine, self._file, self._pieces, write=write, hashed=self._hashed)
+        return rate(self._stretch.size, move)
+
+
+def rate(size: int, call: Callable[[], object]) -> float:
+    begin = perf_counter()
+    call()
+    return size / (perf_counter() - begin)

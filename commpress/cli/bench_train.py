@@ -25,8 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import outputs, ranks, table, training
-from commpress.cli.train import bf16_hook
+from commpress.cli import harness, ranks, training
 from commpress.codecs.family import NAMES
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.trial import AUTO, Trial
@@ -39,15 +38,8 @@ COMPARED = ({"powersgd1", "sign"}, {"plain", AUTO})
 HEAD = ["variant", "step ms", "of compute", "exposed ms", "MB sent/rank", "against plain", "loss"]
 
 
-@dataclass(frozen=True)
-class Settings:
-    variants: tuple[str, ...]
-    buckets: tuple[float, ...]  # MB, one per variant
-    load: training.Load
-
-
 @dataclass
-class Measured:
+class TrainedVariant:
     variant: str
     step_seconds: float  # median of the slowest rank's
     exposed_seconds: float  # median over rounds of this variant's median step minus that of compute
@@ -57,38 +49,31 @@ class Measured:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--variants", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}; compute is always measured"
-    )
-    parser.add_argument(
-        "--bucket-mb",
-        nargs="+",
-        default=["25"],
-        metavar="MB",
-        help="DDP's buckets: MB for all, variant=MB for one (default 25)",
-    )
-    training.options(parser, rounds=5, steps=4, batch=4)
+    says = f"default {VARIANTS}; compute is always measured"
+    parser.add_argument("--variants", default=VARIANTS, metavar="A,B", help=says)
+    says = "DDP's buckets: MB for all, variant=MB for one (default 25)"
+    parser.add_argument("--bucket-mb", nargs="+", default=["25"], metavar="MB", help=says)
+    training.add_options(parser, rounds=5, steps=4, batch=4)
     ranks.add_options(parser)
-    outputs.options(
+    harness.add_options(
         parser, check="sign exposes at most half of what powersgd1 does and its step is at most 1.3 of compute, if both run; "
-        "auto is as fast as plain within 2 %% and as the fastest within 5 %%",
+        "auto is as fast as plain within 2 % and as the fastest within 5 %",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
+    variants = variants_of(options)
+    if options.check and not any(compared <= set(variants) for compared in COMPARED):
+        raise InvalidArgument("--check compares sign and powersgd1, or auto and plain: name both in --variants")
+    bucket_sizes(variants, options.bucket_mb), training.load_of(options)
+    return harness.run(options, bench, judge=judge, draw=draw, summary=summary)
+
+
+def variants_of(options: argparse.Namespace) -> tuple[str, ...]:
     variants = tuple(dict.fromkeys(["compute", *options.variants.split(",")]))
     for name in variants:
         check_variant(name)
-    if options.check and not any(compared <= set(variants) for compared in COMPARED):
-        raise InvalidArgument("--check compares sign and powersgd1, or auto and plain: name both in --variants")
-    settings = Settings(variants, bucket_sizes(variants, options.bucket_mb), training.load_of(options))
-    measured = ranks.on_ranks(bench, settings, print, ranks=options.ranks, threads=options.threads)
-    if measured is None:  # not rank 0 of a launcher
-        return 0
-    print(summary(measured))
-    return outputs.deliver(
-        options, measured, judge=lambda: judge({m.variant: m for m in measured}), draw=lambda path: draw(path, measured)
-    )
+    return variants
 
 
 def check_variant(name: str) -> None:
@@ -131,7 +116,7 @@ def attach(ddp: DistributedDataParallel, name: str) -> None:
     elif name == "hook":
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     elif name == "bf16":
-        ddp.register_comm_hook(None, bf16_hook)
+        ddp.register_comm_hook(None, training.bf16_hook)
     elif name.startswith("powersgd"):
         state = powerSGD_hook.PowerSGDState(
             ddp.process_group, matrix_approximation_rank=int(name[8:]), start_powerSGD_iter=2
@@ -147,18 +132,18 @@ def no_communication_hook(state: object, bucket: dist.GradBucket) -> torch.futur
     return future
 
 
-def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> list[Measured]:
-    load, sizes = settings.load, zip(settings.variants, settings.buckets, strict=True)
-    trainees = {name: trainee(name, bucket_mb, load) for name, bucket_mb in sizes}
+def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[TrainedVariant]:
+    load, variants = training.load_of(options), variants_of(options)
+    buckets = zip(variants, bucket_sizes(variants, options.bucket_mb), strict=True)
+    trainees = {name: trainee(name, bucket_mb, load) for name, bucket_mb in buckets}
     for one in trainees.values():
         one.turn(WARM + (Trial().steps if one.name == AUTO else 0))
     parameters = sum(p.numel() for p in trainees["compute"].wrapped.parameters())
-    if report is not None:
-        report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps} steps each")
-    seconds, sent = training.race(trainees, load)
+    report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps} steps each")
+    seconds, sent = training.timed(trainees, load)
     compute = seconds["compute"].median(1).values  # of each round
     return [
-        Measured(
+        TrainedVariant(
             name, float(seconds[name].median()), float((seconds[name].median(1).values - compute).median()), sent[name],
             one.loss, parameters,
         )
@@ -169,8 +154,8 @@ def bench(rank: int, size: int, settings: Settings, report: ranks.Report | None)
 # ---------------------------------------------------------------- on paper
 
 
-def summary(measured: list[Measured]) -> str:
-    of: dict[str, Measured] = {m.variant: m for m in measured}
+def summary(measured: list[TrainedVariant]) -> str:
+    of: dict[str, TrainedVariant] = {m.variant: m for m in measured}
     compute, plain = of["compute"], of.get("plain")
     rows = []
     for m in measured:
@@ -182,11 +167,11 @@ def summary(measured: list[Measured]) -> str:
                 f"{m.loss:.2f}",
             ]
         )  # fmt: skip
-    return table.render(HEAD, rows)
+    return harness.render(HEAD, rows)
 
 
-def judge(of: dict[str, Measured]) -> list[tuple[str, bool]]:
-    bars = []
+def judge(measured: list[TrainedVariant]) -> list[tuple[str, bool]]:
+    of, bars = {m.variant: m for m in measured}, []
     if {"powersgd1", "sign"} <= of.keys():
         sign, powersgd, compute = of["sign"], of["powersgd1"], of["compute"]
         exposed, of_compute = 1e3 * sign.exposed_seconds, sign.step_seconds / compute.step_seconds
@@ -205,7 +190,7 @@ def judge(of: dict[str, Measured]) -> list[tuple[str, bool]]:
     return bars
 
 
-def draw(path: str, measured: list[Measured]) -> None:
+def draw(path: str, measured: list[TrainedVariant]) -> None:
     from commpress.cli import charts
 
     names, compute = [m.variant for m in measured], measured[0]

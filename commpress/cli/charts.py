@@ -73,7 +73,7 @@ def over_sizes(
 
 
 def curve(i: int, *, first: bool = False) -> dict[str, Any]:
-    """How the i-th curve looks; the first one, if it is to be beaten, is thick."""
+    """Looks of the i-th curve; the first one, if it is to be beaten, is thick."""
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5,
             "linewidth": 3.0 if first else 1.7}  # fmt: skip
 
@@ -148,3 +148,10 @@ def smooth(values: list[float]) -> list[float]:
     window = max(len(values) // 50, 1)
     sums = [0.0, *accumulate(values)]
     return [(sums[i] - sums[max(i - window, 0)]) / min(i, window) for i in range(1, len(sums))]
+
+
+def fit(panel: Any, curves: Sequence[list[float]]) -> None:
+    """The y axis to smoothed losses from their first twentieth on: the first steps would flatten the rest."""
+    start, lowest = max(losses[len(losses) // 20] for losses in curves), min(map(min, curves))
+    margin = 0.05 * (start - lowest) + 1e-3
+    panel.set_ylim(lowest - margin, start + margin)

@@ -14,23 +14,81 @@ standard library, so nothing is downloaded.
 """
 
 import argparse
-import sys
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from statistics import mean, stdev
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
-from commpress.cli import table
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.cli import harness
+from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.cli.ranks import LocalRanks
-from commpress.cli.train import RUNS, Result, Settings, by_run, train
-from commpress.codecs import codec_named
+from commpress.cli.training import HELD_OUT, bf16_hook, sent_bytes
+from commpress.codecs import ByName, Codec, Policy, codec_named
 from commpress.errors import InvalidArgument, MissingPackage
 
+RUNS = ("plain", "bf16", "commpress")
+WINDOWS = 32  # held-out windows per rank
 FEEDBACK: dict[str, bool | str] = {"kept": True, "ef21": "ef21", "none": False}
-_LINES = 10  # progress lines per run where there is no terminal
+
+
+@dataclass(frozen=True)
+class DemoRun:
+    """One run. Equal settings start from equal weights and see equal batches, whatever the run."""
+
+    run: str = "commpress"
+    steps: int = 3000
+    seed: int = 0
+    width: int = 32
+    layers: int = 2
+    length: int = 32
+    batch: int = 4  # windows per rank
+    lr: float = 0.02  # peak, of SGD with momentum
+    codec: str | Codec | Policy = "sign"
+    head_codec: str = "int8"  # of the output layer, whose gradients are the spikiest
+    error_feedback: bool | Literal["ef21"] = True
+    min_numel: int = 256
+    exact_steps: int = 450
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass
+class DemoResult:
+    """The same on every rank, but for ``counters``."""
+
+    settings: DemoRun
+    parameters: int
+    losses: list[float]  # of each step, mean over the ranks, in nats per byte
+    sent: list[int]  # bytes that left a rank up to each step, mean over the ranks
+    counted: bool  # by the kernel on each socket; else what the algorithm must send, without TCP's headers
+    held_out_loss: float
+    seconds: float
+    ranks: int
+    counters: dict[str, Any] = field(default_factory=dict)  # commpress's own, of this rank
+
+    @property
+    def samples_per_second(self) -> float:
+        return len(self.losses) * self.settings.batch * self.ranks / self.seconds
+
+    @property
+    def final_loss(self) -> float:
+        """Mean over the last twentieth of the steps."""
+        last = self.losses[-max(len(self.losses) // 20, 1) :]
+        return sum(last) / len(last)
+
+    @property
+    def bytes_per_step(self) -> float:
+        return self.sent[-1] / len(self.sent)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    default = {field.name: field.default for field in fields(Settings)}
+    default = {field.name: field.default for field in fields(DemoRun)}
 
     def option(name: str, metavar: str, what: str, kind: type = int) -> None:
         value = default[name]
@@ -61,34 +119,26 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    _need_packages()
-    from commpress.cli import demo_plot
-
+    if find_spec("matplotlib") is None:
+        raise MissingPackage("the demo needs matplotlib: pip install 'commpress[demo]'")
     plan = _plan(options)
     print(_headline(plan, options.ranks))
     results = []
     with LocalRanks(options.ranks) as ranks:
         for settings in plan:
-            with Progress(settings, options.seeds) as progress:
-                results.append(ranks.call(train, settings, progress.report))
+            title = settings.run + (f" seed {settings.seed}" if options.seeds > 1 else "")
+            with harness.ProgressBar(f"{title:<9}", lines=10) as progress:
+                results.append(ranks.call(train, settings, progress))
     print()
     print(summary(results))
-    demo_plot.draw(results, options.out)
+    draw(results, options.out)
     print(f"\nplot: {options.out}")
     if options.json:
-        table.write_json(options.json, [as_dict(result) for result in results])
+        harness.write_json(options.json, [harness.row(result) for result in results])
     return 0
 
 
-def _need_packages() -> None:
-    try:
-        import matplotlib  # noqa: F401
-        import tqdm  # noqa: F401
-    except ImportError as error:
-        raise MissingPackage(f"the demo needs {error.name}: pip install 'commpress[demo]'") from error
-
-
-def _plan(options: argparse.Namespace) -> list[Settings]:
+def _plan(options: argparse.Namespace) -> list[DemoRun]:
     """One entry per seed and run; what cannot work is refused before a process starts."""
     runs = options.runs.split(",")
     if unknown := [name for name in runs if name not in RUNS]:
@@ -96,12 +146,12 @@ def _plan(options: argparse.Namespace) -> list[Settings]:
     if min(options.steps, options.seeds, options.batch, options.length) < 1:
         raise InvalidArgument("--steps, --seeds, --batch and --length must be at least 1")
     codec_named(options.codec), codec_named(options.head_codec)
-    same = {field.name: getattr(options, field.name) for field in fields(Settings) if hasattr(options, field.name)}
+    same = {field.name: getattr(options, field.name) for field in fields(DemoRun) if hasattr(options, field.name)}
     same |= {"error_feedback": FEEDBACK[options.error_feedback]}
-    return [Settings(**same | {"run": name, "seed": options.seed + i}) for i in range(options.seeds) for name in runs]
+    return [DemoRun(**same | {"run": name, "seed": options.seed + i}) for i in range(options.seeds) for name in runs]
 
 
-def _headline(plan: list[Settings], ranks: int) -> str:
+def _headline(plan: list[DemoRun], ranks: int) -> str:
     s = plan[0]
     return (
         f"GPT of width {s.width}, {s.layers} layers, on bytes of Python's standard library; {ranks} ranks x {s.batch} windows "
@@ -109,36 +159,7 @@ def _headline(plan: list[Settings], ranks: int) -> str:
     )
 
 
-class Progress:
-    """A bar on a terminal, a few lines elsewhere; the loss shown is that of rank 0."""
-
-    def __init__(self, settings: Settings, seeds: int) -> None:
-        self.label = settings.run + (f" seed {settings.seed}" if seeds > 1 else "")
-        self.steps = settings.steps
-        self.bar: Any = None
-
-    def __enter__(self) -> "Progress":
-        from tqdm import tqdm
-
-        if sys.stderr.isatty():
-            form = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
-            self.bar = tqdm(total=self.steps, desc=f"{self.label:<9}", bar_format=form)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def report(self, step: int, loss: float, sent: int, samples_per_second: float) -> None:
-        now = f"loss {loss:.3f}, {samples_per_second:.0f} samples/s, {sent / 1e6:.1f} MB sent"
-        if self.bar is not None:
-            self.bar.set_postfix_str(now, refresh=False)
-            self.bar.update(step - self.bar.n)
-        elif step % max(self.steps // _LINES, 1) == 0 or step == self.steps:
-            print(f"{self.label:<9} step {step}/{self.steps}: {now}", file=sys.stderr, flush=True)
-
-
-def summary(results: list[Result]) -> str:
+def summary(results: list[DemoResult]) -> str:
     """The table, and how to read it."""
     head = ["run", "training loss", "held-out loss", "MB/step/rank", "fewer bytes", "samples/s", "seconds"]
     groups = by_run(results)
@@ -148,19 +169,15 @@ def summary(results: list[Result]) -> str:
         bytes_per_step = mean(r.bytes_per_step for r in group)
         rows.append(
             [
-                name,
-                spread([r.final_loss for r in group]),
-                spread([r.held_out_loss for r in group]),
-                f"{bytes_per_step / 1e6:.3f}",
-                f"{plain / bytes_per_step:.1f}x" if plain else "-",
-                f"{mean(r.samples_per_second for r in group):.0f}",
-                f"{mean(r.seconds for r in group):.1f}",
+                name, spread([r.final_loss for r in group]), spread([r.held_out_loss for r in group]),
+                f"{bytes_per_step / 1e6:.3f}", f"{plain / bytes_per_step:.1f}x" if plain else "-",
+                f"{mean(r.samples_per_second for r in group):.0f}", f"{mean(r.seconds for r in group):.1f}",
             ]
-        )
-    return "\n".join([table.render(head, rows), "", *_notes(results)])
+        )  # fmt: skip
+    return "\n".join([harness.render(head, rows), "", *_notes(results)])
 
 
-def _notes(results: list[Result]) -> list[str]:
+def _notes(results: list[DemoResult]) -> list[str]:
     last = max(len(results[0].losses) // 20, 1)
     notes = [f"Losses in nats per byte: mean of the last {last} steps, and on text that nobody trained on."]
     if len({r.settings.seed for r in results}) > 1:
@@ -176,8 +193,8 @@ def _notes(results: list[Result]) -> list[str]:
     return notes
 
 
-def _about(ours: Result, plain: Result | None) -> list[str]:
-    """What commpress did in its first run, counted by itself and after the steps that it left exact."""
+def _about(ours: DemoResult, plain: DemoResult | None) -> list[str]:
+    """Notes on commpress's first run: what it counted itself, and after the steps that it left exact."""
     settings, own = ours.settings, ours.counters["wire_bytes"] / len(ours.losses) / 1e6
     (feedback,) = (way for way, value in FEEDBACK.items() if value == settings.error_feedback)
     notes = [
@@ -196,9 +213,133 @@ def spread(values: list[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def as_dict(result: Result) -> dict[str, Any]:
-    return asdict(result) | {
-        "final_loss": result.final_loss,
-        "bytes_per_step": result.bytes_per_step,
-        "samples_per_second": result.samples_per_second,
-    }
+# ---------------------------------------------------------------- on every rank
+
+
+def train(rank: int, size: int, settings: DemoRun, report: Callable[[float, str], None]) -> DemoResult:
+    """Train on the default process group, which is initialised and has ``size`` ranks; the loss reported is this rank's."""
+    torch.manual_seed(settings.seed)
+    model = GPT(width=settings.width, layers=settings.layers, length=settings.length)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    state = _attach(ddp, settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_and_decay(step, settings.steps))
+    library, draws = standard_library(), torch.Generator().manual_seed(settings.seed * 4096 + rank)
+    losses: list[float] = []
+    sent: list[int] = []
+    dist.barrier()
+    before, start = sent_bytes(), perf_counter()
+    for step in range(settings.steps):
+        loss = ddp(*batch(library[:-HELD_OUT], settings.batch, settings.length, draws))
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        sent.append(_sent(before, step + 1, state, settings.run, ddp))
+        rate, done = (step + 1) * settings.batch * size / (perf_counter() - start), (step + 1) / settings.steps
+        now = f"loss {losses[-1]:.3f}, {rate:.0f} samples/s, {sent[-1] / 1e6:.1f} MB sent"
+        report(done, f"step {step + 1}/{settings.steps}: {now}")
+    dist.barrier()
+    seconds = perf_counter() - start
+    held_out_loss = _held_out_loss(model, library[-HELD_OUT:], settings.length, rank)
+    means = torch.tensor([losses, sent, [held_out_loss] * len(losses)], dtype=torch.float64)
+    dist.all_reduce(means)
+    means /= size
+    return DemoResult(
+        settings,
+        parameters=sum(p.numel() for p in model.parameters()),
+        losses=means[0].tolist(),
+        sent=[round(b) for b in means[1].tolist()],
+        counted=before is not None,
+        held_out_loss=float(means[2, 0]),
+        seconds=seconds,
+        ranks=size,
+        counters=state.counters.as_dict() if state else {},
+    )
+
+
+def by_run(results: list[DemoResult]) -> dict[str, list[DemoResult]]:
+    groups: dict[str, list[DemoResult]] = {}
+    for result in results:
+        groups.setdefault(result.settings.run, []).append(result)
+    return groups
+
+
+def _attach(ddp: DistributedDataParallel, settings: DemoRun) -> "commpress.CompressedState | None":
+    if settings.run == "plain":
+        return None
+    if settings.run == "bf16":
+        ddp.register_comm_hook(None, bf16_hook)
+        return None
+    return commpress.compress(
+        ddp, ByName({"^head": settings.head_codec}, settings.codec), min_numel=settings.min_numel,
+        error_feedback=settings.error_feedback, exact_steps=settings.exact_steps, exclude=settings.exclude, seed=settings.seed,
+    )  # fmt: skip
+
+
+def _warm_and_decay(step: int, steps: int) -> float:
+    """Factor of the learning rate: up over the first 20 steps, down to zero over all of them."""
+    return min(1.0, (step + 1) / 20) * (1 - step / steps)
+
+
+def _sent(
+    before: int | None, steps: int, state: "commpress.CompressedState | None", run: str, ddp: DistributedDataParallel
+) -> int:
+    """Bytes sent since ``before``; where the kernel does not tell, those of a ring all-reduce or the state's own count."""
+    if before is not None:
+        return (sent_bytes() or before) - before
+    if state is not None:
+        return state.counters.wire_bytes
+    size = dist.get_world_size()
+    width = 4 if run == "plain" else 2
+    return steps * 2 * (size - 1) * width * sum(p.numel() for p in ddp.parameters()) // size
+
+
+def _held_out_loss(model: GPT, held_out: torch.Tensor, length: int, rank: int) -> float:
+    """Of this rank's share of the held-out windows, the same whatever the seed."""
+    with torch.no_grad():
+        return float(model(*batch(held_out, WINDOWS, length, torch.Generator().manual_seed(rank))))
+
+
+# ---------------------------------------------------------------- the picture
+
+STYLES: dict[str, dict[str, Any]] = {  # the widest first, so that lines that lie on each other all show
+    "plain": {"color": "#999999", "linewidth": 5.0},
+    "bf16": {"color": "#1f77b4", "linewidth": 2.2, "linestyle": "--"},
+    "commpress": {"color": "#d62728", "linewidth": 1.8},
+}
+
+
+def draw(results: list[DemoResult], path: str) -> None:
+    """One line per run, averaged over seeds and smoothed over a fiftieth of the steps."""
+    from commpress.cli import charts
+
+    groups, curves = by_run(results), []
+    with charts.chart(path, _title(results[0]), panels=2, share=True) as (by_step, by_bytes):
+        for name in sorted(groups, key=list(STYLES).index):
+            group, style = groups[name], STYLES[name]
+            losses = charts.smooth([mean(step) for step in zip(*(r.losses for r in group), strict=True)])
+            sent = [mean(step) / 1e6 for step in zip(*(r.sent for r in group), strict=True)]
+            held_out = mean(r.held_out_loss for r in group)
+            by_step.plot(range(1, len(losses) + 1), losses, label=f"{name}: held-out loss {held_out:.3f}", **style)
+            by_bytes.plot(sent, losses, label=f"{name}: {sent[-1]:.3g} MB", **style)
+            curves.append(losses)
+            exact = group[0].settings.exact_steps
+            if name == "commpress" and 0 < exact < len(losses):
+                says = {"color": style["color"], "label": f"compressed from step {exact} on"}
+                for panel, x in ((by_step, exact), (by_bytes, sent[exact - 1])):
+                    panel.plot(x, losses[exact - 1], "o", **says)
+        by_step.set(xlabel="step", title="The same steps", ylabel="training loss, nats per byte (smoothed)")
+        by_bytes.set(xlabel="MB sent by each rank", title="The same bytes")
+        charts.fit(by_step, curves)
+
+
+def _title(result: DemoResult) -> str:
+    settings = result.settings
+    without = "" if settings.error_feedback else " without error feedback"
+    feedback = " with EF21" if settings.error_feedback == "ef21" else without
+    return (
+        f"GPT of {result.parameters / 1e6:.2g} M parameters on Python source, {result.ranks} ranks, SGD; commpress: codec "
+        f"{settings.codec}" + feedback
+    )

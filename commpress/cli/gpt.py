@@ -1,4 +1,8 @@
-"""A small GPT on bytes, plain PyTorch: what demo and benchmarks train."""
+"""A small GPT on bytes, plain PyTorch, and real text for it that every machine with Python has: its standard library."""
+
+import sysconfig
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -41,3 +45,25 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+# ---------------------------------------------------------------- text
+
+
+@cache
+def standard_library(megabytes: float = 4.0) -> torch.Tensor:
+    """The first ``megabytes`` of the library's modules in alphabetical order, as bytes (uint8)."""
+    folder, parts, size = Path(sysconfig.get_paths()["stdlib"]), [], 0
+    for path in sorted(folder.glob("*.py")):
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+        if size >= megabytes * 1e6:
+            break
+    return torch.frombuffer(bytearray(b"\n".join(parts)[: int(megabytes * 1e6)]), dtype=torch.uint8)
+
+
+def batch(text: torch.Tensor, rows: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random windows and the same windows one byte later."""
+    starts = torch.randint(len(text) - length - 1, (rows,), generator=generator)
+    windows = torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
+    return windows[:, :-1], windows[:, 1:]

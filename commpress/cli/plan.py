@@ -1,4 +1,4 @@
-"""what to use on given machines and links, what it will gain, or that nothing should be compressed
+"""advice for given machines and links: what to use and what it gains, or that nothing should be compressed
 
 Simulates a training step for each candidate (docs/simulator.md), counts its bytes and its memory on every tier, and ranks them.
 Candidates: no compression, torch's bf16 hook, codecs under DDP in one or two levels, 1-bit and 0/1 Adam, ZeRO stages,
@@ -27,11 +27,12 @@ from dataclasses import asdict, replace
 
 import torch
 
-from commpress.cli import cluster_options, table
+from commpress.cli import cluster_options, harness
 from commpress.codecs import codec_named
 from commpress.errors import InvalidArgument
 from commpress.plan.candidates import HOOK, TIERS, WAYS, Candidate, Settings, candidates, plan_of, recommended
 from commpress.plan.choice import Assignment, assign
+from commpress.tiered_mem import parse_bytes
 
 HEAD = ["candidate", "step ms", "against plain", "MB sent/rank", "device GB", "host GB", "disk GB", "effect", "call"]
 
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     plan = plan_of(chosen, found, cluster, options.bucket_mb)
     print(f"{model.numel / 1e6:.1f} M parameters on {cluster.size} ranks, {1e3 * settings.compute_seconds:.4g} ms alone")
     plain = next(c for c in found if c.codec == "plain")
-    print(table.render(HEAD, [cells(c, plain) for c in found]))
+    print(harness.render(HEAD, [cells(c, plain) for c in found]))
     if options.gradients and plan.compresses and not chosen.layered:
         chosen_rules = per_layer(options.gradients, cluster.size, options.uniform)
         print(
@@ -82,11 +83,9 @@ def run(options: argparse.Namespace) -> int:
     print(plan.why)
     print(f"saved: {options.out}")
     if options.json:
-        table.write_json(options.json, {"candidates": [asdict(c) for c in found], "plan": asdict(plan)})
+        harness.write_json(options.json, {"candidates": [asdict(c) for c in found], "plan": asdict(plan)})
     if options.plot:
-        from commpress.cli import plan_plot
-
-        plan_plot.draw(found, chosen, options.plot, f"{model.numel / 1e6:.4g} M parameters, {cluster.size} ranks")
+        draw(found, chosen, options.plot, f"{model.numel / 1e6:.4g} M parameters, {cluster.size} ranks")
         print(f"saved: {options.plot}")
     return 0
 
@@ -97,7 +96,7 @@ def memory_of(text: str | None) -> dict[str, float]:
         tier, equals, size = part.strip().partition("=")
         if tier not in TIERS or not equals:
             raise InvalidArgument(f"--memory is {text!r}, expected such as device=24GiB,host=64GiB with {', '.join(TIERS)}")
-        found[tier] = table.parse_bytes(size)
+        found[tier] = parse_bytes(size)
     return found
 
 
@@ -118,3 +117,22 @@ def cells(c: Candidate, plain: Candidate) -> list[str]:
         c.name, f"{1e3 * c.seconds:.1f}", f"{plain.seconds / c.seconds:.2f}x", f"{c.sent_bytes / 1e6:.2f}", *memory,
         c.effect if c.fits else "DOES NOT FIT", c.call,
     ]  # fmt: skip
+
+
+def draw(found: list[Candidate], chosen: Candidate, path: str, title: str) -> None:
+    from commpress.cli import charts
+
+    names = [c.name + ("" if c.fits else " (does not fit)") for c in found]
+    kinds = {
+        "chosen": [c is chosen for c in found],
+        "a plan can name it": [c is not chosen and bool(c.codec) for c in found],
+        "done otherwise": [not c.codec for c in found],
+    }
+    seconds = {kind: [1e3 * c.seconds if is_it else 0.0 for c, is_it in zip(found, which, strict=True)]
+               for kind, which in kinds.items()}  # fmt: skip
+    memory = {tier: [c.memory.get(tier, 0.0) / 1e9 for c in found] for tier in TIERS}
+    memory = {tier: sizes for tier, sizes in memory.items() if any(sizes)}
+    with charts.chart(path, f"Predicted: {title}", panels=2, size=(6.6, 0.3 * len(found) + 1.8), share=True) as (times, room):
+        charts.stacked(times, names, seconds, "ms a step", show="{:.4g}", colours=("#2ca02c", "#1f77b4", "#c7c7c7"))
+        charts.stacked(room, names, memory, "GB on a rank, without activations", show="{:.3g}",
+                       colours=("#9467bd", "#ff7f0e", "#8c564b"))  # fmt: skip

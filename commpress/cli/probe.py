@@ -9,32 +9,37 @@ collectives whether the hierarchical all-reduce pays at a size; docs/hierarchy.m
 """
 
 import argparse
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, replace
 from datetime import timedelta
+from hashlib import sha256
 from itertools import combinations, cycle
+from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter, process_time, sleep, thread_time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commpress.cli import ranks, table
-from commpress.cli.crowd import computing, machine_cores
-from commpress.cli.reduced import Reduced, Watched
-from commpress.cli.trials import TRIED, trials
+from commpress.cli import harness, ranks
+from commpress.cli.reduced import TRIED, Reduced, trials
 from commpress.codecs import codec_named
 from commpress.collectives.buckets import one_message
+from commpress.collectives.channel import Channel
 from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.links import FIRST, BufferTrial, Link, Links, Stack
 from commpress.collectives.topology import Topology, agree
-from commpress.collectives.transports.factory import own_transport
-from commpress.collectives.transports.transport import Divisible, Transport
+from commpress.collectives.transports.transport import Transport, part_of
 from commpress.collectives.two_level import Hierarchy, hierarchy_of
 from commpress.errors import InvalidArgument
-from commpress.kernels import instead
+from commpress.kernels import arithmetic, instead
 from commpress.plan.costs import ROWS, encoding
+from commpress.tiered_mem import parse_bytes
 from commpress.work import Steps, overlapped
 from commpress.work import run as drive
 
@@ -47,19 +52,11 @@ WARM = 2  # calls before those that count
 STRETCHES = 7  # of calls in a row, of which one may meet other work
 RESTED = 1 << 17  # bytes of a row that finds a link rested
 REST, REPEATS = 4e-3, 3  # seconds of such a rest; such rows for each round
-_LINES = 4  # progress lines where there is no terminal
-
-
-@dataclass(frozen=True)
-class Settings:
-    topology: str
-    bytes: int
-    rounds: int
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     add_topology(parser)
-    parser.add_argument("--bytes", type=table.parse_bytes, default="4MiB", metavar="SIZE", help="of a large row (default 4MiB)")
+    parser.add_argument("--bytes", type=parse_bytes, default="4MiB", metavar="SIZE", help="of a large row (default 4MiB)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each measurement, the median counts (default 5)")
     ranks.add_options(parser)
     parser.add_argument("--out", default="links.json", metavar="FILE", help="where to save it (default links.json)")
@@ -76,9 +73,8 @@ def run(options: argparse.Namespace) -> int:
     if options.bytes < 1024 or options.rounds < 1:
         raise InvalidArgument("expected --bytes of at least 1KiB and --rounds of at least 1")
     check_topology(options.topology)
-    settings = Settings(options.topology, options.bytes, options.rounds)
-    with Bar() as bar:
-        links = ranks.on_ranks(measure, settings, bar.report, ranks=options.ranks, threads=options.threads)
+    with harness.ProgressBar("probe", lines=4) as progress:
+        links = ranks.on_ranks(measure, options, progress)
     if links is None:  # not rank 0 of a launcher
         return 0
     links.save(options.out)
@@ -88,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         if link is not None
     ]
     print(f"nodes {links.topology}")
-    print(table.render(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows))
+    print(harness.render(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows))
     if (stack := links.stack) is not None:
         print(f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed all-reduce {1e6 * stack.reduce:.0f}, "
               f"torch's {1e6 * stack.ring:.0f}")  # fmt: skip
@@ -105,64 +101,99 @@ def check_topology(text: str) -> None:
         Topology.parse(text)
 
 
-class Bar:
-    """Progress on standard error: a bar on a terminal, a few lines elsewhere."""
+# ---------------------------------------------------------------- processors
 
-    def __enter__(self) -> "Bar":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
+class Watched:
+    """The kernels of this processor, and the seconds of it that they have taken in this thread."""
 
-    def report(self, done: int, count: int, what: str) -> None:
-        if sys.stderr.isatty():
-            full = 30 * done // count
-            print(f"\rprobe |{'█' * full}{' ' * (30 - full)}| {done}/{count} {what:<24}", end="", file=sys.stderr, flush=True)
-        elif done % max(count // _LINES, 1) == 0 or done == count:
-            print(f"probe {done}/{count}: {what}", file=sys.stderr, flush=True)
+    def __init__(self) -> None:
+        self.seconds, self._kernels = 0.0, arithmetic(torch.device("cpu"))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        kernel = getattr(self._kernels, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            start = thread_time()
+            result = kernel(*args, **options)
+            self.seconds += thread_time() - start
+            return result
+
+        return watched
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """One more thread of this process that computes, as backward does while gradients travel."""
+    ended, factor = threading.Event(), torch.ones(384, 384)
+
+    def multiply() -> None:
+        while not ended.is_set():
+            factor @ factor
+
+    thread = threading.Thread(target=multiply, name="commpress-computing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def host_cores() -> int:
+    """Cores of the host that all ranks run on, 0 if they run on several; collective."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    mine = int.from_bytes(sha256(boot.encode()).digest()[:7])
+    ends = torch.tensor([mine, -mine])
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    return (os.cpu_count() or 1) if ends[0] == -ends[1] else 0
 
 
 # ---------------------------------------------------------------- on every rank
 
 
-def on_nodes(topology: str) -> tuple[Divisible, Hierarchy]:
-    """A transport of its own among all ranks, and the hierarchy on it."""
-    transport = own_transport(timeout=TIMEOUT)
+def on_nodes(topology: str) -> tuple[Channel, Hierarchy]:
+    """A channel among all ranks, and the hierarchy on its transport."""
+    channel = Channel.among(timeout=TIMEOUT)
     given = None if topology == "auto" else Topology.parse(topology)
-    return transport, hierarchy_of(drive(agree(transport, given)), transport)
+    return channel, hierarchy_of(drive(agree(channel.inner, given)), channel.inner)
 
 
-def measure(rank: int, size: int, settings: Settings, report: ranks.Report | None) -> Links:
-    transport, hierarchy = on_nodes(settings.topology)
-    topology, probe = hierarchy.topology, Probe(settings.rounds)
+def measure(rank: int, size: int, options: argparse.Namespace, report: Callable[[float, str], None]) -> Links:
+    """Needs ``topology``, ``bytes`` and ``rounds`` of the options."""
+    channel, hierarchy = on_nodes(options.topology)
+    topology, probe, transport = hierarchy.topology, Probe(options.rounds), channel.inner
     tasks: list[tuple[str, str, Callable[[], None]]] = []
     for name, pairs in pairs_of(topology).items():
         for pair in pairs:
-            alone = transport.subset(pair)
+            alone = part_of(transport, pair)
             among: Mapping[int, Transport] = {} if alone is None else {0: alone}
             tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.task(f"{name} latency", among, 8)))
-            tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.task(f"{name} alone", among, settings.bytes)))
+            tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.task(f"{name} alone", among, options.bytes)))
             if name == "between":
                 tasks.append((name, f"{name}: ranks {pair[0]} and {pair[1]}", probe.rested_task(among)))
     every: Mapping[str, Mapping[int, Transport]] = {"inside": {0: hierarchy.inside}, "between": hierarchy.between}
     for name, all_of in every.items():
         if pairs_of(topology)[name]:
-            tasks.append((name, f"{name}: all at once", probe.task(f"{name} together", all_of, settings.bytes)))
+            tasks.append((name, f"{name}: all at once", probe.task(f"{name} together", all_of, options.bytes)))
     count = len(tasks) + 1 + (len(TRIED) if topology.layered else 0)
+
+    def say(done: int, what: str) -> None:
+        report(done / count, f"{done}/{count}: {what}")
+
     for i, (_, what, task) in enumerate(tasks):
         task()
-        if report is not None:
-            report(i + 1, count, what)
-    stack = probe.stack(transport, settings.bytes)
-    if report is not None:
-        report(len(tasks) + 1, count, "what it costs processors")
+        say(i + 1, what)
+    stack = probe.stack(channel, options.bytes)
+    say(len(tasks) + 1, "what it costs processors")
     tried: dict[str, list[BufferTrial]] = {}
     for i, codec in enumerate(TRIED if topology.layered else ()):
-        tried[codec], probe.sequence = trials(codec, transport, hierarchy, settings.rounds, probe.sequence)
-        if report is not None:
-            report(len(tasks) + 2 + i, count, f"all-reduces with codec {codec}")
-    return replace(probe.links(topology, settings.bytes), stack=stack, trials=tried)
+        tried[codec] = trials(codec, channel, hierarchy, options.rounds)
+        say(len(tasks) + 2 + i, f"all-reduces with codec {codec}")
+    return replace(probe.links(topology, options.bytes), stack=stack, trials=tried)
 
 
 def pairs_of(topology: Topology) -> dict[str, list[tuple[int, int]]]:
@@ -201,7 +232,7 @@ class Probe:
         return lambda: self.seconds.setdefault("between rested", []).append(self._rested(among))
 
     def _rested(self, among: Mapping[int, Transport]) -> float:
-        """What ``RESTED`` bytes take longer than the shortest exchange, each time after a rest."""
+        """Seconds that ``RESTED`` bytes take longer than the shortest exchange, each time after a rest."""
         short, long_one = ([self._rows(t, row) for t in among.values()] for row in (8, RESTED))
         took = []
         for _ in range(REPEATS * self.rounds):
@@ -219,18 +250,18 @@ class Probe:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return median(slowest.tolist())
 
-    def stack(self, transport: Transport, payload: int) -> Stack:
+    def stack(self, channel: Channel, payload: int) -> Stack:
         """Several passes: a machine may be slow for as long as one takes."""
-        passes = [astuple(self._stack(transport, payload)) for _ in range(PASSES)]
+        passes = [astuple(self._stack(channel, payload)) for _ in range(PASSES)]
         return Stack(*map(median, zip(*passes, strict=True)))
 
-    def _stack(self, transport: Transport, payload: int) -> Stack:
+    def _stack(self, channel: Channel, payload: int) -> Stack:
         """All ranks with all others: short rows for messages, ``payload`` bytes of a rank in all for bytes.
 
         Short calls alternate with work, as they do with encoding: a thread that sleeps is woken late on a busy processor, and
         what it needs has left the caches.
         """
-        peers, size = transport.size - 1, transport.size
+        transport, peers, size = channel.inner, channel.size - 1, channel.size
         fresh = cycle(torch.ones(16, 2, WORK, dtype=torch.uint8))
 
         def work() -> None:
@@ -238,7 +269,7 @@ class Probe:
             into.copy_(source)
 
         def beside(call: Callable[[], object], calls: int = SHORT) -> tuple[float, float]:
-            """What a call costs, the work not counted."""
+            """Cost of a call, the work not counted."""
 
             def both_of_them() -> None:
                 work()
@@ -258,18 +289,18 @@ class Probe:
         few = torch.zeros(64 * size)  # Gloo halves what a rank passes on, and sends no empty halves
         ring, ring_cost = self._in_a_row(lambda: dist.all_reduce(few), SHORT)
         ring_message = ring_cost / (4 * peers * size)  # all but one of 2 · size halves, twice
-        reduced = Reduced(64 * size, "sign", transport, 0)
+        reduced = Reduced(64 * size, "sign", channel)
         reduced.fill()
         reduce, reduce_core = beside(reduced.reduce)
         besides = []  # the kernels, of an all-reduce of short and one of longer rows
         for row in (64, FIRST):
-            reduced, kernels = Reduced(row // 4 * size, "none", transport, 0), Watched()
+            reduced, kernels = Reduced(row // 4 * size, "none", channel), Watched()
             reduced.fill()
             with instead(kernels):
                 cost = beside(reduced.reduce, 4 * self.few)[1]
             besides.append(cost - self._sum(kernels.seconds) / (4 * self.few + WARM))
         first = max(besides[1] - besides[0], 0.0) / size / (4 * peers)  # each end of each row, twice
-        cores = machine_cores()
+        cores = host_cores()
         uneven = self._uneven(short, torch.ones(payload // 4), max(size / cores, 1.0)) if cores else 0.0
         with computing():
             busy = self._in_a_row(short, SHORT, fmean)[0]  # here late turns are not others' work but what is asked for
@@ -280,7 +311,7 @@ class Probe:
             uneven,
         )  # fmt: skip
 
-    def _uneven(self, short: Callable[[], None], x: torch.Tensor, crowd: float) -> float:
+    def _uneven(self, short: Callable[[], None], x: torch.Tensor, share: float) -> float:
         """The scheduler moves threads to idle cores late, and an exchange waits for the last of them."""
         pieces = one_message(x.numel(), codec_named("int8"), ROWS).pieces
         encode, alone = encoding(x, torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), pieces), 0.0
@@ -299,7 +330,7 @@ class Probe:
         watched()
         alone = 0.0
         took = self._in_a_row(both, SHORT)[0]
-        fair = self._sum(alone) / dist.get_world_size() / (SHORT + WARM) * crowd
+        fair = self._sum(alone) / dist.get_world_size() / (SHORT + WARM) * share
         return max(took - waits, 0.0) / fair
 
     @property

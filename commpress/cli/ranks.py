@@ -23,7 +23,7 @@ Report = Callable[..., None]
 
 
 def launched() -> bool:
-    """Whether torchrun, mpirun or srun started this process as one of several."""
+    """True if torchrun, mpirun or srun started this process as one of several."""
     there = [name for name in _TORCHRUN if name in os.environ]
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if missing and ("RANK" in there or "WORLD_SIZE" in there):
@@ -35,34 +35,33 @@ def launched() -> bool:
 
 
 def add_options(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=ranks,
-        metavar="N",
-        help=f"local processes (default {ranks}); a launcher's own number wins",
-    )
+    says = f"local processes (default {ranks}); a launcher's own number wins"
+    parser.add_argument("--ranks", type=int, default=ranks, metavar="N", help=says)
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each rank (default 1)")
 
 
-def on_ranks(function: Callable[..., Any], settings: Any, report: Report, *, ranks: int, threads: int = 1) -> Any:
-    """``function(rank, size, settings, report)`` on every rank; the result of rank 0, and None on a launcher's others.
+def on_ranks(function: Callable[..., Any], options: argparse.Namespace, report: Report) -> Any:
+    """``function(rank, size, options, report)`` on every rank; the result of rank 0, and None on a launcher's others.
 
-    ``report`` is called in this process with what rank 0 reports.
+    ``report`` is called in this process with what rank 0 reports; on other ranks it does nothing.
     """
     if not launched():
-        with LocalRanks(ranks, threads=threads) as pool:
-            return pool.call(function, settings, report)
-    torch.set_num_threads(threads)
+        with LocalRanks(options.ranks, threads=options.threads) as pool:
+            return pool.call(function, options, report)
+    torch.set_num_threads(options.threads)
     init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         check_size(size)
-        result = function(rank, size, settings, report if rank == 0 else None)
+        result = function(rank, size, options, report if rank == 0 else _silent)
         dist.barrier()  # nobody closes a connection that another still waits on
         return result if rank == 0 else None
     finally:
         dist.destroy_process_group()
+
+
+def _silent(*values: object) -> None:
+    """The report of ranks that nobody listens to."""
 
 
 def check_size(size: int) -> None:
@@ -131,9 +130,8 @@ def _serve(rank: int, size: int, threads: int, rendezvous: str, pipe: Connection
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
         while (job := pipe.recv()) is not None:
             function, settings = job
-            result = function(
-                rank, size, settings, (lambda *values: pipe.send(("report", values))) if rank == 0 else None
-            )
+            report: Report = (lambda *values: pipe.send(("report", values))) if rank == 0 else _silent
+            result = function(rank, size, settings, report)
             dist.barrier()
             pipe.send(("result", result if rank == 0 else None))
         dist.destroy_process_group()

@@ -1,47 +1,38 @@
-"""One buffer that is all-reduced again and again, the way the DDP hook does it: what benchmarks of the all-reduce share."""
+"""One buffer that is all-reduced again and again, as the DDP hook does it, flat or by way of nodes."""
 
-from collections.abc import Callable, Sequence
-from time import thread_time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
+from commpress.cli import harness
 from commpress.codecs import policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
 from commpress.collectives.buckets import Message, Span, messages
-from commpress.collectives.transports.transport import Transport
+from commpress.collectives.channel import Channel
+from commpress.collectives.links import BufferTrial
+from commpress.collectives.transports.loopback import Recorded
+from commpress.collectives.two_level import Hierarchy, reduce_routes, routes
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import arithmetic
 from commpress.work import run as drive
 
-
-class Watched:
-    """The kernels of this processor, and the seconds of it that they have taken in this thread."""
-
-    def __init__(self) -> None:
-        self.seconds, self._kernels = 0.0, arithmetic(torch.device("cpu"))
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        kernel = getattr(self._kernels, name)
-
-        def watched(*args: Any, **options: Any) -> Any:
-            start = thread_time()
-            result = kernel(*args, **options)
-            self.seconds += thread_time() - start
-            return result
-
-        return watched
+TURN = 7  # calls back to back of one side before the next has its turn
+WARM = 1  # turns that do not count: the first calls of a process are slow
+SPAN, MOST = 2.0, 60  # seconds that short calls are repeated for, and turns at most: near a crossing a few say little
+TRIED = ("none", "sign")  # the longest rows and the shortest
+LADDER = tuple(1 << n for n in range(10, 21, 2))  # elements
+ENOUGH = 0.3  # seconds of a call, from which larger buffers need no trial: bandwidth decides
 
 
 class Reduced:
-    """Every call starts from the same input; residuals stay in between. ``sequence`` goes on from buffer to buffer."""
+    """Every call starts from the same input; residuals stay in between."""
 
-    def __init__(self, numel: int, codec: str, transport: Transport, sequence: int) -> None:
-        self.transport, self.codec, self.sequence = transport, codec, sequence
+    def __init__(self, numel: int, codec: str, channel: Channel) -> None:
+        self.channel, self.codec, self.workspace = channel, codec, Workspace()
         self.spans, self.policy = [Span("buffer", 0, numel)], policy_of(codec)
-        self.messages: list[Message] = messages(self.spans, self.policy, transport.size)
-        self.workspace = Workspace()
-        self.input = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
+        self.messages: list[Message] = messages(self.spans, self.policy, channel.size)
+        self.input = torch.randn(numel, generator=torch.Generator().manual_seed(channel.rank))
         self.buffer = torch.empty(numel)
         self.forget()
 
@@ -55,13 +46,69 @@ class Reduced:
 
     def reduce(self) -> None:
         steps = reduce_bucket(
-            self.buffer, self.feedbacks, messages=self.messages, transport=self.transport, workspace=self.workspace,
-            sequence=self.sequence, key=self.rounds,
+            self.buffer, self.feedbacks, messages=self.messages, transport=self.channel.transport,
+            workspace=self.workspace, sequence=self.channel.take(len(self.messages)), key=self.rounds,
         )  # fmt: skip
-        self.finish(drive(steps), len(self.messages))
+        self._commit(drive(steps))
 
-    def finish(self, outcomes: Sequence[Outcome], count: int) -> None:
+    def _commit(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             outcome.commit()
-        self.sequence += count
         self.rounds += 1
+
+    def timed(self, call: Callable[[], object], calls: int) -> float:
+        """Seconds of one of several calls back to back, which all ranks begin together with the input."""
+        self.fill()
+        return harness.together(call, calls)
+
+    def wrong(self) -> int:
+        """Elements whose bits are not those of rank 0, over all ranks."""
+        first = self.buffer.clone()
+        dist.broadcast(first, 0)
+        count = (first.view(torch.int32) != self.buffer.view(torch.int32)).sum()
+        dist.all_reduce(count)
+        return int(count)
+
+
+class TwoLevel(Reduced):
+    """The same buffer flat and by way of nodes."""
+
+    def __init__(self, numel: int, codec: str, channel: Channel, hierarchy: Hierarchy) -> None:
+        super().__init__(numel, codec, channel)
+        self.between = {index: Recorded(t) for index, t in hierarchy.between.items()}
+        self.hierarchy = Hierarchy(hierarchy.topology, hierarchy.inside, self.between)
+        self.routes = routes(self.spans, self.policy, self.hierarchy)
+        self.route_feedbacks = [route.zeros() for route in self.routes]
+
+    def run(self, others: Mapping[str, Callable[[], object]], iterations: int) -> tuple[dict[str, float], int]:
+        """Median seconds of each way, "flat" and "levels" last, in turns; and how often "levels" was called for that."""
+        ways = {**others, "flat": self.reduce, "levels": self.levels}
+        once = harness.medians({name: partial(self.timed, way, 1) for name, way in ways.items()}, 1)
+        calls = {name: max(min(int(1 / s), TURN), 1) for name, s in once.items()}  # in a turn: about a second, or TURN
+        iterations = max(iterations, min(int(SPAN / sum(calls[name] * s for name, s in once.items())), MOST))
+        turns = {name: partial(self.timed, way, calls[name]) for name, way in ways.items()}
+        return harness.medians(turns, iterations, warm=WARM), 1 + (WARM + iterations) * calls["levels"]
+
+    def levels(self) -> None:
+        steps = reduce_routes(
+            self.buffer, self.route_feedbacks, plan=self.routes, hierarchy=self.hierarchy, workspace=self.workspace,
+            sequence=self.channel.take(len(self.routes)),
+        )  # fmt: skip
+        self._commit(drive(steps))
+
+    def sent(self) -> int:
+        """Bytes that this rank has sent to other nodes by way of nodes."""
+        return sum(t.sent_bytes for t in self.between.values())
+
+
+def trials(
+    codec: str, channel: Channel, hierarchy: Hierarchy, iterations: int, *, ladder: Sequence[int] = LADDER
+) -> list[BufferTrial]:
+    """Both ways at the sizes of ``ladder``, until one takes long."""
+    found: list[BufferTrial] = []
+    for numel in ladder:
+        took, _ = TwoLevel(numel, codec, channel, hierarchy).run({}, iterations)
+        found.append(BufferTrial(numel, took["flat"], took["levels"]))
+        if took["flat"] > ENOUGH:
+            break
+    return found

@@ -1,4 +1,4 @@
-"""how long all-reduces and training steps take on a cluster that you describe, up to thousands of ranks
+"""time of all-reduces and training steps on a cluster that you describe, up to thousands of ranks
 
 Runs the same generators that production runs, on simulated time: links with a rate and a latency, kernels with the seconds
 per element that this processor takes (or a device of a memory bandwidth), cores that ranks share. Messages and bytes are
@@ -22,8 +22,9 @@ them those that leave its node (of the rank that sends most); against plain.
 import argparse
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
+from typing import Any
 
-from commpress.cli import cluster_options, table
+from commpress.cli import cluster_options, harness
 from commpress.codecs import codec_named
 from commpress.codecs.low_rank import LowRankCodec
 from commpress.errors import InvalidArgument
@@ -33,6 +34,7 @@ from commpress.plan.costs import Costs
 from commpress.plan.model import Model
 from commpress.plan.simulator import Simulated, simulate_calls, simulate_step
 from commpress.plan.ways import RINGS, buffer_by, step_by, widest
+from commpress.tiered_mem import parse_bytes
 
 HEAD = ["nodes", "ranks", "way", "ms", "exposed ms", "MB sent/rank", "MB out of node", "against plain"]
 WAYS = "plain,bf16-ring,int8,int4,sign"
@@ -76,18 +78,16 @@ def run(options: argparse.Namespace) -> int:
     cluster = cluster_options.cluster_of(options)
     if cluster.size < 2:
         raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
-    numel = table.parse_bytes(options.bytes) // 4
+    numel = parse_bytes(options.bytes) // 4
     clusters = [cluster] if not options.scaling else [scaled(cluster, n) for n in cluster_options.sizes(options.scaling)]
     costs, start = cluster_options.costs_of(options), perf_counter()
     rows = [row for one in clusters if one.size > 1 for row in simulated(one, costs, ways, options, model, numel)]
-    print(table.render(HEAD, [cells(row) for row in rows]))
+    print(harness.render(HEAD, [cells(row) for row in rows]))
     print(f"simulated in {perf_counter() - start:.1f} s")
     if options.json:
-        table.write_json(options.json, {"options": vars(options) | {"run": None}, "rows": [asdict(row) for row in rows]})
+        harness.write_json(options.json, {"options": vars(options) | {"run": None}, "rows": [asdict(row) for row in rows]})
     if options.plot:
-        from commpress.cli import simulate_plot
-
-        simulate_plot.draw(rows, options.plot, title(options, model))
+        draw(rows, options.plot, title(options, model))
         print(f"saved: {options.plot}")
     return 0
 
@@ -138,3 +138,60 @@ def cells(row: Row) -> list[str]:
 def title(options: argparse.Namespace, model: Model | None) -> str:
     what = f"all-reduce of {options.bytes}" if model is None else f"step of a model of {model.numel / 1e6:.4g} M parameters"
     return f"Simulated {what}, links {' and '.join(options.link or ['1gbit,100us'])}"
+
+
+def draw(rows: list[Row], path: str, title: str) -> None:
+    sizes = sorted({row.ranks for row in rows})
+    if len(sizes) == 1:
+        title += f", {sizes[0]} ranks"
+    height = 4.6 if len(sizes) > 1 else 0.35 * len(rows) + 1.8
+    from commpress.cli import charts
+
+    with charts.chart(path, title, panels=2, size=(6.4, height)) as (times, other):
+        if len(sizes) > 1:
+            _scaling(times, other, rows, sizes)
+        else:
+            _bars(times, other, rows)
+
+
+def named(way: str) -> str:
+    return way.removesuffix("/2") + (", two levels" if way.endswith("/2") else "")
+
+
+def _scaling(times: Any, other: Any, rows: list[Row], sizes: list[int]) -> None:
+    from commpress.cli import charts
+
+    ways = list(dict.fromkeys(row.way for row in rows))
+    flat = [way for way in ways if "/" not in way]
+    for way in ways:
+        mine = [row for row in rows if row.way == way]
+        style = charts.curve(flat.index(way.partition("/")[0])) | ({"linestyle": "--"} if "/" in way else {})
+        at = [row.ranks for row in mine]
+        times.plot(at, [1e3 * row.seconds for row in mine], label=named(way), **style)
+        other.plot(at, [row.plain_seconds / row.seconds for row in mine], label=named(way), **style)
+    for panel in (times, other):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [str(n) for n in sizes])
+        panel.minorticks_off()
+        panel.set_xlabel("ranks")
+    charts.logarithmic(times)
+    times.set_ylabel("time, ms")
+    other.set_ylabel("times faster than plain")
+    other.set_ylim(0, 1.1 * max(row.plain_seconds / row.seconds for row in rows))
+
+
+def _bars(times: Any, other: Any, rows: list[Row]) -> None:
+    from commpress.cli import charts
+
+    names = [named(row.way) for row in rows]
+    alone = [1e3 * (row.seconds - row.exposed_seconds) for row in rows]
+    exposed = [1e3 * row.exposed_seconds for row in rows]
+    parts = {"computing alone": alone, "exposed communication": exposed} if any(alone) else {"": exposed}
+    charts.stacked(times, names, parts, "time, ms", show="{:.3g}")
+    out = [row.between_bytes / 1e6 for row in rows]
+    inside = [(row.sent_bytes - row.between_bytes) / 1e6 for row in rows]
+    if any(inside):
+        charts.stacked(other, names, {"out of the node": out, "inside the node": inside}, "MB sent by one rank", show="{:.3g}",
+                       first=2)  # fmt: skip
+    else:
+        charts.stacked(other, names, {"": out}, "MB sent by one rank", show="{:.3g}", first=2)

@@ -1,6 +1,10 @@
-"""What benchmarks of training steps share: one small GPT per variant, equal weights and batches, turns of a few steps."""
+"""Training steps of benchmarks: one small GPT per variant, equal weights and batches, turns of a few steps, bytes counted."""
 
 import argparse
+import os
+import socket
+import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,10 +13,10 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from commpress.cli import rounds, text
-from commpress.cli.gpt import GPT
-from commpress.cli.wire import sent_bytes
+from commpress.cli import harness
+from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.errors import InvalidArgument
 
 HELD_OUT = 400_000  # bytes at the end of the text that nobody trains on
@@ -20,7 +24,7 @@ HELD_OUT = 400_000  # bytes at the end of the text that nobody trains on
 
 @dataclass(frozen=True)
 class Load:
-    """What every variant computes, and how often. Windows are per rank and step."""
+    """The work of every variant, and how often it is done. Windows are per rank and step."""
 
     rounds: int
     steps: int
@@ -35,7 +39,7 @@ class Load:
         return GPT(width=self.width, layers=self.layers, length=self.length)
 
 
-def options(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
+def add_options(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
     for name, default, metavar, what in (
         ("rounds", rounds, "N", "turns of each variant"),
         ("steps", steps, "N", "steps of each turn"),
@@ -62,16 +66,16 @@ class Trainee:
 
     def __init__(self, name: str, wrapped: nn.Module, optimizer: torch.optim.Optimizer, load: Load) -> None:
         self.name, self.wrapped, self.optimizer, self.load = name, wrapped, optimizer, load
-        self.corpus = text.standard_library()
+        self.corpus = standard_library()
         self.draws = torch.Generator().manual_seed(load.seed * 4096 + dist.get_rank())
         self.sent, self.loss = 0, float("nan")
 
     def step(self) -> float:
         """Seconds; all ranks begin together."""
-        batch = text.batch(self.corpus[:-HELD_OUT], self.load.batch, self.load.length, self.draws)
+        windows = batch(self.corpus[:-HELD_OUT], self.load.batch, self.load.length, self.draws)
         dist.barrier()
         start = perf_counter()
-        loss = self.wrapped(*batch)
+        loss = self.wrapped(*windows)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -90,13 +94,60 @@ class Trainee:
         return took
 
 
-def race(trainees: Mapping[str, Trainee], load: Load) -> tuple[dict[str, torch.Tensor], dict[str, float | None]]:
+def timed(trainees: Mapping[str, Trainee], load: Load) -> tuple[dict[str, torch.Tensor], dict[str, float | None]]:
     """The slowest rank's seconds [round, step] of each, and bytes sent per step, mean over the ranks, where known."""
     for trainee in trainees.values():
         trainee.sent = 0
     turns = {name: partial(trainee.turn, load.steps) for name, trainee in trainees.items()}
-    seconds = rounds.slowest(rounds.in_turns(turns, load.rounds))
+    seconds = harness.slowest(harness.in_turns(turns, load.rounds))
     sent = torch.tensor([t.sent for t in trainees.values()]) / (load.rounds * load.steps * dist.get_world_size())
     dist.all_reduce(sent)
     counted = sent_bytes() is not None
     return seconds, {name: float(s) if counted else None for name, s in zip(trainees, sent, strict=True)}
+
+
+def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's own hook under another name: DDP refuses that name without NCCL, though Gloo adds bfloat16 as well."""
+    return bf16_compress_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- bytes on sockets
+
+HEADERS = 52  # IP and TCP with time stamps, per segment
+_REPEATED, _SEGMENTS, _BYTES = 100, 136, 200  # offsets of tcpi_total_retrans, _segs_out, _bytes_sent in struct tcp_info
+
+
+def sent_bytes() -> int | None:
+    """Bytes this process has sent on sockets that are open now, headers and acknowledgements included.
+
+    Segments sent again count once: a busy machine repeats some that were only acknowledged late. None where the system
+    does not tell (anything but Linux from 4.19 on). Unlike an interface's counters these hold nothing of other
+    processes. Over loopback segments are longer than on a network: there headers weigh more.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        info = _tcp_info(int(name))
+        if info is None:
+            continue
+        if len(info) < _BYTES + 16:
+            return None
+        sent, sent_again = struct.unpack_from("=QQ", info, _BYTES)
+        (segments,), (again,) = (struct.unpack_from("=I", info, offset) for offset in (_SEGMENTS, _REPEATED))
+        total += sent - sent_again + HEADERS * (segments - again)
+    return total
+
+
+def _tcp_info(fd: int) -> bytes | None:
+    """The kernel's record of a connection; None if ``fd`` is something else or already closed."""
+    try:
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            return None
+        duplicate = os.dup(fd)
+    except OSError:
+        return None
+    with socket.socket(fileno=duplicate) as connection:
+        if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)

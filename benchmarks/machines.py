@@ -1,12 +1,13 @@
 """The machines a benchmark runs on, as the simulator sees them: links, network stack and kernels, measured on the ranks."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from commpress.cli import probe, rounds
+from commpress.cli import harness, probe
 from commpress.collectives.links import Links
 from commpress.plan.cluster import Cluster, measured_cluster
 from commpress.plan.costs import BEYOND, Cost, Costs, measure_costs
@@ -36,14 +37,10 @@ class Machines:
         )
 
 
-def measured(rank: int, size: int, codecs: Sequence[str]) -> Machines:
-    """Collective."""
-    return Machines(links(rank, size), kernels(codecs))
-
-
 def links(rank: int, size: int) -> Links:
     """Collective."""
-    return probe.measure(rank, size, probe.Settings("auto", PAYLOAD, ROUNDS), None)
+    options = Namespace(topology="auto", bytes=PAYLOAD, rounds=ROUNDS)
+    return probe.measure(rank, size, options, lambda share, what: None)
 
 
 def kernels(codecs: Sequence[str], numel: int = BEYOND) -> Costs:
@@ -55,7 +52,7 @@ def kernels(codecs: Sequence[str], numel: int = BEYOND) -> Costs:
     dist.barrier()
     own = measure_costs(codecs, numel=numel)
     figures = {str(kind): list(astuple(cost)) for kind, cost in own.codecs.items()}
-    found = rounds.slowest(figures | {"others": [own.memory, own.product, own.call]})
+    found = harness.slowest(figures | {"others": [own.memory, own.product, own.call]})
     costs = {kind: Cost(*found[str(kind)].tolist()) for kind in own.codecs}
     memory, product, call = found["others"].tolist()
     return Costs(costs, memory, product, call if numel >= BEYOND else 0.0)
