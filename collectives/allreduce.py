@@ -73,6 +73,17 @@ class Workspace:
             return free.pop()  # type: ignore[return-value]
         return torch.zeros(rows, size, dtype=torch.uint8, device=device)
 
+    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat buffer until it is given back, which another thread may do."""
+        try:
+            return self._free[numel, dtype, device].pop()  # type: ignore[return-value]
+        except IndexError:
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+    def give_back(self, *buffers: torch.Tensor) -> None:
+        for buffer in buffers:
+            self._free[buffer.numel(), buffer.dtype, buffer.device].append(buffer)
+
     def residual(self, message: Message, device: torch.device) -> ErrorFeedback:
         """Messages laid out alike, such as those of a model's equal blocks, share what lies ready."""
         free = self._free[message.pieces.residual_layout, device]

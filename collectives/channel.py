@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 import torch
 
 from commpress.codecs import Codec
-from commpress.collectives.allreduce import Workspace
+from commpress.collectives.allreduce import Workspace, any_flag, exchange
+from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.levels import Levels, levels_of
 from commpress.collectives.links import Links
 from commpress.collectives.topology import Topology
@@ -18,6 +19,18 @@ from commpress.work import Steps, Worker, run
 T = TypeVar("T")
 
 AT_ONCE = 4  # submitted algorithms under way at once, where messages are matched by tag
+
+
+class Numbers:
+    """Sequence numbers of a transport, each given out once."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, count: int) -> int:
+        """The first of ``count``."""
+        self._taken += count
+        return self._taken - count
 
 
 class Channel:
@@ -33,6 +46,7 @@ class Channel:
         name: str = "commpress",
         at_once: int = AT_ONCE,
         workspace: Workspace | None = None,
+        numbers: "Numbers | None" = None,
     ) -> None:
         self._clock = Timed(transport)
         self.transport = Recorded(self._clock)
@@ -40,13 +54,21 @@ class Channel:
         self.workspace = Workspace() if workspace is None else workspace
         self.at_once = 1 if transport.ordered else at_once
         self.levels: Levels | None = None
-        self._name, self._taken = name, 0
+        self._name, self._numbers = name, Numbers() if numbers is None else numbers
         self._worker: Worker | None = None
 
     @classmethod
     def among(cls, process_group: Any = None, *, timeout: timedelta | None = None, **options: Any) -> "Channel":
         """Over a transport of its own among the ranks of ``process_group``, collective; alone without torch.distributed."""
         return cls(own_transport(process_group, timeout=timeout) or Loopback(1).transport(0), **options)
+
+    def beside(self, name: str, transport: Transport | None = None) -> "Channel":
+        """Another channel over the same transport, or over ``transport`` between some of its ranks.
+
+        Both take their numbers from one sequence. Buffers, worker and counters are its own, so both may be at work at once.
+        """
+        workspace = Workspace(checksum=self.workspace.checksum)
+        return Channel(transport or self.inner, name=name, at_once=self.at_once, workspace=workspace, numbers=self._numbers)
 
     @property
     def inner(self) -> Transport:
@@ -63,8 +85,7 @@ class Channel:
 
     def take(self, count: int = 1) -> int:
         """The first of ``count`` sequence numbers."""
-        self._taken += count
-        return self._taken - count
+        return self._numbers.take(count)
 
     # ------------------------------------------------------------ work
 
@@ -102,3 +123,25 @@ class Channel:
     def waited(self) -> float:
         """Seconds spent waiting for peers and the network."""
         return self._clock.seconds + (0.0 if self.levels is None else self.levels.waited)
+
+
+def any_rank(
+    flag: bool,
+    channel: Channel,
+    sequence: int,
+    device: torch.device,
+    *,
+    what: str = "any",
+    numel: int = 0,
+    label: int = 0,
+) -> Steps[bool]:
+    """True on every rank if ``flag`` is set on some rank: a header to everybody.
+
+    Ranks that call it with another ``what``, ``numel`` or ``label`` are named by an error.
+    """
+    transport = channel.transport
+    outbox, inbox = (torch.zeros(transport.size, HEADER + 8, dtype=torch.uint8, device=device) for _ in range(2))
+    frame = Frame(ALL_TO_ALL, transport.size, what, numel, sequence, label)
+    mark = torch.full((1,), int(flag), dtype=torch.uint8, device=device)
+    yield from exchange(transport.all_to_all, inbox, outbox, frame, mark, transport, channel.workspace)
+    return bool(any_flag(inbox))

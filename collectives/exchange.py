@@ -172,7 +172,7 @@ class Exchanges:
     """All exchanges of one object, and what they leave behind.
 
     ``feedback``: what compression leaves out is sent later. ``ef21``: instead, changes are sent (``collectives.ef21``).
-    ``levels``: of the channel, where it has a topology.
+    ``levels``: of the channel, where it has a topology. ``residuals``: a store that others use too.
     """
 
     def __init__(
@@ -185,10 +185,11 @@ class Exchanges:
         feedback: bool = True,
         ef21: bool = False,
         seed: int = 0,
+        residuals: ResidualStore | None = None,
     ) -> None:
         self.policy, self.size, self.workspace, self.levels = policy, size, workspace, levels
         self.feedback, self.seed = feedback, seed
-        self.residuals = ResidualStore(ef21=ef21)
+        self.residuals = ResidualStore(ef21=ef21) if residuals is None else residuals
         self.bases: Bases = {}  # of low-rank codecs
         self.quanta: Quanta = {}  # of sketches
         self._exact = policy_of("none")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import commpress
@@ -50,6 +50,7 @@ class Plan:
     compressed: bool = True
     steps: int = 4
     first: int = 0
+    model_dtype: torch.dtype = torch.float32
     dtype: torch.dtype | None = None  # of parameters in forward and backward
     reduce_dtype: torch.dtype | None = None
     reshard: bool | int = True
@@ -60,7 +61,10 @@ class Plan:
     same_data: bool = False
     divide: float = 0.0
     force_sum: bool = False
+    columns: bool = False  # matrices are cut along dimension 1
+    scale: float = 0.0  # of a GradScaler
     lr: float = 0.1
+    momentum: float = 0.9
     backend: str = "gloo"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -77,11 +81,13 @@ class Trained:
 
 def shard(plan: Plan) -> nn.Module:
     torch.manual_seed(0)
-    model = Net(recompute=plan.recompute)
+    model = Net(recompute=plan.recompute).to(plan.model_dtype)
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=plan.reduce_dtype)}
     if plan.backend != "gloo":
         import_module("commpress.backend")
         options["mesh"] = DeviceMesh.from_group(dist.new_group(backend=plan.backend), "cpu")
+    if plan.columns:
+        options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() > 1 else Shard(0)
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=plan.reshard, **options)
     fully_shard(model, **options)
@@ -95,11 +101,12 @@ def shard(plan: Plan) -> nn.Module:
 class Session:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.model = plan, shard(plan)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=plan.scale or 1.0, enabled=plan.scale > 0)
+        options = {"min_numel": 0, **({"grad_scaler": self.scaler} if plan.scale else {}), **plan.options}
         self.state = (
-            commpress.compress_fsdp(self.model, plan.gradients, plan.weights, min_numel=0, **plan.options)
-            if plan.compressed else None
-        )  # fmt: skip
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=plan.lr, momentum=0.9)
+            commpress.compress_fsdp(self.model, plan.gradients, plan.weights, **options) if plan.compressed else None
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=plan.lr, momentum=plan.momentum)
         self.losses, self.norms = [], []
 
     def backward(self, step: int) -> None:
@@ -111,7 +118,7 @@ class Session:
             generator = torch.Generator().manual_seed(seed)
             x, y = torch.randint(13, (6,), generator=generator), torch.randint(7, (6,), generator=generator)
             loss = nn.functional.cross_entropy(self.model(x).float(), y)
-            loss.backward()
+            self.scaler.scale(loss).backward()
             self.losses.append(loss.item())
 
     def step(self, step: int) -> None:
@@ -119,7 +126,8 @@ class Session:
         if self.plan.clip:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
             self.norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.gradients = {n: p.grad.full_tensor().clone() for n, p in self.model.named_parameters()}
         self.optimizer.zero_grad()
 

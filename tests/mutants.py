@@ -227,6 +227,14 @@ MUTANTS = [
         "a child keeps its parent's connections", "collectives/transports/meeting.py",
         "        owner.forked()", "        pass", "tests/test_meeting.py",
     ),
+    Mutant(
+        "every rank keeps the first one's slice of a whole tensor", "integrations/fsdp/whole_parameters.py",
+        "own = slices[self.channel.rank]", "own = slices[0]", "tests/test_fsdp_whole.py",
+    ),
+    Mutant(
+        "bases of a sharded model are not loaded", "integrations/fsdp/shard_checkpoint.py",
+        "    _load_choices(state, saved)\n", "", "tests/test_fsdp_checkpoint.py",
+    ),
 ]  # fmt: skip
 
 

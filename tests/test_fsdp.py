@@ -104,12 +104,20 @@ def test_the_backend_commpress_gives_the_bits_and_bytes_of_gloo(pool, size):
             assert ours.sent == gloo.sent
 
 
-def test_bytes_are_counted_to_the_last(pool):
-    for _, sent, counted in pool.run(count_bytes, size=2):
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(gradients="int4", weights=commpress.Difference("int4")),
+        Plan(gradients=commpress.ByName({"up.weight": "sketch-4", "norm": "none"}, "powersgd-2")),
+    ],
+    ids=str,
+)
+def test_bytes_are_counted_to_the_last(pool, plan):
+    for _, sent, counted in pool.run(count_bytes, plan, size=2):
         assert sent == counted
 
 
-def count_bytes():
+def count_bytes(plan):
     """What went through the transport against what the counters say."""
     from commpress.collectives.transports.sockets import SocketTransport
 
@@ -125,7 +133,7 @@ def count_bytes():
     for name in real:
         setattr(SocketTransport, name, counting(name))
     try:
-        session = Session(Plan(gradients="int4", weights=commpress.Difference("int4")))
+        session = Session(plan)
         sent[0] = 0  # the agreement at the start
         session.run()
         for parameter in session.model.parameters():

@@ -1,11 +1,15 @@
 """FSDP2: residuals are saved and loaded, exactly and on another world size, and nothing of a gradient is lost."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import commpress
 from fsdp_twin import Plan, Session, Trained
+
+WHOLE = commpress.ByName({"up.weight": "sketch-4", "norm": "none"}, "powersgd-2")
 
 
 def resumed(plan: Plan, folder: str) -> tuple[Trained, Trained]:
@@ -33,6 +37,7 @@ def resumed(plan: Plan, folder: str) -> tuple[Trained, Trained]:
     [
         Plan(gradients="int4", steps=5),
         Plan(gradients="int4", weights=commpress.Difference("int4"), dtype=torch.bfloat16, steps=5),
+        Plan(gradients=WHOLE, steps=5),
     ],
     ids=str,
 )
@@ -71,12 +76,12 @@ def test_what_is_owed_survives_another_world_size(pool, tmp_path):
     assert any(values.abs().sum() > 0 for values in saved[0].values())
 
 
-def telescoped() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def telescoped(codec: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Sum of compressed gradients + R against the sum of exact ones, with weights that do not move."""
     torch.set_num_threads(1)
     sums = []
     for compressed in (False, True):
-        session = Session(Plan(gradients="int4", weights=None, lr=0.0, compressed=compressed))
+        session = Session(Plan(gradients=codec, weights=None, lr=0.0, compressed=compressed))
         total: dict[str, torch.Tensor] = {}
         for step in range(6):
             session.step(step)
@@ -88,7 +93,8 @@ def telescoped() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return sums[0], sums[1]
 
 
-def test_nothing_of_a_gradient_is_lost(pool):
-    for exact, ours in pool.run(telescoped, size=4):
+@pytest.mark.parametrize("codec", ["int4", WHOLE], ids=["rows", "whole tensors"])
+def test_nothing_of_a_gradient_is_lost(pool, codec):
+    for exact, ours in pool.run(telescoped, codec, size=4):
         for name in exact:
             torch.testing.assert_close(ours[name], exact[name], atol=2e-6, rtol=1e-5)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import commpress
-from commpress.errors import InvalidArgument, NonFiniteGradient
+from commpress.errors import NonFiniteGradient
 from fsdp_twin import Block, Net
 
 
@@ -70,20 +70,6 @@ def test_hybrid_sharding_compresses_the_replicate_dimension(pool, codec, shards)
             assert counters["compressed_elements"] > 0
             assert residuals
             assert counters["wire_bytes"] < 0.5 * counters["logical_bytes"]
-
-
-def whole_tensors():
-    model = Net()
-    fully_shard(model)
-    with pytest.raises(InvalidArgument, match="'powersgd/4/2' compresses whole tensors"):
-        commpress.compress_fsdp(model, "powersgd-4", None)
-    with pytest.raises(InvalidArgument, match=r"'sketch/64/1\.5' compresses whole tensors"):
-        commpress.compress_fsdp(model, None, "sketch-64")
-
-
-def test_codecs_of_whole_tensors_are_refused_at_once(pool):
-    pool.run(whole_tensors, size=2)
-    pool.run(whole_tensors, size=1)
 
 
 def two_dimensions():

@@ -121,10 +121,10 @@ def watched() -> tuple[bool, list[bool]]:
     torch.set_num_threads(1)
     seen = []
     session = Session(Plan(steps=1)).run()
-    before = [unit.prefetches for unit in session.state.units]
+    before = [each.prefetches for each in session.state.param_groups]
     session.model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.to_local().abs().sum())))
     session.step(1)
-    return seen[0] > 0, [*before, *(unit.prefetches for unit in session.state.units)]
+    return seen[0] > 0, [*before, *(each.prefetches for each in session.state.param_groups)]
 
 
 def test_a_hook_sees_its_gradient_and_units_gather_ahead_from_the_second_step_on(pool):
@@ -139,7 +139,7 @@ def set_by_hand() -> list[int]:
     first.set_modules_to_forward_prefetch([second])
     for step in range(2):
         session.step(step)
-    return [unit.prefetches for unit in session.state.units]
+    return [each.prefetches for each in session.state.param_groups]
 
 
 def test_prefetching_set_by_the_user_stays(pool):

@@ -3,6 +3,7 @@
 import difflib
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from commpress.errors import InvalidArgument
@@ -44,6 +45,10 @@ class NotOfRows(ABC):
     def spec(self) -> str:
         """As a codec's."""
 
+    @abstractmethod
+    def takes(self, shape: Sequence[int]) -> bool:
+        """Whether it compresses a tensor of this shape, which travels exactly otherwise."""
+
     @property
     def back(self) -> Codec:
         self.refuse()
@@ -62,7 +67,8 @@ class NotOfRows(ABC):
     def refuse(self) -> NoReturn:
         raise InvalidArgument(
             f"codec {self.spec!r} compresses whole tensors, and this call sees rows of a flat buffer: use it with "
-            "commpress.compress(ddp, codec=...) or Partitioned(gradients=...), or choose a codec of rows such as 'int4' here"
+            "commpress.compress(ddp, codec=...), compress_fsdp(model, gradients=...) or Partitioned(gradients=...), or choose "
+            "a codec of rows such as 'int4' here"
         )
 
 

@@ -14,7 +14,7 @@ class LowRankCodec(NotOfRows):
     """Rank ``rank`` for tensors of two and more dimensions, seen as matrices of shape[0] rows.
 
     A tensor of one dimension, and one whose factors would have more than 1 / ``min_rate`` of its elements, travels exactly.
-    Give it to ``compress`` by itself or inside a policy; other calls know no shapes and refuse it.
+    For gradients, by itself or inside a policy; calls that know no shapes refuse it.
     """
 
     rank: int = 4
@@ -35,6 +35,9 @@ class LowRankCodec(NotOfRows):
         tall, wide = shape[0], math.prod(shape[1:])
         rank = min(self.rank, tall, wide)
         return (tall, wide, rank) if (tall + wide) * rank * self.min_rate < tall * wide else None
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        return self.matrix(shape) is not None
 
     @property
     def spec(self) -> str:

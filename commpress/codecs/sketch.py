@@ -1,5 +1,6 @@
 """Top-k as a summable sketch. Not a codec of rows: ``collectives.sketch`` says how it travels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +33,9 @@ class SketchCodec(NotOfRows):
     def kept(self) -> TopKCodec:
         """What one rank keeps."""
         return TopKCodec(self.density)
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        return 0 not in shape
 
     @property
     def spec(self) -> str:

@@ -3,7 +3,7 @@
 import logging
 import zlib
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -13,23 +13,24 @@ from torch.distributed.fsdp import FSDPModule
 
 from commpress.codecs import Codec, Policy
 from commpress.codecs.codec import NotOfRows
-from commpress.collectives.allreduce import Workspace, any_flag, exchange
+from commpress.codecs.sketch import SketchCodec
+from commpress.collectives.allreduce import Workspace
+from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.consensus import AgreeOver, consensus_over
-from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.reduce_scatter import Deal
+from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.factory import own_transport
-from commpress.collectives.transports.transport import Divisible, Transport
+from commpress.collectives.transports.transport import Divisible
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ResidualStore, check_feedback
-from commpress.integrations.fsdp.param_groups import Unit, units_of
+from commpress.integrations.fsdp.param_groups import ParamGroup, param_groups_of
 from commpress.integrations.fsdp.policies import policy_for
-from commpress.integrations.fsdp.prefetch import Ahead, Late
+from commpress.integrations.fsdp.prefetch import AT_ONCE, DeferredReductions, Prefetcher
 from commpress.integrations.fsdp.shard_checkpoint import elastic_residuals, exact_residuals, load_elastic, load_exact
 from commpress.integrations.fsdp.shard_gradients import CompressedReduceScatter, Hop
 from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Difference
 from commpress.integrations.observe.counters import Counters
-from commpress.work import Steps, Worker, run
+from commpress.work import run
 
 log = logging.getLogger("commpress")
 
@@ -66,10 +67,11 @@ def compress_fsdp(
     - ``inside`` with ``topology``: gradients take two hops, inside the node with that codec, between nodes with ``gradients``;
       ``hadamard`` rotates blocks of 64 before the second, which spreads outliers.
     - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the whole model on each rank.
-    - ``on_nonfinite``: gradients of a unit in which a rank has NaN or infinity become zeros on all ranks ("skip"), NaN
-      ("propagate", for whoever tests them), or also an error after backward ("raise"). No residual changes.
+    - ``on_nonfinite``: gradients of a group of parameters (one ``fully_shard``) in which a rank has NaN or infinity become
+      zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them), or also an error after backward ("raise"). No
+      residual changes.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward together, where these are
-      more than share a unit: they decide about each unit together. Not the stages of a pipeline.
+      more than share a group: they decide about each group together. Not the stages of a pipeline.
     - ``grad_scaler``: pass AMP's, so that residuals are kept in unscaled units and infinities reach it.
     - ``regather``: send weights again before backward. Otherwise they are kept from forward to backward as they came, encoded,
       which costs a byte per parameter of the whole model on each rank with "int8", and saves a third of the traffic.
@@ -83,7 +85,11 @@ def compress_fsdp(
 
 
 class ShardedState:
-    """What the communication objects of all units share: links, residuals, counters, options. See ``compress_fsdp``."""
+    """Channels, residuals, counters and options that the communication objects of all parameter groups share.
+
+    See ``compress_fsdp``. For each set of ranks that shares a group there is a channel for gradients, and one beside it for
+    weights: both are at work at once.
+    """
 
     def __init__(
         self,
@@ -105,126 +111,136 @@ class ShardedState:
         checksum: bool,
         seed: int,
     ) -> None:
-        if on_nonfinite not in ("skip", "propagate", "raise"):
-            raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip', 'propagate' or 'raise'")
+        check_on_nonfinite(on_nonfinite)
         if gradients is None and weights is None:
             raise InvalidArgument("gradients and weights are both None: there is nothing to compress")
         if (inside is None) != (topology is None):
             raise InvalidArgument("inside and topology belong together: the codec inside a node, and who shares one")
         if hadamard and inside is None:
             raise InvalidArgument("hadamard is for the second of two hops: pass inside= and topology= as well")
-        self.units = units_of(model)
+        self.param_groups = param_groups_of(model)
         check_feedback(error_feedback)
         self.model, self.on_nonfinite, self.error_feedback = model, on_nonfinite, error_feedback
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        self.timeout, self.seed, self.hadamard = timeout, seed, hadamard
+        self.seed, self.hadamard = seed, hadamard
         self.step, self.gradients, self.weights = 0, Counters(), Counters()
         self.residuals, self.residuals_between = ResidualStore(), ResidualStore()
-        self.reducing, self.gathering = Workspace(checksum=checksum), Workspace(checksum=checksum)
-        self.reducers: dict[Unit, CompressedReduceScatter] = {}
+        self.reducing: dict[tuple[int, ...], Channel] = {}  # by ranks
+        self.gathering: dict[tuple[int, ...], Channel] = {}
+        self.hops: list[Channel] = []  # inside a node and between nodes
+        self.reducers: dict[ParamGroup, CompressedReduceScatter] = {}
         self.gatherers: list[CompressedAllGather] = []
-        self._sequence, self._said, self._told = 0, False, False
+        self._exact_bytes = 0  # of weights, by torch
+        self._summary_logged, self._pipeline_logged = False, False
         self._error: NonFiniteGradient | None = None
-        self._lent: dict[tuple[object, ...], list[torch.Tensor]] = {}
-        self._links: dict[tuple[int, ...], Divisible] = {}
-        self.consensus = consensus_over(agree_over, self.units[0].group, timeout=timeout)
-        device = self.units[0].parameters[0].device
-        if all(unit.ranks == 1 for unit in self.units):
+        self.device = self.param_groups[0].parameters[0].device
+        if all(each.ranks == 1 for each in self.param_groups):
             log.warning("all shards are on one rank: there is nothing to reduce or gather, so nothing is compressed")
 
         difference = isinstance(weights, Difference)
         codec = weights.codec if isinstance(weights, Difference) else weights
         gradient_policy = None if gradients is None else policy_for(model, gradients, min_numel=min_numel)
         weight_policy = None if codec is None else policy_for(model, codec, min_numel=min_numel)
-        for unit in self.units:
-            link = self._link(unit)
-            self._agree_on(unit, link, gradient_policy, weight_policy, (inside, str(topology), hadamard, difference, seed))
-            if gradient_policy is not None and unit.parts(trainable=True):
-                self._attach_gradients(unit, link, gradient_policy, inside, topology)
+        inside_policy = None if inside is None else policy_for(model, inside, min_numel=0)
+        self._check_codecs(gradient_policy, inside_policy, weight_policy)
+        self.consensus = consensus_over(agree_over, self.param_groups[0].group, timeout=timeout)
+        for each in self.param_groups:
+            ranks = tuple(dist.get_process_group_ranks(each.group))
+            if ranks not in self.reducing:
+                workspace = Workspace(checksum=checksum)
+                self.reducing[ranks] = Channel.among(
+                    each.group, timeout=timeout, name="commpress-gradients", at_once=AT_ONCE, workspace=workspace
+                )
+                self.gathering[ranks] = self.reducing[ranks].beside("commpress-weights")
+            channel = self.reducing[ranks]
+            self._agree_on(each, channel, gradient_policy, weight_policy, (inside, str(topology), hadamard, difference, seed))
+            if gradient_policy is not None and each.parts(trainable=True):
+                hops = [Hop(channel, gradient_policy, self.residuals)]
+                if topology is not None and inside_policy is not None:
+                    hops = self._two_hops(each, channel, gradient_policy, inside_policy, topology)
+                self.reducers[each] = CompressedReduceScatter(each, self, channel, hops)
+                each.module.set_custom_reduce_scatter(self.reducers[each])
             if weight_policy is not None:
-                gatherer = CompressedAllGather(unit, self, weight_policy, link, difference=difference, keep=not regather)
-                unit.module.set_custom_all_gather(gatherer)
+                gatherer = CompressedAllGather(
+                    each, self, weight_policy, self.gathering[ranks], difference=difference, keep=not regather
+                )
+                each.module.set_custom_all_gather(gatherer)
                 self.gatherers.append(gatherer)
-        background = overlap and device.type == "cpu" and not any(link.ordered for link in self._links.values())
-        self.worker = Worker("commpress-weights", limit=2) if background and self.gatherers else None
-        self.ahead = Ahead(background)
-        self.late = Late() if background and self.reducers else None
-        if self.late is not None:
-            for unit in self.units:
-                unit.module.register_forward_pre_hook(self.late.forget)  # type: ignore[attr-defined]
+        ordered = any(channel.inner.ordered for channel in self.reducing.values())
+        self.background = overlap and self.device.type == "cpu" and not ordered
+        self.prefetcher = Prefetcher(self.background)
+        self.deferred = DeferredReductions() if self.background and self.reducers else None
+        if self.deferred is not None:
+            for each in self.param_groups:
+                each.module.register_forward_pre_hook(self.deferred.forget)  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------ setting up
 
-    def _link(self, unit: Unit) -> Divisible:
-        """One for all units with the same ranks; its messages meet no others."""
-        ranks = tuple(dist.get_process_group_ranks(unit.group))
-        if ranks not in self._links:
-            self._links[ranks] = own_transport(unit.group, timeout=self.timeout)
-        return self._links[ranks]
-
-    def _attach_gradients(
-        self,
-        unit: Unit,
-        link: Divisible,
-        policy: Policy,
-        inside: str | Codec | None,
-        topology: Topology | None,
-    ) -> None:
-        hops = [Hop(link, policy, self.residuals)]
-        if topology is not None and inside is not None:
-            hops = self._two_hops(unit, link, policy, policy_for(self.model, inside, min_numel=0), topology)
-        reducer = CompressedReduceScatter(unit, self, hops)
-        unit.module.set_custom_reduce_scatter(reducer)
-        self.reducers[unit] = reducer
+    def _check_codecs(self, gradients: Policy | None, inside: Policy | None, weights: Policy | None) -> None:
+        """Codecs of whole tensors are for gradients in one hop, the same on any number of ranks."""
+        rows = {"inside": inside, "weights": weights, **({} if inside is None else {"gradients": gradients})}
+        for name, parameter in ((n, p) for each in self.param_groups for n, p in zip(each.names, each.parameters, strict=True)):
+            for option, policy in rows.items():
+                codec: object = None if policy is None else policy.choose(name, parameter.numel())
+                if isinstance(codec, NotOfRows):
+                    why = "a rank has rows of weights only" if option == "weights" else "two hops carry rows"
+                    cure = "leave inside= and topology= out, or " if option == "gradients" else ""
+                    raise InvalidArgument(
+                        f"{option} is {codec.spec!r} for {name!r}. It compresses whole tensors, and {why}: {cure}choose a "
+                        "codec of rows such as 'int4'"
+                    )
+            codec = None if gradients is None else gradients.choose(name, parameter.numel())
+            if isinstance(codec, SketchCodec) and self.device.type != "cpu":
+                raise InvalidArgument(
+                    f"gradients is {codec.spec!r} for {name!r}, which is on {self.device}: the sketch has CPU kernels only, "
+                    "use 'topk-64' there"
+                )
 
     def _two_hops(
-        self, unit: Unit, link: Divisible, policy: Policy, inside: Policy, topology: Topology
+        self, param_group: ParamGroup, channel: Channel, policy: Policy, inside: Policy, topology: Topology
     ) -> list[Hop]:
-        nodes = topology.nodes
-        if topology.size != unit.ranks or len({len(node) for node in nodes}) > 1:
+        nodes, transport = topology.nodes, cast(Divisible, channel.inner)
+        if topology.size != param_group.ranks or len({len(node) for node in nodes}) > 1:
             raise InvalidArgument(
-                f"topology is {str(topology)!r}, expected nodes of equal size with {unit.ranks} ranks in all"
+                f"topology is {str(topology)!r}, expected nodes of equal size with {param_group.ranks} ranks in all"
             )
-        (home,) = [node for node in nodes if link.rank in node]
-        place = home.index(link.rank)
+        (home,) = [node for node in nodes if channel.rank in node]
+        place = home.index(channel.rank)
         rows = tuple(tuple(node[i] for node in nodes) for i in range(len(home)))
-        within = [link.subset(node) for node in nodes]
-        across = [link.subset(row) for row in rows]
-        first, second = within[nodes.index(home)], across[place]
-        assert first is not None
-        assert second is not None
+        within = [transport.subset(node) for node in nodes]
+        across = [transport.subset(row) for row in rows]
+        first, second = channel.beside("inside", within[nodes.index(home)]), channel.beside("between", across[place])
+        self.hops += [first, second]
         return [
             Hop(first, inside, self.residuals, rows=rows),
             Hop(second, policy, self.residuals_between, own=rows[place], rotated=self.hadamard),
         ]
 
     def _agree_on(
-        self, unit: Unit, link: Divisible, gradients: Policy | None, weights: Policy | None, options: object
+        self, param_group: ParamGroup, channel: Channel, gradients: Policy | None, weights: Policy | None, options: object
     ) -> None:
-        """All ranks cut this unit alike and name the same codecs, or an error names who does not."""
-        said = [repr(options)]
-        for part in unit.parts(trainable=False):
-            codecs = [p.choose(part.name, part.numel) for p in (gradients, weights) if p is not None]
-            for codec in codecs:
-                if isinstance(codec, NotOfRows):
-                    codec.refuse()
-            specs = [gradients is None, weights is None, *(codec.spec for codec in codecs)]
-            said.append(f"{part.name} {part.width} {part.numel} {specs}")
-        numel = sum(parameter.numel() for parameter in unit.parameters)
-        run(self._headers("compress_fsdp", numel, zlib.crc32("\n".join(said).encode()), False, link, self.sequence(1)))
+        """All ranks cut this group alike and name the same codecs, or an error names who does not."""
+        lines = [repr(options)]
+        for part in param_group.parts(trainable=False):
+            specs: list[object] = [gradients is None, weights is None]
+            specs += [p.choose(part.name, part.numel).spec for p in (gradients, weights) if p is not None]
+            lines.append(f"{part.name} {part.width} {part.numel} {specs}")
+        numel, label = sum(p.numel() for p in param_group.parameters), zlib.crc32("\n".join(lines).encode())
+        uncounted = channel.beside("agreement")
+        run(any_rank(False, uncounted, channel.take(), self.device, what="compress_fsdp", numel=numel, label=label))
 
-    # ------------------------------------------------------------ what the units' objects ask for
+    # ------------------------------------------------------------ for the objects of parameter groups
 
     def begin(self, reducer: CompressedReduceScatter) -> int:
-        """A seed for stochastic codecs; counts steps by the unit that has reduced most often."""
+        """A seed for stochastic codecs; counts steps by the group that has been reduced most often."""
         if reducer.calls >= self.step:
             self._check_complete()
             self.step, self._error = reducer.calls + 1, None
         return self.seed * 1_000_003 + reducer.calls
 
-    def reductions(self, unit: Unit) -> int:
+    def reductions(self, param_group: ParamGroup) -> int:
         """How often its gradients have been reduced."""
-        return self.reducers[unit].calls if unit in self.reducers else 0
+        return self.reducers[param_group].calls if param_group in self.reducers else 0
 
     def key(self) -> int:
         """A seed for the weights of this step."""
@@ -233,70 +249,36 @@ class ShardedState:
     def gain(self) -> float:
         return 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
 
-    def sequence(self, count: int) -> int:
-        self._sequence += count
-        return self._sequence - count
-
-    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer until it is given back. Threads may share this."""
-        try:
-            return self._lent.setdefault((numel, dtype, device), []).pop()
-        except IndexError:
-            return torch.zeros(numel, dtype=dtype, device=device)
-
-    def give_back(self, tensor: torch.Tensor) -> None:
-        self._lent[tensor.numel(), tensor.dtype, tensor.device].append(tensor)
-
-    def any_rank(self, flag: bool, transport: Transport, sequence: int) -> Steps[bool]:
-        """Whether ``flag`` is set on any rank: a header to everybody."""
-        return self._headers("any", 0, 0, flag, transport, sequence)
-
-    def _headers(
-        self, what: str, numel: int, label: int, flag: bool, transport: Transport, sequence: int
-    ) -> Steps[bool]:
-        device = self.units[0].parameters[0].device
-        outbox, inbox = (torch.zeros(transport.size, HEADER + 8, dtype=torch.uint8, device=device) for _ in range(2))
-        frame = Frame(ALL_TO_ALL, transport.size, what, numel, sequence, label)
-        mark = torch.full((1,), int(flag), dtype=torch.uint8, device=device)
-        yield from exchange(transport.all_to_all, inbox, outbox, frame, mark, transport, self.reducing)
-        return bool(any_flag(inbox))
-
     def outside_backward(self) -> None:
-        if not self._told:
-            self._told = True
+        if not self._pipeline_logged:
+            self._pipeline_logged = True
             log.info("gradients are reduced outside of backward, as by a pipeline: at once, not behind backward (overlap=True)")
 
     # ------------------------------------------------------------ counting
 
-    def reduced(self, reducer: CompressedReduceScatter, buffer: torch.Tensor, legs: list[tuple[Transport, list[Deal]]]) -> None:
-        ranks = reducer.unit.ranks
-        self.gradients.logical_bytes += buffer.element_size() * buffer.numel() * (ranks - 1) // ranks
-        for i, (transport, plan) in enumerate(legs):
-            self.gradients.sent(plan, transport.size, elements=i == len(legs) - 1)
+    def reduced(self) -> None:
+        """Gradients of some group have been."""
+        self.gradients.channels([*self.reducing.values(), *self.hops])
         self.gradients.steps = self.step
-        self.gradients.encode_seconds, self.gradients.decode_seconds = (
-            self.reducing.encode_seconds,
-            self.reducing.decode_seconds,
-        )
 
-    def gathered(self, whole: torch.Tensor, plan: list[Deal], transport: Transport, *, headers: int = 0) -> None:
-        ranks = transport.size
+    def gathered(self, whole: torch.Tensor, plan: list[Deal], ranks: int, *, headers: int = 0) -> None:
         self.weights.logical_bytes += whole.element_size() * whole.numel() * (ranks - 1) // ranks
-        self.weights.sent(plan, ranks)
-        self.weights.messages += headers
-        self.weights.wire_bytes += headers * (HEADER + 8) * (ranks - 1)
-        self.weights.steps = self.step
-        self.weights.encode_seconds, self.weights.decode_seconds = (
-            self.gathering.encode_seconds,
-            self.gathering.decode_seconds,
-        )
+        self.weights.messages += len(plan) + headers
+        self.weights.elements(plan)
+        self._count_weights()
 
     def gathered_exactly(self, whole: torch.Tensor, ranks: int) -> None:
         """By torch, among the ranks of a smaller mesh after forward."""
         sent = whole.element_size() * whole.numel() * (ranks - 1) // ranks
         self.weights.logical_bytes += sent
-        self.weights.wire_bytes += sent
         self.weights.exact_elements += whole.numel()
+        self._exact_bytes += sent
+        self._count_weights()
+
+    def _count_weights(self) -> None:
+        self.weights.channels(self.gathering.values())
+        self.weights.wire_bytes += self._exact_bytes
+        self.weights.steps = self.step
 
     @property
     def wire_bytes(self) -> int:
@@ -326,7 +308,7 @@ class ShardedState:
 
     def _check_complete(self) -> None:
         """Once a step: nothing of this model may travel uncompressed because somebody put another object in our place."""
-        known = {id(unit.module) for unit in self.units}
+        known = {id(each.module) for each in self.param_groups}
         for path, module in self.model.named_modules():
             own = any(True for _ in module.parameters(False))
             if own and isinstance(module, FSDPModule) and id(module) not in known:
@@ -334,10 +316,10 @@ class ShardedState:
                     f"{path or 'the model'} was sharded after compress_fsdp, so its traffic is not compressed: call "
                     "compress_fsdp after the last fully_shard"
                 )
-        if self.step == 1 and not self._said:
-            self._said = True
+        if self.step == 1 and not self._summary_logged:
+            self._summary_logged = True
             counters = [c for c, used in ((self.gradients, self.reducers), (self.weights, self.gatherers)) if used]
-            if any(counter.compressed_elements == 0 for counter in counters):
+            if any(counter.compressed_elements == 0 < counter.exact_elements for counter in counters):
                 log.warning("NOTHING WAS COMPRESSED on one side: the policy left every tensor exact: %s", self._shares())
             else:
                 log.info("compressing: %s", self._shares())
@@ -353,8 +335,8 @@ class ShardedState:
         if self.on_nonfinite == "raise":
             if self._error is None:
                 self._error = NonFiniteGradient(
-                    f"the gradients of {reducer.unit.name} hold NaN or infinity on some rank at step {reducer.calls}. None of "
-                    "its residuals was changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
+                    f"the gradients of {reducer.param_group.name} hold NaN or infinity on some rank at step {reducer.calls}. "
+                    "None of its residuals was changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
                 )
                 if torch._C._current_graph_task_id() < 0:
                     self._raise()
@@ -362,7 +344,7 @@ class ShardedState:
         elif count <= 3 or count % 100 == 0:
             log.warning(
                 "step %d: gradients of %s held NaN or infinity on some rank and became %s on all (%d so far)",
-                reducer.calls, reducer.unit.name, "zeros" if zeros else "NaN", count,
+                reducer.calls, reducer.param_group.name, "zeros" if zeros else "NaN", count,
             )  # fmt: skip
 
     def _raise(self) -> None:

@@ -20,7 +20,7 @@ from commpress.collectives.round import check_on_nonfinite
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import check_feedback
 from commpress.integrations.fsdp.fsdp2 import MIN_NUMEL
-from commpress.integrations.fsdp.param_groups import Unit, units_of
+from commpress.integrations.fsdp.param_groups import ParamGroup, param_groups_of
 from commpress.integrations.fsdp.policies import check_dtype, policy_for
 from commpress.integrations.observe.counters import Counters
 
@@ -49,17 +49,17 @@ def compress_hsdp(
     check_on_nonfinite(on_nonfinite)
     group = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
     return ReplicatedState(
-        units_of(model), group, policy_for(model, gradients, min_numel=min_numel), error_feedback=error_feedback,
+        param_groups_of(model), group, policy_for(model, gradients, min_numel=min_numel), error_feedback=error_feedback,
         on_nonfinite=on_nonfinite, timeout=timeout, checksum=checksum, seed=seed,
     )  # fmt: skip
 
 
 class ReplicatedState:
-    """What the hooks of all units share. See ``compress_hsdp``."""
+    """What the hooks of all groups of parameters share. See ``compress_hsdp``."""
 
     def __init__(
         self,
-        units: list[Unit],
+        param_groups: list[ParamGroup],
         group: dist.ProcessGroup,
         policy: Policy,
         *,
@@ -73,37 +73,37 @@ class ReplicatedState:
         self.on_nonfinite, self.seed, self.step, self.counters = on_nonfinite, seed, 0, Counters()
         self._error: NonFiniteGradient | None = None
         self.channel = Channel.among(group, timeout=timeout, workspace=Workspace(checksum=checksum))
-        whole = {name: p.numel() for unit in units for name, p in zip(unit.names, unit.parameters, strict=True)}
+        whole = {name: p.numel() for each in param_groups for name, p in zip(each.names, each.parameters, strict=True)}
         self.exchanges = Exchanges(
             _OfWhole(policy, whole), self.channel.size, self.channel.workspace, feedback=error_feedback, seed=seed
         )
-        for unit in units:
-            if any(p.requires_grad for p in unit.parameters):
-                unit.module.set_all_reduce_hook(_Average(unit, self))
+        for each in param_groups:
+            if any(p.requires_grad for p in each.parameters):
+                each.module.set_all_reduce_hook(_Average(each, self))
 
-    def average(self, unit: "_Average", shard: torch.Tensor) -> None:
-        check_dtype(shard, f"the gradients of {unit.unit.name}")
-        if shard.numel() != unit.numel:
+    def average(self, of: "_Average", shard: torch.Tensor) -> None:
+        check_dtype(shard, f"the gradients of {of.param_group.name}")
+        if shard.numel() != of.numel:
             raise InvalidArgument(
-                f"{shard.numel()} gradients of {unit.unit.name} came, expected {unit.numel}: parameters without a gradient are "
-                "left out. Call model.set_reduce_scatter_unused_params(True) (torch 2.13)"
+                f"{shard.numel()} gradients of {of.param_group.name} came, expected {of.numel}: parameters without a gradient "
+                "are left out. Call model.set_reduce_scatter_unused_params(True) (torch 2.13)"
             )
-        if unit.calls >= self.step:
-            self.step = unit.calls + 1
+        if of.calls >= self.step:
+            self.step = of.calls + 1
         buffer = shard if shard.dtype == torch.float32 else shard.float()
-        exchange, key = unit.exchange, self.seed * 1_000_003 + unit.calls
+        exchange, key = of.exchange, self.seed * 1_000_003 + of.calls
         sequence = self.channel.take(exchange.sequences)
         outcomes = self.channel.run(exchange.steps(self.channel, buffer, sequence=sequence, key=key))
-        unit.calls += 1
+        of.calls += 1
         finite = all(outcome.finite for outcome in outcomes)
         settle(outcomes, taken=finite)
         if not finite:
             self.counters.skipped_buckets += 1
-            log.warning("gradients of %s held NaN or infinity in some replica", unit.unit.name)
+            log.warning("gradients of %s held NaN or infinity in some replica", of.param_group.name)
             if self.on_nonfinite == "raise" and self._error is None:
                 self._error = NonFiniteGradient(
-                    f"gradients of {unit.unit.name} held NaN or infinity in some replica. No residual was changed. Look for "
-                    "the cause in the loss, or pass on_nonfinite='skip'."
+                    f"gradients of {of.param_group.name} held NaN or infinity in some replica. No residual was changed. Look "
+                    "for the cause in the loss, or pass on_nonfinite='skip'."
                 )
                 Variable._execution_engine.queue_callback(self._raise)
             shard.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)
@@ -130,17 +130,17 @@ class ReplicatedState:
 
 
 class _Average:
-    """torch calls it with what a unit's reduce-scatter left on this rank."""
+    """Average over replicas of what a group's reduce-scatter left on this rank, which torch calls it with."""
 
-    def __init__(self, unit: Unit, owner: ReplicatedState) -> None:
-        self.unit, self.owner, self.calls = unit, owner, 0
-        self.numel = sum(part.width for part in unit.parts(trainable=True))
-        self.exchange = owner.exchanges.of(unit.names, self._tensors, unit.parameters[0].device)
+    def __init__(self, param_group: ParamGroup, owner: ReplicatedState) -> None:
+        self.param_group, self.owner, self.calls = param_group, owner, 0
+        self.numel = sum(part.width for part in param_group.parts(trainable=True))
+        self.exchange = owner.exchanges.of(param_group.names, self._tensors, param_group.parameters[0].device)
 
     def _tensors(self) -> Tensors:
         """This rank's shard of every parameter that has one."""
-        shards = {name: p.to_local() for name, p in zip(self.unit.names, self.unit.parameters, strict=True)}
-        parts = [part for part in self.unit.parts(trainable=True) if shards[part.name].numel()]
+        shards = {name: p.to_local() for name, p in zip(self.param_group.names, self.param_group.parameters, strict=True)}
+        parts = [part for part in self.param_group.parts(trainable=True) if shards[part.name].numel()]
         spans = [Span(part.name, part.at, shards[part.name].numel()) for part in parts]
         return spans, [shards[part.name].shape for part in parts]
 

@@ -1,8 +1,8 @@
-"""What FSDP2 moves together: the one place that looks behind its public interface.
+"""Groups of parameters that FSDP2 moves together: the one place that looks behind its public interface.
 
-A unit is one call of ``fully_shard``. Its reduce-scatter and all-gather move one flat buffer, of which row r holds rank r's
-slice of every parameter, in the order of ``FSDPParamGroup.fsdp_params``. torch hands over the buffer without saying what
-lies where; that order is read here, once, and every later call is compared with it.
+There is one to each call of ``fully_shard``. Its reduce-scatter and all-gather move one flat buffer, of which row r holds
+rank r's slice of every parameter, in the order of ``FSDPParamGroup.fsdp_params``. torch hands over the buffer without
+saying what lies where; that order is read here, once, and every later call is compared with it.
 """
 
 from dataclasses import dataclass
@@ -21,36 +21,36 @@ from commpress.torch_private import fsdp_groups
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class ParamGroup:
     """One ``fully_shard``: its module and parameters in torch's order."""
 
     module: FSDPModule
     names: tuple[str, ...]
     mesh: DeviceMesh
-    held: Any  # torch's FSDPParamGroup
+    inner: Any  # torch's FSDPParamGroup
 
     @property
     def name(self) -> str:
-        return f"the unit of {self.names[0]!r}"
+        return f"the parameter group of {self.names[0]!r}"
 
     @property
     def parameters(self) -> tuple[DTensor, ...]:
-        return tuple(p.sharded_param for p in self.held.fsdp_params)
+        return tuple(p.sharded_param for p in self.inner.fsdp_params)
 
     @property
     def gathered_twice(self) -> bool:
         """Whether its parameters are let go after forward, and gathered again among the same ranks for backward."""
-        return self.held._reshard_after_forward and not self.held._use_post_forward_mesh
+        return self.inner._reshard_after_forward and not self.inner._use_post_forward_mesh
 
     @property
     def gradients_in_use(self) -> bool:
         """Whether somebody takes its gradients as soon as they are reduced, before backward ends."""
         hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters)
-        return self.held._all_reduce_hook is not None or any(hooks)
+        return self.inner._all_reduce_hook is not None or any(hooks)
 
     @property
     def prefetches(self) -> bool:
-        """Whether the user has said which units it gathers ahead in forward."""
+        """Whether the user has said which groups it gathers ahead in forward."""
         return bool(self.module._get_fsdp_state()._states_to_forward_prefetch)
 
     @property
@@ -68,15 +68,22 @@ class Unit:
             at += width
         return parts
 
+    def slices(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Views of each rank's slice of a parameter in ``whole``, which holds all its elements in order."""
+        parameter = self.parameters[self.names.index(name)]
+        (placement,) = parameter.placements
+        chunks = whole.view(parameter.shape).chunk(self.ranks, placement.dim if isinstance(placement, Shard) else 0)
+        return [*chunks, *[whole[:0]] * (self.ranks - len(chunks))]
+
     @cached_property
     def group(self) -> dist.ProcessGroup:
         return self.mesh.get_group()
 
 
-def units_of(model: torch.nn.Module) -> list[Unit]:
-    """All units of ``model`` that have parameters, outermost first."""
+def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
+    """All groups of ``model`` that have parameters, outermost first."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    units = []
+    found = []
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -96,18 +103,18 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
                     f"a parameter of shape {tuple(unknown[0].shape)} in a sharded {type(module).__name__} is not among "
                     "model.named_parameters(): pass the whole model, in sharded state (between steps)"
                 )
-            unit = Unit(module, tuple(names[id(p)] for p in parameters), parameters[0].device_mesh, group)
-            _check(unit)
-            units.append(unit)
-    if not units:
+            one = ParamGroup(module, tuple(names[id(p)] for p in parameters), parameters[0].device_mesh, group)
+            _check(one)
+            found.append(one)
+    if not found:
         raise InvalidArgument(
             "the model has no module that is sharded by FSDP2: call torch.distributed.fsdp.fully_shard(module) first"
         )
-    return units
+    return found
 
 
-def _check(unit: Unit) -> None:
-    for name, parameter in zip(unit.names, unit.parameters, strict=True):
+def _check(param_group: ParamGroup) -> None:
+    for name, parameter in zip(param_group.names, param_group.parameters, strict=True):
         if parameter.device_mesh.ndim != 1:
             raise InvalidArgument(
                 f"{name} lies on a mesh of {parameter.device_mesh.ndim} dimensions {parameter.device_mesh.mesh_dim_names}, "

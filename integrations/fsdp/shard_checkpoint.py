@@ -10,9 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from commpress.codecs import policy_of
+from commpress.collectives.low_rank import RowsOnly
 from commpress.collectives.reduce_scatter import deals, reduce_rows
 from commpress.errors import StateMismatch
 from commpress.feedback import Key, ResidualStore
+from commpress.integrations.fsdp.whole_parameters import WholeParameters
 from commpress.kernels.pieces import KEPT, NUMEL
 from commpress.work import run
 
@@ -29,7 +31,8 @@ def exact_residuals(state: Any) -> dict[str, Any]:
         "calls": [reducer.calls for reducer in state.reducers.values()],
         "residuals": _plain(state.residuals),
         "between": _plain(state.residuals_between),
-        "weights": {g.unit.names[0]: g.own_row() for g in state.gatherers if g.difference and g.own_row() is not None},
+        **_choices(state),
+        "weights": {g.param_group.names[0]: g.own_row() for g in state.gatherers if g.difference and g.own_row() is not None},
     }
 
 
@@ -41,14 +44,17 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
             f"{_layout(state)[:2]} of {_layout(state)[2:]}: load each rank's own file into the same model, or save with "
             "elastic_state_dict() to change the world size"
         )
-    state.residuals.load({_key(k): (v, _NONE) for k, v in saved["residuals"].items()})
+    reduced = {key: torch.zeros_like(reduced) for key, _, reduced in state.residuals.places()}  # zeros of whole tensors
+    residuals = {_key(k): v for k, v in saved["residuals"].items()}
+    _load_choices(state, saved)
+    state.residuals.load({key: (sent, reduced.get(key, _NONE)) for key, sent in residuals.items()})
     state.residuals_between.load({_key(k): (v, _NONE) for k, v in saved["between"].items()})
     state.step = saved["step"]
     for reducer, calls in zip(state.reducers.values(), saved["calls"], strict=True):
         reducer.calls = calls
     for gatherer in state.gatherers:
         gatherer.forget()
-        gatherer.restored = saved["weights"].get(gatherer.unit.names[0])
+        gatherer.restored = saved["weights"].get(gatherer.param_group.names[0])
 
 
 def elastic_residuals(state: Any) -> dict[str, Any]:
@@ -59,23 +65,31 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
         raise StateMismatch("residuals of two hops have no elastic form: save with state_dict()")
     result: dict[str, DTensor] = {}
     for reducer in state.reducers.values():
-        unit, parts = reducer.unit, reducer.parts
-        transport = reducer.hops[0].transport
-        rows = torch.zeros(unit.ranks, reducer.stride, device=unit.parameters[0].device)
+        param_group, parts = reducer.param_group, reducer.parts
+        rows = torch.zeros(param_group.ranks, reducer.stride, device=state.device)
         for part in parts:
-            whole = torch.zeros(unit.ranks * part.width, device=rows.device)
+            if part in reducer.in_rows:
+                whole = torch.zeros(param_group.ranks * part.width, device=rows.device)
+            else:
+                whole = torch.zeros(part.numel, device=rows.device)
             for offset, sent in held.get(part.name, []):
                 whole[offset : offset + sent.numel()] = sent
-            rows[:, part.at : part.at + part.width] = whole.view(unit.ranks, -1)
+            columns = rows[:, part.at : part.at + part.width]
+            if part in reducer.in_rows:
+                columns.copy_(whole.view(param_group.ranks, -1))
+            else:
+                for row, values in zip(columns, param_group.slices(part.name, whole), strict=True):
+                    row[: values.numel()] = values.reshape(-1)
         shard = torch.zeros(reducer.stride, device=rows.device)
-        plan = deals(parts, policy_of("none"), rank=transport.rank, ranks=transport.size, feedback=False)
+        channel = reducer.channel.beside("checkpoint")  # its bytes are none of gradients
+        plan = deals(parts, policy_of("none"), rank=channel.rank, ranks=channel.size, feedback=False)
         run(
             reduce_rows(
-                rows.view(-1), shard, [None] * len(plan), plan=plan, transport=transport, workspace=state.reducing,
-                sequence=state.sequence(len(plan)),
+                rows.view(-1), shard, [None] * len(plan), plan=plan, transport=channel.transport, workspace=channel.workspace,
+                sequence=channel.take(len(plan)),
             )
         )  # fmt: skip
-        parameters = dict(zip(unit.names, unit.parameters, strict=True))
+        parameters = dict(zip(param_group.names, param_group.parameters, strict=True))
         for part in parts:
             parameter = parameters[part.name]
             local = parameter.to_local()
@@ -83,7 +97,13 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
             result[part.name] = DTensor.from_local(
                 values, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
             )
-    return {"format": _FORMAT, "kind": "elastic", "step": state.step, "residuals": result}
+    choices = _choices(state)
+    sketched = [name for whole in _whole(state) for name in whole.sketched]
+    quanta = {name: torch.tensor(choices["quanta"].get(name, 0.0), dtype=torch.float64) for name in sketched}  # 0: none yet
+    return {
+        "format": _FORMAT, "kind": "elastic", "step": state.step, "residuals": result, "bases": choices["bases"],
+        "quanta": quanta,
+    }  # fmt: skip
 
 
 def load_elastic(state: Any, saved: dict[str, Any]) -> None:
@@ -93,20 +113,49 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
         missing = [part.name for part in reducer.parts if part.name not in saved["residuals"]]
         if missing:
             raise StateMismatch(f"the state has no residual of {missing[0]!r}: it is of another model")
-        transport = reducer.hops[0].transport
+        channel = reducer.channel
         plan = deals(
-            reducer.parts, reducer.hops[0].policy, rank=transport.rank, ranks=transport.size,
+            reducer.in_rows, RowsOnly(reducer.hops[0].policy), rank=channel.rank, ranks=channel.size,
             feedback=state.error_feedback,
         )  # fmt: skip
-        whole = {part.name: saved["residuals"][part.name].full_tensor().float().reshape(-1) for part in reducer.parts}
+        values = {part.name: saved["residuals"][part.name].full_tensor().float().reshape(-1) for part in reducer.parts}
+        for part in reducer.in_rows:  # their offsets count elements in the order of ranks
+            slices = reducer.param_group.slices(part.name, values[part.name])
+            values[part.name] = torch.cat([each.reshape(-1) for each in slices])
         for deal in plan:
             for (name, offset), line in zip(deal.every.keys, deal.every.pieces.table, strict=True):
                 if line[KEPT] >= 0:
-                    residuals[name, offset] = (whole[name][offset : offset + int(line[NUMEL])].clone(), _NONE)
+                    residuals[name, offset] = (values[name][offset : offset + int(line[NUMEL])].clone(), _NONE)
+        if reducer.whole is not None:
+            for (name, offset), sent, reduced in state.residuals.places():
+                if name in reducer.whole.names:
+                    residuals[name, offset] = (values[name][offset : offset + sent.numel()].clone(), torch.zeros_like(reduced))
         reducer.calls = saved["step"]
+    quanta = {name: float(quantum) for name, quantum in saved["quanta"].items() if quantum > 0}
+    _load_choices(state, {"bases": saved["bases"], "quanta": quanta})
     state.residuals.load(residuals)
     state.step = saved["step"]
     state.forget_weights()
+
+
+def _choices(state: Any) -> dict[str, dict[str, Any]]:
+    """Choices of codecs of whole tensors: bases and quanta, by parameter."""
+    result: dict[str, dict[str, Any]] = {"bases": {}, "quanta": {}}
+    for whole in _whole(state):
+        for kind, found in whole.exchanges.choices().items():
+            result[kind] |= found
+    return result
+
+
+def _load_choices(state: Any, saved: dict[str, Any]) -> None:
+    for whole in _whole(state):
+        whole.exchanges.load_choices(
+            {kind: {n: v for n, v in saved[kind].items() if n in whole.names} for kind in ("bases", "quanta")}
+        )
+
+
+def _whole(state: Any) -> list[WholeParameters]:
+    return [reducer.whole for reducer in state.reducers.values() if reducer.whole is not None]
 
 
 def _plain(store: ResidualStore) -> dict[str, torch.Tensor]:
@@ -119,9 +168,9 @@ def _key(text: str) -> Key:
 
 
 def _layout(state: Any) -> list[Any]:
-    """What must be the same for an exact resume."""
-    first = state.units[0]
-    return [first.mesh.get_local_rank(), first.ranks, *(unit.names[0] for unit in state.units)]
+    """Facts that must be the same for an exact resume."""
+    first = state.param_groups[0]
+    return [first.mesh.get_local_rank(), first.ranks, *(each.names[0] for each in state.param_groups)]
 
 
 def _check(state: Any, saved: dict[str, Any], kind: str) -> None:

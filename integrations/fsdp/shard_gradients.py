@@ -1,4 +1,4 @@
-"""FSDP2's reduce-scatter, compressed: one object per unit, which owns the unit's residuals."""
+"""FSDP2's reduce-scatter, compressed: one object per parameter group, which owns the group's residuals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,28 +10,30 @@ import torch.distributed as dist
 
 from commpress.codecs import Policy
 from commpress.collectives.allreduce import Outcome, settle
+from commpress.collectives.channel import Channel, any_rank
+from commpress.collectives.low_rank import RowsOnly
 from commpress.collectives.reduce_scatter import Deal, deals, reduce_rows, second_hop
-from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
-from commpress.integrations.fsdp.param_groups import Unit
+from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.integrations.fsdp.policies import Lossless, check_dtype
+from commpress.integrations.fsdp.whole_parameters import WholeParameters, travels_whole
 from commpress.kernels import knows
 from commpress.kernels.rotation import rotate
 from commpress.torch_private import fsdp_communication
-from commpress.work import Steps, run
+from commpress.work import Steps, overlapped
 
 _, _ReduceScatter = fsdp_communication()
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange on the way to a gradient's owner."""
+    """One exchange of rows on the way to a gradient's owner."""
 
-    transport: Transport
+    channel: Channel
     policy: Policy
     residuals: ResidualStore
-    rows: tuple[tuple[int, ...], ...] = ()  # what each rank of the transport is sent; () in the last hop of two: ``own``
+    rows: tuple[tuple[int, ...], ...] = ()  # what each rank of the channel is sent; () in the last hop of two: ``own``
     own: tuple[int, ...] = ()  # the rows that the first hop left here
     rotated: bool = False  # blocks are turned by a Hadamard matrix before they are quantised
 
@@ -45,24 +47,35 @@ class _Leg:
 
 
 class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
-    """Averages the gradients of one unit: quantised rows to their owners, sums in float32."""
+    """Averages the gradients of one parameter group: quantised rows to their owners, sums in float32.
 
-    def __init__(self, unit: Unit, owner: Any, hops: Sequence[Hop]) -> None:
-        self.unit, self.owner, self.hops = unit, owner, hops
-        self.parts = unit.parts(trainable=True)
+    Those whose codec is of whole tensors are averaged beside them, on every rank (``whole_parameters``).
+    """
+
+    def __init__(self, param_group: ParamGroup, owner: Any, channel: Channel, hops: Sequence[Hop]) -> None:
+        self.param_group, self.owner, self.channel, self.hops = param_group, owner, channel, hops
+        self.parts = param_group.parts(trainable=True)
         self.stride = sum(part.width for part in self.parts)
         self.calls = 0
+        policy, shapes = hops[-1].policy, {n: p.shape for n, p in zip(param_group.names, param_group.parameters, strict=True)}
+        whole = [p for p in self.parts if travels_whole(policy.choose(p.name, p.numel), shapes[p.name])]
+        self.in_rows = [part for part in self.parts if part not in whole]
+        self.whole = None
+        if whole:
+            self.whole = WholeParameters(
+                param_group, whole, policy, channel, residuals=owner.residuals, feedback=owner.error_feedback, seed=owner.seed
+            )
         self._legs: dict[torch.dtype, list[_Leg]] = {}
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         numel = int(size[0])
         if self._lends(numel, device):
-            return self.owner.borrow(numel, dtype, device)
+            return self.channel.workspace.borrow(numel, dtype, device)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def _lends(self, numel: int, device: torch.device) -> bool:
         """Whether this is a buffer of whole gradients, which nobody reads once they are reduced."""
-        return device.type == "cpu" and self.unit.ranks > 1 and numel == self.stride * self.unit.ranks
+        return device.type == "cpu" and self.param_group.ranks > 1 and numel == self.stride * self.param_group.ranks
 
     def __call__(
         self,
@@ -74,37 +87,39 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
     ) -> None:
         self._check(input_tensor, group)
         key, self.calls = self.owner.begin(self), self.calls + 1
-        legs = self._legs_for(input_tensor.dtype)
-        sequence = self.owner.sequence(sum(len(leg.plan) for leg in legs) + 1)
-        factor, late = _factor(op, self.unit.ranks), self.owner.late
-        if op == dist.ReduceOp.SUM or self.unit.gradients_in_use:  # torch divides the output, or somebody reads it, at once
-            late = None
-        if late is not None and torch._C._current_graph_task_id() < 0:  # a pipeline reduces between its backwards
+        legs, workspace = self._legs_for(input_tensor.dtype), self.channel.workspace
+        numbers = sum(len(leg.plan) for leg in legs) + (self.whole.exchange.sequences if self.whole else 0)
+        sequence = self.channel.take(numbers + 1)
+        factor, deferred = _factor(op, self.param_group.ranks), self.owner.deferred
+        if op == dist.ReduceOp.SUM or self.param_group.gradients_in_use:
+            deferred = None  # torch divides the output, or somebody reads it, at once
+        if deferred is not None and torch._C._current_graph_task_id() < 0:  # a pipeline reduces between its backwards
             self.owner.outside_backward()
-            late = None
-        in_place = late is None and output_tensor.dtype == torch.float32
-        out = output_tensor if in_place else self.owner.borrow(output_tensor.numel(), torch.float32, output_tensor.device)
+            deferred = None
+        in_place = deferred is None and output_tensor.dtype == torch.float32
+        out = output_tensor if in_place else workspace.borrow(output_tensor.numel(), torch.float32, output_tensor.device)
         vote = None if self.owner.consensus is None else self.owner.consensus.reserve()
         steps = self._reduced(input_tensor, out, output_tensor.dtype, legs, key, factor, sequence, vote)
-        self.owner.reduced(self, input_tensor, [(leg.hop.transport, leg.plan) for leg in legs])
-        if late is not None:
+        if deferred is not None:
             output_tensor.zero_()
-            late.submit(steps, partial(self._land, out, output_tensor.dtype))
+            deferred.submit(self.channel, steps, partial(self._add, out, output_tensor.dtype, legs))
             return
-        finite = run(steps)
+        alone = self.owner.deferred is None  # else behind those under way, whose buffers it shares
+        finite = self.channel.run(steps) if alone else self.channel.submit(steps).wait()
         if not finite:
             self.owner.not_finite(self, output_tensor)
         elif out is not output_tensor:
             output_tensor.copy_(out)
         if out is not output_tensor:
-            self.owner.give_back(out)
+            workspace.give_back(out)
+        self._count(output_tensor.dtype, legs)
 
-    def _land(self, out: torch.Tensor, dtype: torch.dtype, finite: bool) -> None:
+    def _add(self, out: torch.Tensor, dtype: torch.dtype, legs: list[_Leg], finite: bool) -> None:
         """Add to the gradients what torch took for zeros, rounded as torch would have."""
         if not finite:
             self.owner.not_finite(self, out)
         values = out.to(dtype).float()  # adding bfloat16 to float32 is slow
-        parameters = dict(zip(self.unit.names, self.unit.parameters, strict=True))
+        parameters = dict(zip(self.param_group.names, self.param_group.parameters, strict=True))
         for part in self.parts:
             gradient = parameters[part.name].grad
             if gradient is None:
@@ -113,7 +128,8 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
                 )
             local = gradient.to_local()  # type: ignore[attr-defined]
             local.add_(values[part.at : part.at + local.numel()].view(local.shape))
-        self.owner.give_back(out)
+        self.channel.workspace.give_back(out)
+        self._count(dtype, legs)
 
     def _reduced(
         self,
@@ -127,24 +143,52 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         vote: int | None,
     ) -> Steps[bool]:
         """out := the reduced gradients, to be given out in ``dtype``; whether all ranks were finite, else residuals stay."""
-        gain, borrow, lent = self.owner.gain(), self.owner.borrow, []
-        if any(part.width * self.unit.ranks != part.numel for part in self.parts):
+        gain, workspace, device = self.owner.gain(), self.channel.workspace, gradients.device
+        if any(part.width * self.param_group.ranks != part.numel for part in self.parts):
             out.zero_()  # what lies behind the last slice of a parameter
-        buffer = gradients
+        jobs, means = [self._rows(gradients, out, legs, key, gain, sequence)], None
+        sequence += sum(len(leg.plan) for leg in legs)
+        if self.whole is not None:
+            means = workspace.borrow(self.whole.numel, torch.float32, device)
+            jobs.append(self.whole.steps(gradients, means, sequence=sequence, key=key, gain=gain))
+            sequence += self.whole.exchange.sequences
+        outcomes = [outcome for found in (yield from overlapped(jobs, limit=2)) for outcome in found]
+        finite = all(outcome.finite for outcome in outcomes)
+        if finite and factor != gain:
+            out.mul_(factor / gain)
+        if finite and self.whole is not None and means is not None:
+            self.whole.deliver(means, out, factor)
+        if finite and dtype == torch.float16:  # a mean that does not fit
+            fits = bool(torch.isfinite(out.to(dtype)).all())
+            finite = not (yield from any_rank(not fits, self.channel, sequence, device))
+        if self.owner.consensus is not None:
+            finite = yield from self.owner.consensus.agreed(finite, device, number=vote)
+        settle(outcomes, taken=finite)
+        if means is not None:
+            workspace.give_back(means)
+        if self._lends(gradients.numel(), device):
+            workspace.give_back(gradients)
+        return finite
+
+    def _rows(
+        self, gradients: torch.Tensor, out: torch.Tensor, legs: list[_Leg], key: int, gain: float, sequence: int
+    ) -> Steps[list[Outcome]]:
+        """out := gain · the mean of what travels in rows, hop by hop."""
+        workspace, lent, buffer = self.channel.workspace, [], gradients
         if not knows(gradients.device, gradients.dtype) or legs[0].hop.rotated:
-            buffer = borrow(gradients.numel(), torch.float32, gradients.device).copy_(gradients)
+            buffer = workspace.borrow(gradients.numel(), torch.float32, gradients.device).copy_(gradients)
             lent.append(buffer)
         outcomes: list[Outcome] = []
         for i, leg in enumerate(legs):
             last = i == len(legs) - 1
             target = out
             if not last:
-                target = borrow(leg.numel, torch.float32, buffer.device)
+                target = workspace.borrow(leg.numel, torch.float32, buffer.device)
                 lent.append(target)
             if leg.hop.rotated:
                 rotate(buffer, [deal.every.pieces for deal in leg.plan])
             outcomes += yield from reduce_rows(
-                buffer, target, leg.feedbacks, plan=leg.plan, transport=leg.hop.transport, workspace=self.owner.reducing,
+                buffer, target, leg.feedbacks, plan=leg.plan, transport=leg.hop.channel.transport, workspace=workspace,
                 sequence=sequence, key=key, gain=gain if i == 0 else 1.0,
             )  # fmt: skip
             sequence += len(leg.plan)
@@ -153,44 +197,47 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             if not last and not all(outcome.finite for outcome in outcomes):
                 target.fill_(float("nan"))  # so that all nodes hear of it
             buffer = target
-        finite = all(outcome.finite for outcome in outcomes)
-        if finite and factor != gain:
-            out.mul_(factor / gain)
-        if finite and dtype == torch.float16:  # a mean that does not fit
-            fits = bool(torch.isfinite(out.to(dtype)).all())
-            finite = not (yield from self.owner.any_rank(not fits, self.hops[0].transport, sequence))
-        if self.owner.consensus is not None:
-            finite = yield from self.owner.consensus.agreed(finite, gradients.device, number=vote)
-        settle(outcomes, taken=finite)
-        for buffer in (*lent, *((gradients,) if self._lends(gradients.numel(), gradients.device) else ())):
-            self.owner.give_back(buffer)
-        return finite
+        workspace.give_back(*lent)
+        return outcomes
 
+    def _count(self, dtype: torch.dtype, legs: list[_Leg]) -> None:
+        """Of a call that has ended."""
+        counters, ranks = self.owner.gradients, self.param_group.ranks
+        counters.logical_bytes += dtype.itemsize * self.stride * (ranks - 1)
+        for leg in legs:
+            counters.messages += len(leg.plan)
+        counters.elements(legs[-1].plan)
+        if self.whole is not None:
+            counters.messages += len(self.whole.exchange.messages)
+            counters.compressed_elements += self.whole.numel
+        self.owner.reduced()
     def _check(self, input_tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        check_dtype(input_tensor, f"the gradients of {self.unit.name}")
-        if group.size() != self.unit.ranks:
+        check_dtype(input_tensor, f"the gradients of {self.param_group.name}")
+        if group.size() != self.param_group.ranks:
             raise InvalidArgument(
-                f"the gradients of {self.unit.name} are reduced among {group.size()} ranks, expected {self.unit.ranks}"
+                f"the gradients of {self.param_group.name} are reduced among {group.size()} ranks, expected "
+                f"{self.param_group.ranks}"
             )
-        if input_tensor.numel() != self.stride * self.unit.ranks:
+        if input_tensor.numel() != self.stride * self.param_group.ranks:
             raise InvalidArgument(
-                f"{input_tensor.numel()} gradients of {self.unit.name} came, expected {self.stride * self.unit.ranks}: "
-                "parameters without a gradient are left out, or requires_grad was changed after compress_fsdp. For the first "
-                "call model.set_reduce_scatter_unused_params(True) (torch 2.13), for the second compress_fsdp when it is done"
+                f"{input_tensor.numel()} gradients of {self.param_group.name} came, expected "
+                f"{self.stride * self.param_group.ranks}: parameters without a gradient are left out, or requires_grad was "
+                "changed after compress_fsdp. For the first call model.set_reduce_scatter_unused_params(True) (torch 2.13), "
+                "for the second compress_fsdp when it is done"
             )
 
     def _legs_for(self, dtype: torch.dtype) -> list[_Leg]:
         if dtype not in self._legs:
-            device = self.unit.parameters[0].device
+            device = self.param_group.parameters[0].device
             legs = []
             for hop in self.hops:
                 options: dict[str, Any] = {"stride": self.stride, "feedback": self.owner.error_feedback}
-                policy, rank = Lossless(hop.policy, dtype), hop.transport.rank
+                policy, rank = Lossless(RowsOnly(hop.policy), dtype), hop.channel.rank
                 if hop.own:
                     policy = hop.policy  # type: ignore[assignment]
-                    plan = second_hop(self.parts, policy, hop.own, rank=rank, **options)
+                    plan = second_hop(self.in_rows, policy, hop.own, rank=rank, **options)
                 else:
-                    plan = deals(self.parts, policy, rank=rank, ranks=hop.transport.size, bases=hop.rows, **options)
+                    plan = deals(self.in_rows, policy, rank=rank, ranks=hop.channel.size, bases=hop.rows, **options)
                 feedbacks = [hop.residuals.attach(deal.every.keys, deal.every.pieces, device) for deal in plan]
                 rows = len(hop.rows[rank]) if hop.rows else 1
                 legs.append(_Leg(hop, plan, feedbacks, rows * self.stride))

@@ -1,4 +1,4 @@
-"""FSDP2's all-gather of parameters, compressed: one object per unit. The sharded parameters themselves are only read."""
+"""FSDP2's all-gather of parameters, compressed: one object per parameter group. Sharded parameters are only read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
+from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.reduce_scatter import Deal, deals, decode_rows, gather_rows
-from commpress.collectives.transports.transport import Transport
-from commpress.integrations.fsdp.param_groups import Unit
+from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.integrations.fsdp.policies import Lossless, check_dtype
 from commpress.kernels import knows
 from commpress.torch_private import all_gather_single, fsdp_communication
-from commpress.work import Steps, run
+from commpress.work import Steps
 
 _AllGather, _ = fsdp_communication()
 
@@ -35,7 +35,7 @@ class Difference:
 
 
 class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
-    """Gathers the parameters of one unit; every rank, the owner too, gets the decoded ones.
+    """Gathers one group of parameters; every rank, the owner too, gets the decoded ones.
 
     Note: when nothing is sent. Weights do not change between forward and backward, so backward takes what forward has
     received, and no rank needs to ask. In forward they have changed if gradients were reduced meanwhile. Else (evaluation,
@@ -43,11 +43,11 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
     """
 
     def __init__(
-        self, unit: Unit, owner: Any, policy: Policy, transport: Transport, *, difference: bool, keep: bool
+        self, param_group: ParamGroup, owner: Any, policy: Policy, channel: Channel, *, difference: bool, keep: bool
     ) -> None:
-        self.unit, self.owner, self.policy, self.transport = unit, owner, policy, transport
+        self.param_group, self.owner, self.policy, self.channel = param_group, owner, policy, channel
         self.difference = difference
-        self.parts = unit.parts(trainable=False)
+        self.parts = param_group.parts(trainable=False)
         self.stride = sum(part.width for part in self.parts)
         self.held: torch.Tensor | None = None  # what all ranks hold, with ``difference``
         self.restored: torch.Tensor | None = None  # the own row of it, from a checkpoint
@@ -69,33 +69,32 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        check_dtype(input_tensor, f"the parameters of {self.unit.name}")
-        if group.size() != self.unit.ranks:  # between forward and backward, among the ranks of a node: exact
+        check_dtype(input_tensor, f"the parameters of {self.param_group.name}")
+        if group.size() != self.param_group.ranks:  # between forward and backward, among the ranks of a node: exact
             self.owner.gathered_exactly(output_tensor, group.size())
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         backward = torch._C._current_graph_task_id() >= 0
         if not backward:
-            self.owner.ahead.met(self.unit)
-        reduced = self.owner.reductions(self.unit)
+            self.owner.prefetcher.met(self.param_group)
+        reduced = self.owner.reductions(self.param_group)
         fresh, self._reduced = reduced != self._reduced, reduced
         steps = self._difference if self.difference else self._whole
-        sequence = self.owner.sequence(2 + 2 * len(self._plan(input_tensor.dtype)))
+        sequence = self.channel.take(2 + 2 * len(self._plan(input_tensor.dtype)))
         job = steps(input_tensor, output_tensor, sequence, self.owner.key(), backward, fresh)
-        worker = self.owner.worker
-        if worker is None:
-            run(job)
-            return None
-        return _Pending(worker.submit(job))
+        if self.owner.background:
+            return _Pending(self.channel.submit(job))
+        self.channel.run(job)
+        return None
 
     # ------------------------------------------------------------ steps
 
     def _whole(
         self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int, backward: bool, fresh: bool
     ) -> Steps[None]:
-        plan, workspace = self._plan(row.dtype), self.owner.gathering
-        keep, kept = self.keep and self.unit.gathered_twice, bool(self._rows)
+        plan, workspace = self._plan(row.dtype), self.channel.workspace
+        keep, kept = self.keep and self.param_group.gathered_twice, bool(self._rows)
         changed = not kept or (yield from self._changed(row, sequence, backward, fresh))
-        whole = out if knows(out.device, out.dtype) else self.owner.borrow(out.numel(), torch.float32, out.device)
+        whole = out if knows(out.device, out.dtype) else self.channel.workspace.borrow(out.numel(), torch.float32, out.device)
         if changed:
             workspace.give_wires(*self._rows)
             self._rows = []
@@ -106,16 +105,16 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
             decode_rows(self._rows, whole, plan=plan, workspace=workspace)
         if whole is not out:
             out.copy_(whole)
-            self.owner.give_back(whole)
+            self.channel.workspace.give_back(whole)
         headers = int(kept and not backward and not fresh)
-        self.owner.gathered(out, plan if changed else [], self.transport, headers=headers)
+        self.owner.gathered(out, plan if changed else [], self.param_group.ranks, headers=headers)
 
     def _difference(
         self, row: torch.Tensor, out: torch.Tensor, sequence: int, key: int, backward: bool, fresh: bool
     ) -> Steps[None]:
         plan, exact = self._plan(row.dtype), self._plan(row.dtype, exact=True)
         direct = knows(out.device, out.dtype)
-        step = out if direct else self.owner.borrow(out.numel(), torch.float32, out.device)
+        step = out if direct else self.channel.workspace.borrow(out.numel(), torch.float32, out.device)
         sent: list[Deal] = []
         if self.held is None:
             whole = row if self.restored is None else self.restored.to(row)
@@ -127,10 +126,10 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         changed = yield from self._changed(row, sequence, backward, fresh)
         finite = True
         if changed:
-            rows = self.held.view(self.unit.ranks, -1)
+            rows = self.held.view(self.param_group.ranks, -1)
             for columns in self._values:
                 rows[:, columns] = 0
-            base = rows[self.transport.rank].float()
+            base = rows[self.channel.rank].float()
             self._note(row)
             if direct:
                 finite = yield from self._gathered(row.float(), self.held, plan, sequence + 1, key, base=base, add=True)
@@ -139,9 +138,9 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
                 self.held.add_(step)
         out.copy_(self.held)
         if not direct:
-            self.owner.give_back(step)
+            self.channel.workspace.give_back(step)
         headers = int(not backward and not fresh)
-        self.owner.gathered(out, [*sent, *(plan if changed else [])], self.transport, headers=headers)
+        self.owner.gathered(out, [*sent, *(plan if changed else [])], self.param_group.ranks, headers=headers)
         if not finite:
             self.forget()
 
@@ -150,7 +149,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         if backward or fresh:
             return fresh and not backward
         same = self._last is not None and torch.equal(row, self._last)
-        return (yield from self.owner.any_rank(not same, self.transport, sequence))
+        return (yield from any_rank(not same, self.channel, sequence, row.device))
 
     def _gathered(
         self, row: torch.Tensor, out: torch.Tensor, plan: list[Deal], sequence: int, key: int, **options: Any
@@ -158,13 +157,13 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         """``gather_rows`` of any dtype; whether all was finite."""
         wide = row
         if not knows(row.device, row.dtype):
-            wide = self.owner.borrow(row.numel(), torch.float32, row.device).copy_(row)
+            wide = self.channel.workspace.borrow(row.numel(), torch.float32, row.device).copy_(row)
         finite = yield from gather_rows(
-            wide, out, plan=plan, transport=self.transport, workspace=self.owner.gathering, sequence=sequence, key=key,
-            **options,
+            wide, out, plan=plan, transport=self.channel.transport, workspace=self.channel.workspace, sequence=sequence,
+            key=key, **options,
         )  # fmt: skip
         if wide is not row:
-            self.owner.give_back(wide)
+            self.channel.workspace.give_back(wide)
         return all(finite)
 
     def _note(self, row: torch.Tensor) -> None:
@@ -177,7 +176,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         """This rank's part of what all hold: with all ranks' parts, and nothing else, it comes back bit for bit."""
         if self.held is None:
             return self.restored
-        return self.held.view(self.unit.ranks, -1)[self.transport.rank].clone()
+        return self.held.view(self.param_group.ranks, -1)[self.channel.rank].clone()
 
     def forget(self) -> None:
         """The next gather sends all weights, with ``difference`` exactly."""
@@ -188,7 +187,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         if (dtype, exact) not in self._plans:
             policy = policy_of("none") if exact else self.policy
             self._plans[dtype, exact] = deals(
-                self.parts, Lossless(policy, dtype), rank=self.transport.rank, ranks=self.unit.ranks, stride=self.stride,
+                self.parts, Lossless(policy, dtype), rank=self.channel.rank, ranks=self.param_group.ranks, stride=self.stride,
                 feedback=False,
             )  # fmt: skip
         return self._plans[dtype, exact]

@@ -1,6 +1,6 @@
 """What a hook did, in numbers a user can read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from logging import Logger
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.buckets import Message, Span
+from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import Deal
 from commpress.kernels.pieces import KEPT, KIND, NUMEL, SOURCE
 from commpress.kernels.reference import CASTS, FP32
@@ -45,16 +46,22 @@ class Counters:
             self.exact_elements += exact
             self.compressed_elements += message.pieces.numel - exact
 
-    def sent(self, plan: Sequence[Deal], ranks: int, *, elements: bool = True) -> None:
-        """One message of each deal to every other rank; ``elements``: count what was in them."""
-        self.messages += len(plan)
+    def elements(self, plan: Sequence[Deal]) -> None:
+        """Of the rows of a reduce-scatter or an all-gather, as they have arrived."""
         for deal in plan:
-            self.wire_bytes += deal.size * (ranks - 1)
-            if elements:
-                table = deal.every.pieces.table
-                lossy = int(table[~np.isin(table[:, KIND], CASTS), NUMEL].sum())
-                self.compressed_elements += lossy
-                self.exact_elements += deal.every.pieces.numel - lossy
+            table = deal.every.pieces.table
+            lossy = int(table[~np.isin(table[:, KIND], CASTS), NUMEL].sum())
+            self.compressed_elements += lossy
+            self.exact_elements += deal.every.pieces.numel - lossy
+
+    def channels(self, channels: Iterable[Channel]) -> None:
+        """Totals that channels and their workspaces keep."""
+        every = list(channels)
+        self.wire_bytes = sum(channel.sent_bytes for channel in every)
+        self.wire_seconds = sum(channel.waited for channel in every)
+        self.encode_seconds = sum(channel.workspace.encode_seconds for channel in every)
+        self.decode_seconds = sum(channel.workspace.decode_seconds for channel in every)
+        self.dense_sketches = sum(channel.workspace.dense_sketches for channel in every)
 
     def step(self, finite: bool, sent_bytes: int, between_bytes: int, waited: float, workspace: Workspace) -> None:
         self.steps += 1

@@ -1,0 +1,90 @@
+"""Parameters whose codec is of whole tensors (PowerSGD, sketches): averaged whole on every rank, which keeps its slices."""
+
+from collections.abc import Sequence
+
+import torch
+
+from commpress.codecs import Policy
+from commpress.codecs.codec import NotOfRows
+from commpress.codecs.sketch import SketchCodec
+from commpress.collectives.allreduce import Outcome
+from commpress.collectives.buckets import Span
+from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchanges, Tensors
+from commpress.collectives.reduce_scatter import Part
+from commpress.feedback import ResidualStore
+from commpress.integrations.fsdp.param_groups import ParamGroup
+from commpress.work import Steps
+
+
+def travels_whole(codec: object, shape: Sequence[int]) -> bool:
+    """False also where such a codec leaves a tensor of this shape alone, which then travels exactly, in rows."""
+    return isinstance(codec, NotOfRows) and codec.takes(shape)
+
+
+class WholeParameters:
+    """Their gradients side by side in a buffer of the channel's workspace: out of the rows of all ranks, back into one."""
+
+    def __init__(
+        self,
+        param_group: ParamGroup,
+        parts: Sequence[Part],
+        policy: Policy,
+        channel: Channel,
+        *,
+        residuals: ResidualStore,
+        feedback: bool,
+        seed: int,
+    ) -> None:
+        self.param_group, self.parts, self.channel = param_group, parts, channel
+        self.device = param_group.parameters[0].device
+        parameters = dict(zip(param_group.names, param_group.parameters, strict=True))
+        self.shapes = [parameters[part.name].shape for part in parts]
+        self.exchanges = Exchanges(
+            policy, channel.size, channel.workspace, residuals=residuals, feedback=feedback, seed=seed
+        )
+        self.exchange = self.exchanges.of(self.names, self._tensors, self.device)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.parts)
+
+    @property
+    def sketched(self) -> tuple[str, ...]:
+        """Names of those that travel as sketches."""
+        choose = self.exchanges.policy.choose
+        return tuple(part.name for part in self.parts if isinstance(choose(part.name, part.numel), SketchCodec))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them together."""
+        return sum(part.numel for part in self.parts)
+
+    def _tensors(self) -> Tensors:
+        spans, at = [], 0
+        for part in self.parts:
+            spans.append(Span(part.name, at, part.numel))
+            at += part.numel
+        return spans, self.shapes
+
+    def steps(
+        self, gradients: torch.Tensor, whole: torch.Tensor, *, sequence: int, key: int, gain: float
+    ) -> Steps[list[Outcome]]:
+        """whole := their means; ``gradients`` has a row for every rank. See ``Exchange.steps``."""
+        rows = gradients.view(self.channel.size, -1)
+        for part, slices in zip(self.parts, self._slices(whole), strict=True):
+            for row, values in zip(rows, slices, strict=True):
+                values.copy_(row[part.at : part.at + values.numel()].view(values.shape))
+        return (yield from self.exchange.steps(self.channel, whole, sequence=sequence, key=key, gain=gain))
+
+    def deliver(self, whole: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+        """out := this rank's slices of ``whole`` · ``factor``, each where its parameter lies in a row."""
+        for part, slices in zip(self.parts, self._slices(whole), strict=True):
+            own = slices[self.channel.rank]
+            torch.mul(own, factor, out=out[part.at : part.at + own.numel()].view(own.shape))
+
+    def _slices(self, whole: torch.Tensor) -> list[list[torch.Tensor]]:
+        spans = self.exchange.spans
+        return [
+            self.param_group.slices(span.name, whole[span.source : span.source + span.numel]) for span in spans
+        ]
