@@ -146,7 +146,7 @@ def test_a_changed_bit_is_named_by_whom_it_comes_from(path):
 
 def test_nothing_goes_over_a_transport_but_stamped_and_checked():
     """``exchange`` does both, for rows of one length, and ``Passage`` for others; no other code calls a transport."""
-    transports = {f"collectives/transports/{name}.py" for name in ("loopback", "subset", "mpi")}
+    transports = {f"collectives/transports/{name}.py" for name in ("loopback", "transport", "mpi")}
     wrappers = transports | {"collectives/all_to_all/executor.py"}
     others = {"commpress/cli/probe.py"}  # times bare transports
     found = set()
@@ -300,9 +300,9 @@ def take(step, first, count):
 
 def spoil(names, trials, seed):
     """Rank 0 gets a changed bit from rank 1, in one trial after the other."""
-    tape, engine, chance = Tape(), sockets.Engine, random.Random(seed)
+    tape, engine, chance = Tape(), sockets.SocketEngine, random.Random(seed)
     if dist.get_rank() == 0:
-        sockets.Engine = lambda all_: engine({r: SpoiltSocket(c, tape) if r == 1 else c for r, c in all_.items()})
+        sockets.SocketEngine = lambda all_: engine({r: SpoiltSocket(c, tape) if r == 1 else c for r, c in all_.items()})
     store = dist.distributed_c10d._get_default_store()
     found, meetings, held = {}, 0, []
 
@@ -338,7 +338,7 @@ def spoil(names, trials, seed):
                 held.append(step)  # a DDP model may hang where it ends amid others
                 together()
     finally:
-        sockets.Engine = engine
+        sockets.SocketEngine = engine
     return found
 
 
