@@ -138,7 +138,7 @@ class Workspace:
 
 @dataclass
 class Outcome:
-    """What one message did. ``commit`` or ``discard`` it: until then the feedback is as it was."""
+    """Outcome of one message. ``commit`` or ``discard`` it: until then the feedback is as it was."""
 
     message: Message
     finite: bool

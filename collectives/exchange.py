@@ -252,7 +252,7 @@ class Exchanges:
     # ------------------------------------------------------------ checkpoints
 
     def choices(self) -> dict[str, Any]:
-        """What codecs have learnt besides residuals: bases of matrices, quanta of sketches."""
+        """State that codecs have learnt besides residuals: bases of matrices, quanta of sketches."""
         return {"bases": {name: basis.clone() for name, basis in self.bases.items()}, "quanta": dict(self.quanta)}
 
     def load_choices(self, state: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class Receiver(Protocol):
 
 
 class Frame(NamedTuple):
-    """What every rank must agree on about one message."""
+    """Description of one message, on which every rank must agree."""
 
     operation: int
     size: int

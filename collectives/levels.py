@@ -1,4 +1,4 @@
-"""What a hook needs to reduce in two levels: the hierarchy with its counters, layouts, and residuals to save and load.
+"""Two levels for a channel: the hierarchy with its counters, and residuals to save and load.
 
 Residuals belong to slices here, keyed by (parameter name, first element of the slice), and a slice's R is the sum of the
 nodes' sent residuals / divisor + the reduced ones. An elastic checkpoint holds the same R of the same flat pieces as

@@ -1,4 +1,4 @@
-"""How fast ranks reach each other, as measured, and which all-reduce that makes the faster one.
+"""Links between ranks, as measured, and the all-reduce that they make the faster one.
 
 The file that ``commpress probe`` writes is JSON of at most 64 KiB:
 
@@ -62,7 +62,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Stack:
-    """What the network costs processors, all ranks exchanging with all others."""
+    """Costs of the network in processor time, all ranks exchanging with all others."""
 
     exchange: float  # seconds of the smallest exchange of all ranks, between pieces of work
     message: float  # seconds of a core for one message, sender and receiver together
@@ -101,7 +101,7 @@ class BufferTrial:
 
 @dataclass(frozen=True)
 class Links:
-    """What was measured, and among which nodes."""
+    """Measurements of links, and the nodes among which they were taken."""
 
     topology: Topology
     inside: Link | None

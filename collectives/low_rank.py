@@ -52,7 +52,7 @@ class RowsOnly:
 
 @dataclass(eq=False)
 class MatrixPlan:
-    """How the matrices of one bucket travel, their basis, and scratch for their factors."""
+    """Plan for the matrices of one bucket: how they travel, their basis, and scratch for their factors."""
 
     MESSAGES: ClassVar[int] = 2  # sequence numbers of one call: P and Q
 

@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Deal:
-    """How pieces of a flat buffer travel together, one message to or from each rank."""
+    """Pieces of a flat buffer that travel together, one message to or from each rank."""
 
     every: Message  # the pieces of all ranks' messages side by side, with room for headers: one kernel call for all
     own: Pieces  # those of this rank's message, in a buffer of its rows alone

@@ -1,4 +1,4 @@
-"""What is committed or discarded together: the exchanges of one backward, one optimizer step or one outer step.
+"""Rounds: what is committed or discarded together, the exchanges of one backward, one optimizer step or one outer step.
 
 Headers agree whether the numbers of a message were finite on every rank of a channel. A round joins these verdicts: if one
 exchange was not finite, what all of them left behind is discarded, on every rank alike; with a ``Consensus`` on every rank

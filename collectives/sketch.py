@@ -43,7 +43,7 @@ _LOAD = 16  # elements of one rank that one cell may hold at most, in all likeli
 
 @dataclass(eq=False)
 class SketchPlan:
-    """How the tensors of one bucket that share a codec travel."""
+    """Plan for the tensors of one bucket that share a codec."""
 
     MESSAGES: ClassVar[int] = 3  # sequence numbers of one call: bitmap, cells, and the dense exchange that may follow
 
@@ -170,7 +170,7 @@ def reduce_sketch(
 def keep(
     buffer: torch.Tensor, old: ErrorFeedback | None, new: ErrorFeedback, plan: SketchPlan, workspace: Workspace, gain: float
 ) -> tuple[torch.Tensor, bool]:
-    """What this rank keeps, all tensors side by side, the rest in ``new``; and whether something was not finite."""
+    """Elements that this rank keeps, all tensors side by side, the rest in ``new``; and whether something was not finite."""
     flag, row = torch.zeros(1, dtype=torch.uint8), workspace.rows(plan.sparse.row_bytes, 1, buffer.device)
     cpu.encode(buffer, row, flag, plan.sparse, gain=gain, residual=old and old.sent, new_residual=new.sent)
     kept = torch.empty(plan.sparse.numel)

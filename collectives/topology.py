@@ -1,4 +1,4 @@
-"""Who shares a node: given explicitly or read from what the launcher says, and agreed by all ranks.
+"""Topologies: the ranks that share a node, given explicitly or read from what the launcher says, and agreed by all ranks.
 
 ``Topology`` is data. ``agree`` is the one exchange: every rank says where it is (or which nodes it was given), all see
 the same answers, and so all reach the same topology or the same error.
@@ -72,7 +72,7 @@ class Topology:
 
     @property
     def layered(self) -> bool:
-        """Whether there is anything to gain: several nodes, and some of them with several ranks."""
+        """True if there is anything to gain: several nodes, and some of them with several ranks."""
         return 1 < len(self.nodes) < self.size
 
     def node(self, rank: int) -> int:
@@ -90,7 +90,7 @@ class Topology:
 
 
 class Place(NamedTuple):
-    """Where one rank is."""
+    """Place of one rank."""
 
     source: str  # who says so
     node: str  # equal for ranks of one node; with GIVEN, the whole topology
@@ -116,7 +116,7 @@ class Place(NamedTuple):
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Where this process is: the innermost launcher decides, and the host name where none says it.
+    """Place of this process: the innermost launcher decides, and the host name where none says it.
 
     torchrun and SLURM number nodes. MPI numbers ranks inside a host; the host's name says which.
     """
@@ -189,7 +189,7 @@ def agree(
 
 
 def topology_of(places: Sequence[Place], given: Topology | None = None) -> Topology:
-    """What the places of all ranks make up; ranks that contradict each other are named."""
+    """Topology that the places of all ranks make up; ranks that contradict each other are named."""
     for what, said in (("source", [p.source for p in places]), (GIVEN, [p.node for p in places])):
         odd = tuple(r for r, text in enumerate(said) if text != said[0])
         if odd and (what == "source" or places[0].source == GIVEN):

@@ -100,7 +100,7 @@ def hierarchy_of(topology: Topology, transport: Transport) -> Hierarchy:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How one message travels on one rank."""
+    """Route of one message on one rank."""
 
     message: Message  # all its rows
     inside: Pieces  # the same pieces in float32, one row per rank of the node

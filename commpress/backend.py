@@ -21,7 +21,7 @@ _INNER: dict[str, Literal["torch", "mpi"]] = {"commpress": "torch", "commpress_m
 
 
 def _make(inner: Literal["torch", "mpi"], name: str, options: Any, pg_options: Any) -> ProcessGroup:
-    """What torch calls for each new group; ``pg_options`` are the caller's."""
+    """Make a new group when torch asks for one; ``pg_options`` are the caller's."""
     if getattr(options, "enable_reconfigure", False):
         raise InvalidArgument(f"enable_reconfigure is True, and a group of {name!r} keeps its ranks: leave it out")
     return ProcessGroup(

@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree.
+"""Errors, as a tree.
 
 CommpressError
 ├── InvalidArgument     a value the caller passed cannot work                     (also a ValueError)

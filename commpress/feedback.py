@@ -1,4 +1,4 @@
-"""What compression leaves behind, as plain tensors that the caller owns.
+"""Residuals: what compression leaves behind, as plain tensors that the caller owns.
 
 Note: the invariant. With R = mean over ranks of the sent residuals + the reduced residuals side by side,
 Σ outputs + R_T = Σ mean(inputs) + R_0. Nothing is lost, only late.
@@ -162,7 +162,7 @@ class ResidualStore:
                 reduced.zero_()
 
     def scale(self, name: str, factor: torch.Tensor, rank: int) -> None:
-        """What is owed of parameter ``name`` is in other units from now on: multiplied by ``factor``, element by element."""
+        """Count what is owed of parameter ``name`` in other units from now on: multiplied by ``factor``, element by element."""
         for (whose, offset), sent, reduced in self.places():
             if whose == name:
                 part = factor.view(-1)[offset : offset + sent.numel()]

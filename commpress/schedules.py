@@ -13,7 +13,7 @@ from commpress.errors import InvalidArgument
 
 @dataclass
 class Facts:
-    """What happened so far, as far as schedules ask for it."""
+    """Facts of a run so far, as far as schedules ask for them."""
 
     peak_lr: float = 0.0  # the largest learning rate so far
     peak_step: int = 0  # when it was first reached
@@ -44,10 +44,10 @@ class Facts:
 
 class Freeze(Protocol):
     def probes(self, step: int) -> bool:
-        """Whether the variance's mean is to be recorded after ``step`` steps."""
+        """True if the variance's mean is to be recorded after ``step`` steps."""
 
     def freezes(self, step: int, facts: Facts) -> bool:
-        """Whether the variance is frozen from now on, ``step`` steps being done."""
+        """True if the variance is frozen from now on, ``step`` steps being done."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What happened when: spans of one process on one timeline, saved in the format that Perfetto and chrome://tracing open.
+"""Timelines: spans of one process on one timeline, saved in the format that Perfetto and chrome://tracing open.
 
 Parts that can be watched have an attribute ``timeline``, None unless somebody watches: then they do nothing but look at it.
 Recording appends to a list, which needs no lock.

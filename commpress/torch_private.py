@@ -1,4 +1,4 @@
-"""What is used of torch beyond its promises, and how each of its versions spells it. Nothing else needs to know a version.
+"""Private members of torch, as each of its versions spells them. Nothing else needs to know a version.
 
 Written for torch 2.6 to 2.15; ``tests/test_torch_private.py`` says of each entry what must hold where it runs.
 """

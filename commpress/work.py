@@ -127,7 +127,7 @@ class _Job:
 
 
 class _Loop:
-    """What the thread of a ``Worker`` does. Between jobs it keeps nothing of those it ran.
+    """Loop of a ``Worker``'s thread. Between jobs it keeps nothing of those it ran.
 
     Invariant: no rank waits for a job while an older one of its own has still to send. Jobs arrive at different times on
     different ranks, so without it one rank could wait for a message of job A that its peer sends only after a message of

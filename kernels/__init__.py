@@ -48,7 +48,7 @@ def _with_registered(kernels: Any) -> Any:
 
 
 def knows(device: Any, dtype: Any) -> bool:
-    """Whether the kernels of ``device`` encode from, decode to and add to tensors of ``dtype``; all know float32."""
+    """True if the kernels of ``device`` encode from, decode to and add to tensors of ``dtype``; all know float32."""
     return str(dtype) == "torch.float32" or (device.type == "cpu" and str(dtype) == "torch.bfloat16")
 
 

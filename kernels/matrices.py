@@ -1,4 +1,4 @@
-"""Where matrices lie: the table that the low-rank kernels walk."""
+"""Table of matrices that the low-rank kernels walk."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How a buffer is cut into rows: the table that every kernel walks.
+"""Table of pieces that every kernel walks: how a buffer is cut into rows.
 
 A *piece* is a run of one parameter that one codec compresses. It is dealt out over the ranks by itself: row r holds its
 elements r·width … (r+1)·width, with width = ⌈numel / 8·rows⌉ · 8. A message is one row of every piece of a bucket, side

@@ -363,7 +363,7 @@ def encode_powers(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def top_places(c: np.ndarray, count: int) -> np.ndarray:
-    """Where the ``count`` largest magnitudes are, the first of equals, in ascending order."""
+    """Places of the ``count`` largest magnitudes, the first of equals, in ascending order."""
     return np.sort(np.lexsort((np.arange(len(c)), -np.abs(c)))[:count])
 
 

@@ -43,5 +43,5 @@ def known(kind: int) -> bool:
 
 
 def some() -> bool:
-    """Whether there is any."""
+    """True if there is any."""
     return bool(_codecs)

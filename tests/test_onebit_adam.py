@@ -200,6 +200,7 @@ def test_groups_have_their_own_options_and_may_be_added_while_warming_up():
     [
         ({"lr": -1.0}, "lr is -1"),
         ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (0.9, 0.5)}, "betas is .*square of the first"),
         ({"warmup_steps": 0}, "warmup_steps is 0"),
         ({"codec": "sing"}, "did you mean 'sign'"),
         ({"max_grad_norm": 0}, "max_grad_norm"),

@@ -290,7 +290,7 @@ class Disk:
         self.engine.submit(made())
 
     def _conclude(self) -> None:
-        """What follows a batch wants the store's lock: it has a thread of its own, for the engine's to go on."""
+        """Conclude a batch on a thread of its own, for it wants the store's lock and the engine's is to go on."""
         while over := self._over.get():
             over()
             del over

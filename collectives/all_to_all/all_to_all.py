@@ -44,7 +44,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Way:
-    """How blocks travel, the same on every rank: flat, or by way of ``nodes`` (the ranks of each node) in an ``order``.
+    """Way that blocks travel, the same on every rank: flat, or by way of ``nodes`` (the ranks of each node) in an ``order``.
 
     Both orders give the same bits as flat. ``inside-first`` sends one message from a node to each rank of another,
     ``between-first`` one from each rank to each other node: the same number where nodes have the same size.
@@ -73,7 +73,7 @@ class Way:
         yield from passage.walk(_ORDERS[self.order](lengths, nodes, told), out, inp)
 
     def label(self, text: str) -> int:
-        """What ranks must agree on and no other field of the header says."""
+        """Digest of what ranks must agree on and no other field of the header says."""
         return zlib.crc32(text.encode(), self._own_label)
 
     @cached_property

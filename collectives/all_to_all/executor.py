@@ -51,7 +51,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Passage:
-    """What all hops of one operation on one rank share. ``what`` describes it; lengths and step are filled in."""
+    """State that all stages of one operation on one rank share. ``what`` describes it; lengths and step are filled in."""
 
     what: Frame
     transport: Transport

@@ -31,7 +31,7 @@ _KEPT = 16  # plans; one holds about 1 KiB a rank
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks share a node; every rank is in one of them. Nodes may differ in size."""
+    """Nodes and the ranks that share each; every rank is in one of them. Nodes may differ in size."""
 
     members: tuple[tuple[int, ...], ...]
 
@@ -75,7 +75,7 @@ class ByteRange(NamedTuple):
 
 
 class FrameContent(NamedTuple):
-    """What the frame of a message says of it."""
+    """Content of a message, as its frame says it."""
 
     numel: int  # bytes
     back: int  # bytes that go the other way

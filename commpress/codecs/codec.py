@@ -1,4 +1,4 @@
-"""What a codec is: a meaning of bytes, named by a kernel kind and a block size."""
+"""Codecs: a meaning of bytes, named by a kernel kind and a block size."""
 
 import difflib
 import re
@@ -27,11 +27,11 @@ class Codec(Protocol):
 
     @property
     def feedback(self) -> bool:
-        """Whether what it leaves behind should be kept and sent later: not where it is noise of zero mean."""
+        """True if what it leaves behind is to be kept and sent later: not where it is noise of zero mean."""
 
     @property
     def back(self) -> "Codec":
-        """What the mean travels in on its way back to the ranks: itself, unless what it does to a mean would be waste."""
+        """Codec in which the mean comes back to the ranks: itself, unless what it does to a mean would be waste."""
 
     def row_bytes(self, width: int) -> int:
         """Bytes of one row of ``width`` elements (a multiple of 8)."""
@@ -47,7 +47,7 @@ class NotOfRows(ABC):
 
     @abstractmethod
     def takes(self, shape: Sequence[int]) -> bool:
-        """Whether it compresses a tensor of this shape, which travels exactly otherwise."""
+        """True if it compresses a tensor of this shape, which travels exactly otherwise."""
 
     @property
     def back(self) -> Codec:

@@ -1,4 +1,4 @@
-"""Which codec for which tensor: policies compose like codecs."""
+"""Policies: a codec for each tensor. They compose like codecs."""
 
 import re
 from collections.abc import Mapping

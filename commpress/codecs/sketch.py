@@ -31,7 +31,7 @@ class SketchCodec(NotOfRows):
 
     @property
     def kept(self) -> TopKCodec:
-        """What one rank keeps."""
+        """Codec of the elements that one rank keeps."""
         return TopKCodec(self.density)
 
     def takes(self, shape: Sequence[int]) -> bool:

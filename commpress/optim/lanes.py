@@ -146,7 +146,7 @@ class Lanes:
         return 1 - group["betas"][1] ** steps if group.get("bias_correction", True) and steps else 1.0
 
     def share_of_variance(self, i: int) -> float:
-        """What v̂ has of the mean square of gradients: all of it, unless nobody corrects v."""
+        """Share of the mean square of gradients that v̂ has: all of it, unless nobody corrects v."""
         steps = int(self.variance_steps[i])
         return (1 - self._group[i]["betas"][1] ** steps) / self.correction(i, steps) if steps else 1.0
 

@@ -423,6 +423,12 @@ def check_defaults(defaults: dict[str, Any]) -> None:
             raise InvalidArgument(f"{name} is {defaults[name]!r}, expected a number of at least 0")
     if len(defaults["betas"]) != 2 or not all(0 <= beta < 1 for beta in defaults["betas"]):
         raise InvalidArgument(f"betas is {defaults['betas']!r}, expected two numbers of at least 0 and below 1")
+    beta1, beta2 = defaults["betas"]
+    if beta1**2 >= beta2:
+        raise InvalidArgument(
+            f"betas is {defaults['betas']!r}, expected the square of the first to be below the second: else a step of Adam has "
+            "no bound, and what one bit says of momentum would be divided by next to nothing"
+        )
 
 
 def _bits(x: torch.Tensor) -> int:

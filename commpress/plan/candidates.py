@@ -1,4 +1,4 @@
-"""What a training run could do about its network, and what each of it would cost: seconds, bytes, memory.
+"""Candidates: what a training run could do about its network, and what each would cost: seconds, bytes, memory.
 
 Every candidate is simulated with the collectives it would run. Memory is counted per rank from what each keeps for n parameters
 in float32; activations are not in it.
@@ -187,8 +187,11 @@ def _sharded(cluster: Cluster, costs: Costs, model: Model, settings: Settings, a
 
 
 def sharded_bytes(stage: int, n: float, ranks: int, codec: str) -> float:
-    """What a rank keeps of n bytes of parameters between backward and step, beside scratch. What compression keeps is of the
-    whole model, because a rank quantises its own gradients of all of it: only the rest is divided by the ranks."""
+    """Bytes that a rank keeps of n bytes of parameters between backward and step, beside scratch.
+
+    What compression keeps is of the whole model, because a rank quantises its own gradients of all of it: only the rest is
+    divided by the ranks.
+    """
     lossy = codec != "none"
     if stage == 3:  # residuals; weights from forward to backward, as they came; the own rows on their way out and in
         return 4 * n / ranks + lossy * (n + n * codec_named(codec).row_bytes(4096) / (4 * 4096) + 2 * n / ranks)

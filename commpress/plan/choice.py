@@ -1,4 +1,4 @@
-"""Which codec for which layer: the cheapest choice whose summed error stays below a bound (L-GreCo's formulation).
+"""A codec for each layer: the cheapest choice whose summed error stays below a bound (L-GreCo's formulation).
 
     minimise Σ cost[l][o(l)]   subject to   Σ error[l][o(l)] ≤ bound        one option o for every layer l
 
@@ -161,7 +161,7 @@ class Assignment:
 
     @property
     def gain(self) -> float:
-        """How many times fewer bytes."""
+        """Times that bytes are fewer."""
         return self.uniform_bytes / self.nbytes
 
 

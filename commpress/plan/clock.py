@@ -106,7 +106,7 @@ class Cores:
 
     @property
     def taken(self) -> bool:
-        """Whether who wakes up now finds no core idle."""
+        """True if who wakes up now finds no core idle."""
         return sum(threads for _, threads in self._running) >= self.cores
 
     def _speed(self) -> float:

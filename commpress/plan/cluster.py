@@ -179,7 +179,7 @@ def _post(stack: Stack, peers: int, crowd: float) -> float:
 
 
 def _ring_latency(seconds: float, message: float, peers: int) -> float:
-    """What makes the shortest ring take so long: 2 · peers messages twice, two at once (``ring``), each so much work."""
+    """Latency of the shortest ring: 2 · peers messages twice, two at once (``ring``), each so much work."""
     half = seconds / 2
     latency = (half - message) / peers - message
     return max(latency if latency > message else half - 2 * peers * message, LEAST)

@@ -1,4 +1,4 @@
-"""What the arithmetic costs, and kernels that cost it without computing.
+"""Costs of the arithmetic, and kernels that cost it without computing.
 
 ``SizedKernels`` has the names and arguments of ``kernels.cpu``. It looks at tables and shapes, never at numbers, and charges
 what the real ones took per element when they were measured. So the generators of ``collectives`` run unchanged.
@@ -169,7 +169,7 @@ class SizedKernels:
         self._charge(_squares(matrices, WIDE) * self.costs.product)
 
     def moved(self, nbytes: float) -> None:
-        """What torch itself read and wrote."""
+        """Bytes that torch itself read and wrote."""
         self._charge(nbytes * self.costs.memory)
 
     def _charge(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What a model looks like to a collective: names and shapes, and the buckets that DDP makes of them."""
+"""Models as a collective sees them: names and shapes, and the buckets that DDP makes of them."""
 
 import math
 from collections.abc import Sequence

@@ -59,7 +59,7 @@ class Posted:
 
 @dataclass
 class Traffic:
-    """What one rank of a class has sent; own rows not."""
+    """Messages and bytes that one rank of a class has sent; own rows not."""
 
     messages: float = 0
     nbytes: float = 0
@@ -67,7 +67,7 @@ class Traffic:
 
 
 class Script(list[tuple[float, Posted]]):
-    """What a rank posted since it last waited, each with the seconds of kernels before it."""
+    """Messages that a rank posted since it last waited, each with the seconds of kernels before it."""
 
 
 @dataclass(eq=False)
@@ -285,7 +285,7 @@ class Network:
         yield self.compute(cls, rest * slower)
 
     def waited_for(self, work: Work) -> list[Signal]:
-        """What a generator waits for when it yields this work, which may be several in one."""
+        """Works that a generator waits for when it yields this one, which may be several in one."""
         self.waits.clear()
         work.wait()
         return [posted.done for posted in self.waits]

@@ -49,7 +49,7 @@ def ring_allreduce(
 def neighbours(
     transport: SizedTransport, chunk: float, messages: float
 ) -> tuple[list[Flow], set[tuple[int, int]]]:
-    """What a rank of this class sends, on average over the ranks of a node, and whom it hears from."""
+    """Bytes that a rank of this class sends, on average over the ranks of a node, and the ranks it hears from."""
     network, cls = transport.network, transport.network.classes.every[transport.cls]
     kinds, every = network.cluster.kinds, network.classes.every
     if cls.ranks == 1 == cls.in_node and len(every) == network.cluster.size:  # every rank a class of its own

@@ -30,7 +30,7 @@ Build = Callable[[SizedTransport, Workspace, torch.Tensor], Sequence[Steps[Any]]
 
 @dataclass(frozen=True)
 class Training:
-    """What one rank computes in a step: seconds on a core of its own, divided at the backward's buckets."""
+    """Computation of one rank in a step: seconds on a core of its own, divided at the backward's buckets."""
 
     forward: float
     backward: float

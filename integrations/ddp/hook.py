@@ -110,7 +110,7 @@ def compressed_allreduce_hook(state: "CompressedState", bucket: dist.GradBucket)
 
 
 class CompressedState:
-    """What the hook needs between calls: residuals, counters, one worker and a process group of its own.
+    """State of the hook between calls: residuals, counters, one worker and a process group of its own.
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other groups: it makes a new one.
     Gradients that no codec knows (float64, complex, sparse) are averaged by torch's own all-reduce; ``counters`` say how many.
@@ -243,7 +243,7 @@ class CompressedState:
 
     @property
     def residuals(self) -> ResidualStore:
-        """What compression has left behind on this rank."""
+        """Residuals that compression has left behind on this rank."""
         return self.exchanges.residuals
 
     @property

@@ -41,7 +41,7 @@ class ParameterNames:
         return name
 
     def tensors(self, bucket: dist.GradBucket) -> Tensors:
-        """Where the gradients of a bucket lie in its buffer, and their shapes."""
+        """Spans of a bucket's gradients in its buffer, and their shapes."""
         parameters, spans, at = bucket.parameters(), [], 0
         for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
             spans.append(Span(self.of(parameter), at, gradient.numel()))

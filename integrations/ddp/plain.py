@@ -18,7 +18,7 @@ class Plain:
 
     @staticmethod
     def compressible(bucket: dist.GradBucket) -> bool:
-        """Whether codecs know such gradients; else their bucket travels as torch sends it: float64, complex, sparse.
+        """True if codecs know such gradients; else their bucket travels as torch sends it: float64, complex, sparse.
 
         Complex gradients come as pairs of real numbers.
         """

@@ -63,7 +63,7 @@ class AllToAll:
         return _Exchange.apply(rows.contiguous(), self, out_splits, in_splits)
 
     def counts(self, in_splits: Sequence[int]) -> list[int]:
-        """How many rows each rank will send here, when each says how many it sends to whom."""
+        """Numbers of rows that each rank will send here, when each says how many it sends to whom."""
         device = self._device()
         sent = torch.tensor([int(n) for n in in_splits], dtype=torch.int64, device=device)
         received = torch.empty_like(sent)

@@ -24,7 +24,7 @@ log = logging.getLogger("commpress")
 
 
 class FlatShardState:
-    """What ``compressed_reduce_scatter_hook`` needs between calls: ``fsdp.register_comm_hook(state, hook)`` on the root.
+    """State of ``compressed_reduce_scatter_hook`` between calls: ``fsdp.register_comm_hook(state, hook)`` on the root.
 
     Construct it on every rank of ``process_group`` (default: all). torch tells the hook neither which unit a gradient is of
     nor where its parameters lie, so a unit is known by its turn in backward, and one codec serves all. A backward in which

@@ -239,7 +239,7 @@ class ShardedState:
         return self.seed * 1_000_003 + reducer.calls
 
     def reductions(self, param_group: ParamGroup) -> int:
-        """How often its gradients have been reduced."""
+        """Times that its gradients have been reduced."""
         return self.reducers[param_group].calls if param_group in self.reducers else 0
 
     def key(self) -> int:
@@ -286,7 +286,7 @@ class ShardedState:
 
     @property
     def logical_bytes(self) -> int:
-        """What plain FSDP2 sends in the same dtypes where each collective sends (P − 1) / P of its buffer."""
+        """Bytes that plain FSDP2 sends in the same dtypes where each collective sends (P − 1) / P of its buffer."""
         return self.gradients.logical_bytes + self.weights.logical_bytes
 
     def summary(self) -> str:
@@ -359,7 +359,7 @@ class ShardedState:
         return exact_residuals(self)
 
     def elastic_state_dict(self) -> dict[str, Any]:
-        """What all ranks still owe, sharded like the parameters (DTensors), for torch's distributed checkpoints.
+        """State of all that ranks still owe, sharded like the parameters (DTensors), for torch's distributed checkpoints.
 
         Collective, between steps. Loads at any world size. Two hops keep residuals that this form does not know.
         """

@@ -55,7 +55,7 @@ def compress_hsdp(
 
 
 class ReplicatedState:
-    """What the hooks of all groups of parameters share. See ``compress_hsdp``."""
+    """State that the hooks of all groups of parameters share. See ``compress_hsdp``."""
 
     def __init__(
         self,

@@ -39,18 +39,18 @@ class ParamGroup:
 
     @property
     def gathered_twice(self) -> bool:
-        """Whether its parameters are let go after forward, and gathered again among the same ranks for backward."""
+        """True if its parameters are let go after forward, and gathered again among the same ranks for backward."""
         return self.inner._reshard_after_forward and not self.inner._use_post_forward_mesh
 
     @property
     def gradients_in_use(self) -> bool:
-        """Whether somebody takes its gradients as soon as they are reduced, before backward ends."""
+        """True if somebody takes its gradients as soon as they are reduced, before backward ends."""
         hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters)
         return self.inner._all_reduce_hook is not None or any(hooks)
 
     @property
     def prefetches(self) -> bool:
-        """Whether the user has said which groups it gathers ahead in forward."""
+        """True if the user has said which groups it gathers ahead in forward."""
         return bool(self.module._get_fsdp_state()._states_to_forward_prefetch)
 
     @property
@@ -58,7 +58,7 @@ class ParamGroup:
         return self.mesh.size()
 
     def parts(self, *, trainable: bool) -> list[Part]:
-        """Where a row holds what; ``trainable``: of a reduce-scatter, which leaves frozen parameters out."""
+        """Parts of a row, and where each lies; ``trainable``: of a reduce-scatter, which leaves frozen parameters out."""
         parts, at = [], 0
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if trainable and not parameter.requires_grad:

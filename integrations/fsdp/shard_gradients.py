@@ -74,7 +74,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         return torch.empty(numel, dtype=dtype, device=device)
 
     def _lends(self, numel: int, device: torch.device) -> bool:
-        """Whether this is a buffer of whole gradients, which nobody reads once they are reduced."""
+        """True if this is a buffer of whole gradients, which nobody reads once they are reduced."""
         return device.type == "cpu" and self.param_group.ranks > 1 and numel == self.stride * self.param_group.ranks
 
     def __call__(
@@ -246,7 +246,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
 
 
 def _factor(op: Any, ranks: int) -> float:
-    """What a mean must be multiplied by to be what ``op`` means."""
+    """Factor by which a mean must be multiplied to be what ``op`` means."""
     kind, factor = op, 1.0
     if not isinstance(op, dist.ReduceOp.RedOpType):
         kind, factor = op.__getstate__()

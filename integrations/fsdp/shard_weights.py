@@ -145,7 +145,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
             self.forget()
 
     def _changed(self, row: torch.Tensor, sequence: int, backward: bool, fresh: bool) -> Steps[bool]:
-        """Whether any rank's weights differ from what was sent last. See the class's note."""
+        """True if any rank's weights differ from what was sent last. See the class's note."""
         if backward or fresh:
             return fresh and not backward
         same = self._last is not None and torch.equal(row, self._last)

@@ -1,4 +1,4 @@
-"""What a hook did, in numbers a user can read."""
+"""Counters of a hook, in numbers a user can read."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -72,7 +72,7 @@ class Counters:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than float32."""
+        """Times that bytes are fewer than float32's."""
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def say(self, log: Logger) -> None:

@@ -90,7 +90,7 @@ class MetricsEndpoint:
         self._server.server_close()
 
     def collect(self) -> Iterator[Metric]:
-        """What a registry of ``prometheus_client`` asks for."""
+        """Collect for a registry of ``prometheus_client``."""
         totals, last = self._shown
         for name, value in totals.items():
             yield self._family(CounterMetricFamily, name, [({}, value)])

@@ -1,4 +1,4 @@
-"""What every step cost, for people and programs that watch a run.
+"""Metrics: what every step cost, for people and programs that watch a run.
 
     metrics = commpress.Metrics(state, store=store, to=[print, commpress.MetricsEndpoint(), commpress.to_writer(writer)])
     for batch in data:

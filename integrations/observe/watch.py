@@ -1,4 +1,4 @@
-"""Who draws on a timeline: the parts of a run that are asked to, from outside.
+"""Watches: parts of a run that draw on a timeline because they are asked to, from outside.
 
     timeline = commpress.Timeline(rank=dist.get_rank())
     with commpress.watch(timeline, state, store=store, model=ddp, optimizer=optimizer):

@@ -97,7 +97,7 @@ class Compress(TrainerCallback):
     # ------------------------------------------------------------ while training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
-        """What is saved or evaluated is what all ranks agree on."""
+        """Agree before something is saved or evaluated."""
         if self._handle is not None and self.state is None:
             raise InvalidArgument(
                 "the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off, or this callback out"

@@ -15,7 +15,7 @@ from commpress.errors import InvalidArgument
 
 
 class LaunchedRank(NamedTuple):
-    """What a launcher says about this process."""
+    """Rank of this process, as a launcher says it."""
 
     launcher: str
     rank: int
@@ -38,7 +38,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 def place(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """Where a launcher put this process, or None if none did."""
+    """Rank that a launcher gave this process, or None if none did."""
     for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
         if rank not in environment or size not in environment:
             continue

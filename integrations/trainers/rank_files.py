@@ -22,7 +22,7 @@ def save_rank(own: dict[str, Any], folder: Path) -> None:
 
 
 def load_rank(folder: Path) -> dict[str, Any] | None:
-    """What this rank saved; None with a warning if it is not there."""
+    """Load what this rank saved; None with a warning if it is not there."""
     file = folder / file_of(dist.get_rank())
     if not file.exists():
         log.warning("%s is missing: what compression left behind on this rank is lost", file)

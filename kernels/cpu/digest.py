@@ -1,4 +1,4 @@
-"""Which kernels these are: a digest of everything that bits depend on."""
+"""Digest of everything that the bits of kernels depend on."""
 
 from functools import cache
 from hashlib import blake2b

@@ -21,7 +21,7 @@ _CHECK = 32
 
 
 def folders() -> list[Path]:
-    """Where files may lie: the one that COMMPRESS_CACHE_DIR names, or else the user's cache, or else a temporary one."""
+    """Folders in which files may lie: the one COMMPRESS_CACHE_DIR names, or else the user's cache, or else a temporary one."""
     if given := os.environ.get("COMMPRESS_CACHE_DIR"):
         return [Path(given)]
     found, base = [], os.environ.get("XDG_CACHE_HOME", "")

@@ -267,7 +267,7 @@ def _hash(run: list[Transfer]) -> None:
 
 
 def _joins(last: Transfer, transfer: Transfer, room: int) -> bool:
-    """Whether a transfer continues the last one of a request that has ``room`` for more, in the file and in memory."""
+    """True if a transfer continues the last one of a request that has ``room`` for more, in the file and in memory."""
     return (
         len(transfer.view) <= room
         and (transfer.fd, transfer.write, transfer.offset) == (last.fd, last.write, last.offset + len(last.view))

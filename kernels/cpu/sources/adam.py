@@ -87,7 +87,7 @@ def update_momentum(table, divisors, m, v, out, counts, beta, alpha, gain, past,
 )  # fmt: skip
 @bare
 def apply_mean(table, divisors, p, v, m, a, step, decay, momentum_scale, most, past, start, stop):
-    """What is not there is None: Numba then compiles a loop without it, where a test would cost a fifteenth."""
+    """Loop without what is None: Numba leaves it out, where a test would cost a fifteenth."""
     done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)

@@ -36,5 +36,5 @@ def floats(typing, address, numel):
 
 @bare
 def begins_line(array, first):
-    """Whether array[first] begins a cache line."""
+    """True if array[first] begins a cache line."""
     return (array.ctypes.data + 4 * first) % 64 == 0

@@ -43,7 +43,7 @@ def _geometry(line, mixed):
 
 @jit
 def _head_at(line, step, k, mixed):
-    """Where the scale or head of block ``k`` begins in its row."""
+    """Place where the scale or head of block ``k`` begins in its row."""
     if mixed is not None and line[KIND] & 255 >= HEADS:
         return k * block_head(line[KIND], step, step)
     return 4 * k if line[BLOCK] else 0

@@ -15,7 +15,7 @@ def _function(builder, address, result, arguments):
 
 @intrinsic
 def _ask(typing, address):
-    """What the C function int f(void) at an address answers."""
+    """Answer of the C function int f(void) at an address."""
 
     def generate(context, builder, signature, args):
         return builder.call(_function(builder, args[0], ir.IntType(32), []), [])

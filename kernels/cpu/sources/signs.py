@@ -24,7 +24,7 @@ _ZERO = ir.Constant(_FLOATS, [0.0] * 64)
 
 
 class _Code:
-    """What the intrinsics below emit: loads, stores and selections of 64 elements of the arguments' arrays."""
+    """Code that the intrinsics below emit: loads, stores and selections of 64 elements of the arguments' arrays."""
 
     def __init__(self, context, builder, signature, args):
         self.context, self.builder, self.types, self.args = context, builder, signature.args, args

@@ -215,7 +215,7 @@ def where_less(typing, one, other, value, otherwise):
 
 @intrinsic
 def beyond(typing, value, bound):
-    """How many are further from zero than the bound."""
+    """Number of those further from zero than the bound."""
 
     def generate(context, builder, signature, args):
         bits = builder.and_(builder.bitcast(args[0], _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * WIDE))

@@ -1,0 +1,80 @@
+"""Names and imports of the package as a whole: each class has a name of its own, nobody imports in a circle."""
+
+import ast
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+import sources
+
+MODULES = {sources.module(path): sources.ROOT / path for path in sources.files() if path.suffix == ".py"}
+TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+ROOMS = ("commpress.collectives", "commpress.integrations", "commpress.kernels", "commpress.tiered_mem", "commpress.codecs",
+         "commpress.optim", "commpress.plan", "commpress.cli", "commpress")  # fmt: skip
+CALLBACKS = {"Compress"}  # hf.Compress and lightning.Compress: what each trainer's users expect to find
+
+
+def imports(module: str) -> set[tuple[str, str]]:
+    """(module, name) of everything that is imported from the package when ``module`` is."""
+    found, waiting = set(), list(TREES[module].body)
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                waiting += node.orelse
+            case ast.ImportFrom(module=str(package)) if package.split(".")[0] == "commpress":
+                found |= {(package, alias.name) for alias in node.names}
+            case ast.If() | ast.Try() | ast.With():
+                waiting += node.body
+    return found
+
+
+def needed(module: str) -> set[str]:
+    names = {f"{package}.{name}" if f"{package}.{name}" in MODULES else package for package, name in imports(module)}
+    return names & MODULES.keys()
+
+
+def room(module: str) -> str:
+    return next(name for name in ROOMS if module == name or module.startswith(name + "."))
+
+
+def circle(needs: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, or nothing."""
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_class_name_stands_twice():
+    homes = defaultdict(list)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name not in CALLBACKS:
+                homes[node.name].append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_nobody_imports_in_a_circle():
+    assert circle({module: needed(module) for module in MODULES}) == []
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_private_name_leaves_its_room(module):
+    private = {(package, name) for package, name in imports(module) if name.startswith("_") and not name.startswith("__")}
+    assert [(package, name) for package, name in private if room(package) != room(module)] == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_docstrings_begin_with_what_they_name(module):
+    begins = ("What ", "Who ", "How ", "Where ", "Whether ", "Why ", "Which ")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(TREES[module]) if isinstance(node, documented)]
+    public = [ast.get_docstring(TREES[module]) or "", *texts]
+    assert [text.splitlines()[0] for text in public if text.startswith(begins)] == []
