@@ -8,6 +8,7 @@ Whether one does is a matter of luck, which is helped here: with torch's DDP alo
 the interpreter ends.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -53,8 +54,9 @@ def free_after_its_group(what):
     gc.collect()
     os.sched_setaffinity(0, cores)
     for thread in map(int, os.listdir("/proc/self/task")):
-        os.sched_setaffinity(thread, cores)
-        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(thread, cores)
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
     sys.setswitchinterval(before)
 
 
@@ -69,8 +71,9 @@ def hold_gloo(group):
         pass
     os.sched_setaffinity(0, core)
     for thread in others:
-        os.sched_setaffinity(thread, core)
-        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, core)
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def rank_of(what, rank, file):

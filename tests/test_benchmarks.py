@@ -197,6 +197,7 @@ def test_bench_observe(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_probe_and_hierarchical(tmp_path, capsys):
     """What one measures, the other reads."""
     links, out = tmp_path / "links.json", tmp_path / "out.json"

@@ -41,7 +41,7 @@ def test_a_model_that_is_not_wrapped(model):
     ("options", "says"),
     [
         ({"codec": "signn"}, r"codec is 'signn', expected one of .* did you mean 'sign'\?"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore', expected 'skip' or 'raise'"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore', expected 'skip', 'propagate' or 'raise'"),
         ({"exclude": ("bias",)}, "exclude matches parameter names, but named_parameters is missing: pass model.named_"),
     ],
 )

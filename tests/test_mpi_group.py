@@ -257,7 +257,7 @@ def test_experts(over_mpi, nodes):
 
 
 def test_fsdp2(over_mpi):
-    test_fsdp_checkpoint.test_nothing_of_a_gradient_is_lost(over_mpi)
+    test_fsdp_checkpoint.test_nothing_of_a_gradient_is_lost(over_mpi, "int4")
 
 
 def test_the_options(over_mpi, pool, tmp_path):
