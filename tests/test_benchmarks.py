@@ -71,6 +71,7 @@ def test_what_cannot_work_is_refused_with_a_sentence(arguments, says, capsys):
 # ---------------------------------------------------------------- figures
 
 
+@pytest.mark.slow
 def test_guard_on_spawned_ranks(compiled, tmp_path):
     """Ranks of their own processes find the benchmark's module."""
     file = tmp_path / "guard.json"
@@ -79,6 +80,7 @@ def test_guard_on_spawned_ranks(compiled, tmp_path):
     assert [(row["size"], row["wrong"]) for row in json.loads(file.read_text())["rows"]] == [(4096, 0), (16384, 0)]
 
 
+@pytest.mark.slow
 def test_bench_optimizer(compiled, tmp_path):
     file = tmp_path / "rows.json"
     assert main(["optimizer", *TINY, "--steps", "3", "--json", str(file)]) == 0
@@ -129,6 +131,7 @@ def test_bench_loss(compiled, tmp_path):
         main(["loss", *TINY, *options, "--lr", "1e-3"])
 
 
+@pytest.mark.slow
 def test_bench_convergence(compiled, tmp_path, capsys, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # letters stay letters
@@ -148,6 +151,7 @@ def test_bench_convergence(compiled, tmp_path, capsys, monkeypatch):
     assert "zero-one, every, log3: " in (tmp_path / "every.svg").read_text()
 
 
+@pytest.mark.slow
 def test_encoders_agree(monkeypatch, capsys):
     slow = encoders.candidates
     monkeypatch.setattr(
