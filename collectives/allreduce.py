@@ -34,8 +34,11 @@ ALONGSIDE = 2  # messages of one bucket under way at once: one on the wire while
 
 @dataclass
 class Workspace:
-    """Buffers that outlive a call: a fresh allocation costs ten times a copy. Only ``lend`` and ``take_back``, and with
-    ``pooled`` rows, are for several threads."""
+    """Buffers that outlive a call: a fresh allocation costs ten times a copy.
+
+    Rows and residuals are for one thread at a time. Any thread may ``borrow`` and ``give_back`` a buffer of its very length, or
+    be lent the beginning of one as long as the longest (``lend``, ``take_back``; with ``pooled`` rows too).
+    """
 
     checksum: bool = False  # verify payloads although the transport (NCCL) does not by itself
     encode_seconds: float = 0.0  # in kernels before a row leaves
@@ -94,14 +97,6 @@ class Workspace:
             return self.take_back(*wires)
         for wire in wires:
             self._free[wire.shape[0], wire.shape[1], wire.device].append(wire)
-
-    def floats(self, numel: int, device: torch.device) -> torch.Tensor:
-        """A float32 buffer with anything in it."""
-        free = self._free[numel, device]
-        return free.pop() if free else torch.empty(numel, dtype=torch.float32, device=device)  # type: ignore[return-value]
-
-    def give_floats(self, buffer: torch.Tensor) -> None:
-        self._free[buffer.numel(), buffer.device].append(buffer)
 
     def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
         self._free[message.pieces.residual_layout, residual.sent.device].append(residual)

@@ -5,6 +5,7 @@ side by side; with a topology rows and matrices travel in two levels. Residuals 
 ``scatter`` has the exchange of who divides state among the ranks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from commpress.collectives.low_rank import (
 )
 from commpress.collectives.sketch import Quanta, SketchPlan, load_quanta, plan_sketches, reduce_sketch
 from commpress.collectives.two_level import Route, reduce_route, reduce_routes, route, routes
+from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.work import Steps, overlapped
 
@@ -36,7 +38,7 @@ Whole = MatrixPlan | SketchPlan  # tensors that are not cut into rows
 Tensors = tuple[list[Span], Sequence[Sequence[int]]]  # where each lies in the buffer, and its shape
 
 
-class Exchange:
+class Exchange(ABC):
     """One buffer's way to its mean over all ranks. ``steps`` replaces the tensors in it and tells what that left behind."""
 
     spans: list[Span]
@@ -44,6 +46,7 @@ class Exchange:
     sequences: int  # numbers that one call takes
     waits: int | None  # how often the steps wait, where that is known beforehand
 
+    @abstractmethod
     def steps(
         self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False
     ) -> Steps[list[Outcome]]:
@@ -52,11 +55,10 @@ class Exchange:
         ``key`` seeds what is drawn, the same on every rank. ``gain`` multiplies what comes and divides the mean, so that
         residuals of scaled gradients are in unscaled units. ``asks`` travels with rows in one level: see ``reduce_message``.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def forget(self, workspace: Workspace) -> None:
         """Let go of the buffers that lie ready for it: it does not come again."""
-        raise NotImplementedError
 
 
 class Reduce(Exchange):
@@ -235,6 +237,10 @@ class Exchanges:
         if matrices := matrices_of(spans, shapes, policy):
             whole.append(plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed))
         whole += plan_sketches(spans, policy, self.size, self.quanta)
+        for plan in whole:
+            if self.residuals.ef21 or (self.levels is not None and isinstance(plan, SketchPlan)):
+                what = "error_feedback='ef21'" if self.residuals.ef21 else "a topology"
+                raise InvalidArgument(f"{what} is given, but {plan.message.codec!r} knows none: leave one of them out")
         taken, attach = {name for plan in whole for name in plan.names}, self.residuals.attach
         others = [span for span in spans if span.name not in taken]
         if self.levels is not None:

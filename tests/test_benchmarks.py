@@ -203,7 +203,7 @@ def test_bench_observe(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_probe_and_hierarchical(tmp_path, capsys):
-    """What one measures, the other reads."""
+    """The one reads what the other measures."""
     links, out = tmp_path / "links.json", tmp_path / "out.json"
     nodes = ["--ranks", "3", "--topology", "2,1"]
     assert cli.main(["probe", *nodes, "--bytes", "64KiB", "--rounds", "2", "--out", str(links)]) == 0

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.codecs import ByName, LowRankCodec
+from commpress.codecs import ByName, BySize, LowRankCodec
 from commpress.errors import InvalidArgument, StateMismatch
 
 WAYS = {
@@ -314,7 +314,14 @@ IN_PART = ByName({"2": "sketch-8"}, "topk-8")
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    "options", [{"codec": "sketch-8", "topology": "1,1"}, {"codec": IN_PART, "error_feedback": "ef21"}], ids=str
+    "options",
+    [
+        {"codec": "sketch-8", "topology": "1,1"},
+        {"codec": IN_PART, "error_feedback": "ef21"},
+        {"codec": "auto:sketch-8,int8", "topology": "1,1"},
+        {"codec": "auto:powersgd-4,int8", "topology": "1,1"},  # where a residual changes its place with the codec
+    ],
+    ids=str,
 )
 def test_what_makes_no_sense_is_refused_on_one_rank_as_on_two(pool, options, size):
     with pytest.raises(InvalidArgument, match="knows none"):
@@ -323,3 +330,22 @@ def test_what_makes_no_sense_is_refused_on_one_rank_as_on_two(pool, options, siz
 
 def _refused(options):
     commpress.compress(DistributedDataParallel(net()), **options)
+
+
+@pytest.mark.parametrize("options", [{"topology": "2,1"}, {"error_feedback": "ef21"}], ids=str)
+def test_what_nobody_named_beforehand_is_refused_when_it_comes(pool, options):
+    """Without names nobody knows at construction for which parameter the policy has a codec of whole tensors."""
+    for words in pool.run(_unnamed, options, size=3):
+        assert "knows none" in words
+
+
+def _unnamed(options):
+    ddp = DistributedDataParallel(net())
+    state = commpress.CompressedState(BySize(ByName({"2": "sketch-8"}, "topk-8"), 4000), **options)
+    state.names._names = {id(p): name for name, p in ddp.module.named_parameters()}  # as if DDP's own order had given them
+    ddp.register_comm_hook(state, commpress.compressed_allreduce_hook)
+    try:
+        ddp(torch.ones(2, 48)).sum().backward()
+    except Exception as error:
+        return str(error)
+    return "nothing was refused"

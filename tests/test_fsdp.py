@@ -198,7 +198,7 @@ def poisoned(on_nonfinite: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("policy", "error", "zeros"),
-    [("skip", None, True), ("propagate", None, False), ("raise", "NonFiniteGradient", False)],
+    [("skip", None, True), ("propagate", None, False), ("raise", "NonFiniteGradient", True)],
 )
 def test_a_rank_that_is_not_finite(pool, policy, error, zeros):
     for result in pool.run(poisoned, policy, size=2):

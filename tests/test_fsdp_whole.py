@@ -77,7 +77,7 @@ def test_equals_ddp_bit_for_bit(pool, codec, plan, size):
 
 
 def elastic(plan: Plan, folder: str, load: bool) -> dict[str, Any]:
-    """What all ranks owe, bases and quanta; saved here or loaded from another number of ranks."""
+    """State of what all ranks owe, bases and quanta; saved here or loaded from another number of ranks."""
     from torch.distributed import checkpoint as dcp
 
     torch.set_num_threads(1)
@@ -114,7 +114,7 @@ def test_what_is_owed_and_learnt_survives_another_world_size(pool, tmp_path, col
 
 
 def poisoned() -> list[bool]:
-    """Whether gradients are zeros, and residuals, bases and quanta unchanged, after a backward with infinity on a rank."""
+    """True if gradients are zeros, and residuals, bases and quanta unchanged, after a backward with infinity on a rank."""
     torch.set_num_threads(1)
     session = Session(replace(PLAN, gradients=MIXED)).run()
     before = session.state.state_dict()

@@ -99,7 +99,7 @@ def exchanged(codec, nodes, transport):
 
 
 def sharded_and_gathered(hop, transport):
-    """What ``compress_fsdp`` and FSDP1 do with a gradient and with weights."""
+    """Do with a gradient and with weights as ``compress_fsdp`` and FSDP1 do."""
     ranks, row = transport.size, torch.arange(100.0)
     plan = deals([Part("w", 0, 100, 300)], policy_of("int8", min_numel=0), rank=transport.rank, ranks=ranks)
     options = {"plan": plan, "transport": transport, "workspace": Workspace()}

@@ -496,7 +496,7 @@ def test_masters_in_a_store_follow_weights_that_are_loaded(tmp_path, dtype):
 
 
 def like_the_hook_of_ddp(codec, options):
-    """Whether both stages have the parameters of DDP after some steps, and send the bytes that they count."""
+    """True for each stage that has the parameters of DDP after some steps and sends the bytes that it counts."""
     results = []
     for stage in (0, 1, 2):
         model = made(Plan())

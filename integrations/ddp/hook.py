@@ -180,7 +180,9 @@ class CompressedState:
         if error_feedback == "ef21":
             check_codec(policy.choose("", BUCKET))
         if topology is not None or error_feedback == "ef21":
-            self._check_rows(policy)
+            ways = self._trial.ways[1:] if self._trial else ()
+            for each in [policy, *(policy_of(way, **self._limits) for way in ways)]:
+                self._check_rows(each)
         self.process_group = process_group
         self.channel = Channel.among(process_group, timeout=timeout, workspace=Workspace(checksum=checksum))
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
@@ -227,13 +229,14 @@ class CompressedState:
                 log.warning("exclude=%r matches no parameter: nothing is left out because of it", pattern)
 
     def _check_rows(self, policy: Policy) -> None:
-        """EF21 is for rows; a topology for rows and matrices."""
+        """EF21 is for rows; a topology for rows and, where no other codec takes its place, matrices: their residuals differ."""
         ef21 = self._options["error_feedback"] == "ef21"
-        refused: type = NotOfRows if ef21 else SketchCodec
+        stays = self._trial is None and not self._options["replan_every"]
+        refused: type = SketchCodec if stays and not ef21 else NotOfRows
         for name, numel in self.names.numels.items() or [("", BUCKET)]:
             codec = policy.choose(name, numel)
             if isinstance(codec, refused):
-                what = "error_feedback='ef21'" if ef21 else "a topology"
+                what = "error_feedback='ef21'" if ef21 else "a topology" if stays else "a topology, and a codec that changes,"
                 raise InvalidArgument(f"{what} is given, but {codec.spec!r} knows none: leave one of them out")
 
     @property
@@ -330,7 +333,7 @@ class CompressedState:
         """A bucket that crosses the channel."""
         workspace, buffer = self.channel.workspace, bucket
         if bucket.dtype != torch.float32:
-            buffer = workspace.floats(bucket.numel(), bucket.device).copy_(bucket)
+            buffer = workspace.borrow(bucket.numel(), torch.float32, bucket.device).copy_(bucket)
         gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
         measure = self.measure_every and round.number % self.measure_every == 0 and isinstance(exchange, Reduce)
         before = exchange.compensated(buffer, gain) if measure and isinstance(exchange, Reduce) else None
@@ -342,7 +345,7 @@ class CompressedState:
             if bucket.dtype == torch.float16:  # a mean that does not fit overflows on every rank alike
                 finite = bool(torch.isfinite(bucket).all())
         if bucket is not buffer:
-            workspace.give_floats(buffer)
+            workspace.give_back(buffer)
         if before is not None and finite:
             self.counters.errors.update(relative_errors(before, exchange.spans, outcomes))
         self.counters.bucket(bucket.numel(), exchange.messages, self.channel.size)

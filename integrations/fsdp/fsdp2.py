@@ -68,7 +68,7 @@ def compress_fsdp(
       ``hadamard`` rotates blocks of 64 before the second, which spreads outliers.
     - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the whole model on each rank.
     - ``on_nonfinite``: gradients of a group of parameters (one ``fully_shard``) in which a rank has NaN or infinity become
-      zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them), or also an error after backward ("raise"). No
+      zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them), or zeros and an error after backward ("raise"). No
       residual changes.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward together, where these are
       more than share a group: they decide about each group together. Not the stages of a pipeline.
@@ -330,7 +330,7 @@ class ShardedState:
         """The same decision on every rank: all have seen all headers."""
         self.gradients.skipped_buckets += 1
         count = self.gradients.skipped_buckets
-        zeros = self.on_nonfinite == "skip" and self.grad_scaler is None
+        zeros = self.on_nonfinite != "propagate" and self.grad_scaler is None
         shard.fill_(0.0 if zeros else float("nan"))
         if self.on_nonfinite == "raise":
             if self._error is None:

@@ -77,7 +77,7 @@ class StreamedGroup(FlatGroup):
         self.flat.untyped_storage().resize_(nbytes)
 
     def check(self) -> None:
-        """Nobody else has given the parameters other values, another type or device: that would be lost without a word."""
+        """Raise if somebody has given the parameters other values, another type or device: these would be lost in silence."""
         for member, nothing in zip(self.members, self._nothing, strict=True):
             here = self.flat.data_ptr() + member.first * self.dtype.itemsize if self.present else nothing.data_ptr()
             parameter = member.parameter
