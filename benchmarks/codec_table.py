@@ -26,9 +26,9 @@ from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Span
 from commpress.collectives.sketch import keep, next_quanta, plan_sketches
 from commpress.feedback import ErrorFeedback
-from commpress.kernels.cpu import codec as cpu
+from commpress.kernels.cpu import cells as cpu_cells
 from commpress.kernels.cpu import low_rank as cpu_low_rank
-from commpress.kernels.cpu import sketch as cpu_sketch
+from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.matrices import Matrix, stack
 from commpress.kernels.pieces import Piece, cut
 
@@ -160,13 +160,13 @@ def _sketch(name: str, codec: SketchCodec, found: dict[str, torch.Tensor]) -> Li
 
     def encode() -> None:
         kept, _ = keep(x, old, new, plan, workspace, 1.0)
-        cpu_sketch.to_quanta(kept, new.sent, plan.starts, factors, plan.most)
+        cpu_cells.to_quanta(kept, new.sent, plan.starts, factors, plan.most)
         table.zero_()
-        cpu_sketch.add(kept, table, bitmap)
+        cpu_cells.add(kept, table, bitmap)
 
     def decode() -> None:
-        cpu_sketch.peel(table.double(), bitmap, told)
-        cpu_sketch.scaled(told, plan.starts, factors, out)
+        cpu_cells.peel(table.double(), bitmap, told)
+        cpu_cells.scaled(told, plan.starts, factors, out)
 
     encode_seconds, decode_seconds = _seconds(encode), _seconds(decode)
     (head,) = (slice(span.source, span.source + span.numel) for span in spans if span.name == "head.weight")

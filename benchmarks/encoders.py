@@ -17,7 +17,7 @@ import torch
 
 from commpress.cli import harness
 from commpress.cli.bench_codec import ROWS
-from commpress.kernels.cpu import codec as cpu
+from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import SIGN_L1
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from commpress.codecs.codec import Codec, NotOfRows
+from commpress.codecs.codec import Codec
+from commpress.codecs.whole_tensors import NotOfRows
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_message
 from commpress.collectives.buckets import Message
 from commpress.errors import InvalidArgument

@@ -19,7 +19,7 @@ from commpress.collectives.buckets import Message, Span, messages, one_message
 from commpress.collectives.channel import Channel
 from commpress.collectives.ef21 import reduce_changes
 from commpress.collectives.levels import Levels
-from commpress.collectives.low_rank import (
+from commpress.collectives.powersgd import (
     Bases,
     MatrixPlan,
     RowsOnly,

@@ -12,8 +12,8 @@ import torch
 
 from commpress.codecs import Codec, policy_of
 from commpress.collectives.buckets import PIECE, Span
-from commpress.collectives.checkpoint import Residuals
 from commpress.collectives.links import Links, choose
+from commpress.collectives.residual_state import Residuals
 from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports.loopback import Recorded, Timed
 from commpress.collectives.transports.transport import Transport

@@ -24,15 +24,15 @@ import torch
 
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy, policy_of
-from commpress.codecs.sketch import SketchCodec
+from commpress.codecs.whole_tensors import SketchCodec
 from commpress.collectives.allreduce import Outcome, Workspace, check_buffer, exchange, reduce_message
 from commpress.collectives.buckets import Message, Span, messages, one_message
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback
-from commpress.kernels.cpu import codec as cpu
-from commpress.kernels.cpu import sketch as cpu_sketch
+from commpress.kernels.cpu import cells as cpu_cells
+from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import BLOCK, HASH, KEPT, KIND, NUMEL, SOURCE, Piece, Pieces, cut
 from commpress.work import Steps, overlapped
 
@@ -137,18 +137,18 @@ def reduce_sketch(
     options: dict[str, Any] = {"transport": transport, "workspace": workspace}
     mean, finite = None, True
     if factors is not None:
-        cpu_sketch.to_quanta(kept, proposed.sent, plan.starts, factors, plan.most)
+        cpu_cells.to_quanta(kept, proposed.sent, plan.starts, factors, plan.most)
         workspace.encoded(start)
         told = yield from _told(kept, bad, plan, transport, workspace, sequence, key)
         finite = told is not None
         if told is not None and told.numel():
             mean = torch.empty(told.numel())
-            cpu_sketch.scaled(told, plan.starts, factors / transport.size, mean)
+            cpu_cells.scaled(told, plan.starts, factors / transport.size, mean)
     if mean is None and finite:
         workspace.dense_sketches += 1
         mean = kept
         if factors is not None:
-            cpu_sketch.scaled(kept, plan.starts, factors, mean)
+            cpu_cells.scaled(kept, plan.starts, factors, mean)
         if bad:
             mean.fill_(float("nan"))
         dense = yield from reduce_message(mean, None, message=plan.dense, sequence=sequence + 2, **options)
@@ -190,7 +190,7 @@ def _told(
     if bad:
         table.fill_(float("nan"))  # so that every rank hears of it
     else:
-        cpu_sketch.add(kept, table, bitmap, seed=seed)
+        cpu_cells.add(kept, table, bitmap, seed=seed)
     jobs: list[Steps[object]] = [
         _either(bitmap, numel, width, transport, workspace, sequence),
         reduce_message(
@@ -202,13 +202,13 @@ def _told(
     if not outcome.finite:
         return None
     whole, told = (table.double() * ranks).round_(), torch.empty(numel, dtype=torch.float64)
-    fits = float(whole.abs().max()) <= _EXACT and cpu_sketch.peel(whole, bitmap, told, seed=seed) == 0
+    fits = float(whole.abs().max()) <= _EXACT and cpu_cells.peel(whole, bitmap, told, seed=seed) == 0
     return told if fits else told[:0]
 
 
 def next_quanta(mean: torch.Tensor, plan: SketchPlan) -> Quanta:
     """So fine that twice to four times the largest mean of this call is the most that the next one can say."""
-    peaks = zip(plan.names, cpu_sketch.peaks(mean, plan.starts).tolist(), strict=True)
+    peaks = zip(plan.names, cpu_cells.peaks(mean, plan.starts).tolist(), strict=True)
     return {name: 4 * 2.0 ** math.ceil(math.log2(peak)) / plan.most for name, peak in peaks if peak > 0}
 
 

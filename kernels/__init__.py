@@ -29,11 +29,11 @@ def arithmetic(device: Any) -> Any:
     if (given := _INSTEAD.get()) is not None:
         return given
     if device.type == "cpu":
-        from commpress.kernels.cpu import codec as cpu
+        from commpress.kernels.cpu import row_codec as cpu
 
         return _with_registered(cpu)
     if device.type == "cuda":
-        from commpress.kernels.cuda import codec as cuda
+        from commpress.kernels.cuda import row_codec as cuda
 
         return _with_registered(cuda)
     from commpress.errors import InvalidArgument
@@ -42,9 +42,9 @@ def arithmetic(device: Any) -> Any:
 
 
 def _with_registered(kernels: Any) -> Any:
-    from commpress.kernels import plain, registered
+    from commpress.kernels import registered, registered_rows
 
-    return plain.WithRegistered(kernels) if registered.some() else kernels
+    return registered_rows.WithRegistered(kernels) if registered.some() else kernels
 
 
 def knows(device: Any, dtype: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Arithmetic of the optimizers on flat buffers, in torch operations for any device; ``cpu_adam`` is the fast CPU path.
+"""Arithmetic of the optimizers on flat buffers, in torch operations for any device; ``cpu.adam`` is the fast CPU path.
 
 Everything is element by element. ``segments`` says which parameter x and gradient g belong to which run of the flat
 float32 buffers (m momentum, v variance, u accumulated steps, a anchor), so that gradients need not be copied together.
@@ -55,7 +55,7 @@ class Segments:
 
 
 def adam_arithmetic(device: torch.device) -> Any:
-    """The module that computes on ``device``: this one or ``cpu_adam``, same names and arguments."""
+    """The module that computes on ``device``: this one or ``cpu.adam``, same names and arguments."""
     if device.type == "cpu":
         from commpress.kernels.cpu import adam as cpu_adam
 

@@ -1,4 +1,4 @@
-"""Arithmetic of LAMB, layer by layer, in torch operations for any device; ``cpu_lamb`` is the fast CPU path.
+"""Arithmetic of LAMB, layer by layer, in torch operations for any device; ``cpu.lamb`` is the fast CPU path.
 
 Every segment is a layer: x its parameters, g its gradient, p = m/s with the ``divisors`` of ``adam``. ``coefficient`` and
 ``factor`` have one number per layer. w is room for as many floats as m, which may be the buffer that the gradient lies in.
@@ -28,7 +28,7 @@ class LayerRule:
 
 
 def lamb_arithmetic(device: torch.device) -> Any:
-    """The module that computes on ``device``: this one or ``cpu_lamb``, same names and arguments."""
+    """The module that computes on ``device``: this one or ``cpu.lamb``, same names and arguments."""
     if device.type == "cpu":
         from commpress.kernels.cpu import lamb as cpu_lamb
 

@@ -1,4 +1,4 @@
-"""The same arithmetic as ``cpu_low_rank`` in torch operations, batched by shape: for CUDA.
+"""The same arithmetic as ``cpu.low_rank`` in torch operations, batched by shape: for CUDA.
 
 Products go to the vendor's library, so results equal those of the CPU path up to rounding, not bit for bit, and ranks agree
 bit for bit as far as their devices are of one kind.

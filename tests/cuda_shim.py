@@ -1,4 +1,4 @@
-"""Runs the launches of ``commpress.kernels.cuda.codec`` on the CPU, from the same CUDA source, through ``cuda_shim.h``."""
+"""Runs the launches of ``commpress.kernels.cuda.row_codec`` on the CPU, from the same CUDA source, through ``cuda_shim.h``."""
 
 import ctypes
 import re
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from commpress.kernels.cuda import codec as cuda
+from commpress.kernels.cuda import row_codec as cuda
 
 HEADER = Path(__file__).with_name("cuda_shim.h")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas")

@@ -1,4 +1,4 @@
-"""The functions of ``commpress.kernels.cuda.codec`` beside their meaning in ``reference``, bit for bit, on any device.
+"""The functions of ``commpress.kernels.cuda.row_codec`` beside their meaning in ``reference``, bit for bit, on any device.
 
 Every check fills what must not be written with rubbish, puts rows behind an unaligned header, and looks at both after.
 """
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from commpress.kernels import reference
-from commpress.kernels.cuda import codec as cuda
+from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import COLUMN, KEPT, SHARD, WIDTH, Piece, Pieces, cut, width_of
 from commpress.kernels.reference import BITS, LOG, RANDOM, SHIFTED, TERNARY, TOP, UNBIASED, family_of, kind_of
 

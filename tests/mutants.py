@@ -67,11 +67,11 @@ MUTANTS = [
         "tests/test_two_level.py",
     ),
     Mutant(
-        "an elastic state holds a rank's reduced residual once for all ranks", "collectives/checkpoint.py",
+        "an elastic state holds a rank's reduced residual once for all ranks", "collectives/residual_state.py",
         "mine += size * reduced[: mine.numel()]", "mine += reduced[: mine.numel()]", "tests/test_resume.py",
     ),
     Mutant(
-        "any rank's exact state is taken", "collectives/checkpoint.py",
+        "any rank's exact state is taken", "collectives/residual_state.py",
         'if (first["size"], first["rank"]) != (transport.size, transport.rank):', 'if first["size"] != transport.size:',
         "tests/test_resume.py",
     ),
@@ -141,14 +141,14 @@ MUTANTS = [
         "tests/test_group_faults.py",
     ),
     Mutant(
-        "a gradient counts however far it is from what is usual", "kernels/cpu/sources/adam.py",
+        "a gradient counts however far it is from what is usual", "kernels/cpu/sources/adam_loops.py",
         "            new = where_finite(new, within(new, reach * divisor), new)\n"
         "            put((beta * load(m, at, left) + alpha * new) / divisor, out, at, left, stream)",
         "            put((beta * load(m, at, left) + alpha * new) / divisor, out, at, left, stream)",
         "tests/test_optim_arithmetic.py",
     ),
     Mutant(
-        "momentum below the floor is what one bit says", "kernels/cpu/sources/adam.py",
+        "momentum below the floor is what one bit says", "kernels/cpu/sources/adam_loops.py",
         "put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, beyond_caches)",
         "put(momentum, m, at, left, beyond_caches)", "tests/test_optim_arithmetic.py tests/test_lanes.py",
     ),

@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpress.codecs import BitsCodec, RandomKCodec, TernaryCodec, TopKCodec, codec_named
-from commpress.codecs.codec import EXAMPLES, NotOfRows
+from commpress.codecs.codec import EXAMPLES
 from commpress.codecs.family import NAMES
+from commpress.codecs.whole_tensors import NotOfRows
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import reference
-from commpress.kernels.cpu import codec as cpu
+from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut
 
 EVERY = {

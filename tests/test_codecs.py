@@ -19,7 +19,7 @@ from commpress.codecs import (
 from commpress.codecs.family import EXACT, NAMES
 from commpress.codecs.policy import Same, roles_of
 from commpress.errors import InvalidArgument
-from commpress.kernels.cpu import codec as cpu
+from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut, width_of
 
 EVERY = [

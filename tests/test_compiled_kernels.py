@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import sources
-from commpress.kernels.cpu import codec as cpu
 from commpress.kernels.cpu import compiled, digest, object_cache
+from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import Piece, cut
 from commpress.kernels.reference import FP32, INT8, SIGN_L1
 
-SKETCH = "from commpress.kernels.cpu import sketch as s; x = torch.arange(-5.0, 6); t = torch.zeros(33); "
+SKETCH = "from commpress.kernels.cpu import cells as s; x = torch.arange(-5.0, 6); t = torch.zeros(33); "
 
 
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
@@ -122,23 +122,23 @@ def test_nowhere_to_write_is_said_once(monkeypatch, caplog):
 
 
 def test_machine_code_is_kept_and_made_again_where_it_was_damaged(cache):
-    code = compiled.machine_code("sketch", "sketch.peaks.0")
+    code = compiled.machine_code("cell_loops", "cell_loops.peaks.0")
     (kept,) = (path for path in cache.iterdir() if path.suffix == ".o")
     whole = kept.read_bytes()
     assert whole.endswith(code)
     kept.write_bytes(whole[:-100] + bytes(100))
-    assert compiled.machine_code("sketch", "sketch.peaks.0") == code
+    assert compiled.machine_code("cell_loops", "cell_loops.peaks.0") == code
     assert kept.read_bytes() == whole
 
 
 def test_its_name_says_sources_tools_and_processor(cache, monkeypatch):
-    compiled.machine_code("sketch", "sketch.peaks.0")
+    compiled.machine_code("cell_loops", "cell_loops.peaks.0")
     (kept,) = (path.name for path in cache.iterdir() if path.suffix == ".o")
     assert digest.digest() in kept
     assert digest.LLVM in kept
     other = compiled._host()._replace(name="another processor")
     monkeypatch.setattr(compiled, "_host", lambda: other)
-    compiled.machine_code("sketch", "sketch.peaks.0")
+    compiled.machine_code("cell_loops", "cell_loops.peaks.0")
     assert len([path for path in cache.iterdir() if path.suffix == ".o"]) == 2
 
 
@@ -154,7 +154,7 @@ def test_processes_that_race_for_the_cache_get_the_same_code(cache):
 def test_a_sign_exchange_compiles_what_signs_and_casts_need_and_no_more(cache):
     """What a process needs at first decides how long its first step takes."""
     code = (
-        "from commpress.kernels.cpu import compiled, codec as cpu; from commpress.kernels.pieces import *\n"
+        "from commpress.kernels.cpu import compiled, row_codec as cpu; from commpress.kernels.pieces import *\n"
         "made, real = [], compiled.machine_code\n"
         "compiled.machine_code = lambda family, symbol: made.append(symbol) or real(family, symbol)\n"
         f"pieces = cut([Piece(0, 5000, {SIGN_L1}, 2048), Piece(5000, 10, {FP32}, 0)], 2)\n"
@@ -166,10 +166,10 @@ def test_a_sign_exchange_compiles_what_signs_and_casts_need_and_no_more(cache):
         "import sys; print(made, 'numba' in sys.modules)"
     )
     out, _ = said(python(code))
-    variants = compiled._family("codec").variants
+    variants = compiled._family("row_loops").variants
     plain = {name: next(i for i, kinds in enumerate(variants[name]) if "None" in {k.dtype for k in kinds}) for name in variants
              if name in ("encode", "decode")}  # fmt: skip
-    assert out.strip() == f"{[f'codec.{name}.{i}' for name, i in plain.items()]} False"
+    assert out.strip() == f"{[f'row_loops.{name}.{i}' for name, i in plain.items()]} False"
 
 
 # ---------------------------------------------------------------- calls
@@ -190,12 +190,12 @@ def test_a_sign_exchange_compiles_what_signs_and_casts_need_and_no_more(cache):
 def test_a_kernel_refuses_what_it_was_not_compiled_for(x, message):
     starts, out = np.array([0, 10]), np.zeros(1, np.float32)
     with pytest.raises(TypeError, match=message):
-        compiled.Kernels("sketch").peaks(x, starts, out)
+        compiled.Kernels("cell_loops").peaks(x, starts, out)
 
 
 def test_a_kernel_takes_as_many_arguments_as_it_declares():
     with pytest.raises(TypeError, match="peaks"):
-        compiled.Kernels("sketch").peaks(torch.zeros(10))
+        compiled.Kernels("cell_loops").peaks(torch.zeros(10))
 
 
 def test_the_smaller_kernel_for_signs_and_casts_gives_the_same_bytes(monkeypatch):
@@ -236,7 +236,7 @@ print(cpu_adam.square_sum(adam.Segments([torch.ones(3)], [torch.full((3,), 5.0)]
 def test_a_changed_helper_in_another_file_changes_what_runs(checkout, cache):
     """Numba's own cache looked at the file of the outer function only, and ran the old code."""
     (checkout / "kernels" / "cpu" / "bitcode").mkdir()
-    (checkout / "kernels" / "cpu" / "bitcode" / "adam.bc").write_bytes(compiled.bitcode("adam"))
+    (checkout / "kernels" / "cpu" / "bitcode" / "adam_loops.bc").write_bytes(compiled.bitcode("adam_loops"))
     run = lambda: said(python(SUM, PYTHONPATH=str(checkout.parent)))  # noqa: E731
     assert run() == ("75.0\n", "")
     vector = checkout / "kernels" / "cpu" / "sources" / "vector.py"

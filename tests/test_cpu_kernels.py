@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpress.kernels import reference
-from commpress.kernels.cpu import codec as cpu
+from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import COLUMN, SHARD, WIDTH, Piece, cut, width_of
 
 KINDS = [

@@ -6,7 +6,7 @@ import torch
 
 import cuda_twin as twin
 from commpress.kernels import reference
-from commpress.kernels.cuda import codec as cuda
+from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import Piece, cut
 
 if not torch.cuda.is_available():

@@ -22,12 +22,13 @@ import cuda_shim
 import cuda_twin as twin
 import nvrtc
 from commpress.codecs import codec_named
-from commpress.codecs.codec import EXAMPLES, NotOfRows
+from commpress.codecs.codec import EXAMPLES
 from commpress.codecs.family import NAMES
+from commpress.codecs.whole_tensors import NotOfRows
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.kernels import reference
-from commpress.kernels.cpu import codec as cpu
-from commpress.kernels.cuda import codec as cuda
+from commpress.kernels.cpu import row_codec as cpu
+from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import Piece, cut, width_of
 
 # ---------------------------------------------------------------- compiled for GPUs
@@ -240,7 +241,7 @@ def test_arguments_are_those_of_the_cpu_path(name):
 
 
 def test_importing_imports_no_cupy():
-    code = "import sys, commpress.kernels.cuda.codec; sys.exit('cupy' in sys.modules)"
+    code = "import sys, commpress.kernels.cuda.row_codec; sys.exit('cupy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -12,6 +12,12 @@ MODULES = {sources.module(path): sources.ROOT / path for path in sources.files()
 TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
 ROOMS = ("commpress.collectives", "commpress.integrations", "commpress.kernels", "commpress.tiered_mem", "commpress.codecs",
          "commpress.optim", "commpress.plan", "commpress.cli", "commpress")  # fmt: skip
+TWINS = {  # files of one noun in two rooms: the same functions with the same arguments, for another device
+    "adam.py": {"kernels", "kernels/cpu"},  # torch's operations, and loops of our own
+    "lamb.py": {"kernels", "kernels/cpu"},
+    "low_rank.py": {"kernels", "kernels/cpu"},
+    "row_codec.py": {"kernels/cpu", "kernels/cuda"},
+}
 CALLBACKS = {"Compress"}  # hf.Compress and lightning.Compress: what each trainer's users expect to find
 
 
@@ -48,6 +54,22 @@ def circle(needs: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def not_cpu(room: str) -> bool:
+    return room != "kernels/cpu"
+
+
+def signatures(module: str) -> dict[str, str]:
+    """Names of a module's public functions → their parameters, each with its default."""
+    found = {}
+    for node in TREES[module].body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            for argument in ast.walk(node.args):
+                if isinstance(argument, ast.arg):
+                    argument.annotation = None
+            found[node.name] = ast.unparse(node.args)
+    return found
+
+
 def test_no_class_name_stands_twice():
     homes = defaultdict(list)
     for module, tree in TREES.items():
@@ -55,6 +77,22 @@ def test_no_class_name_stands_twice():
             if isinstance(node, ast.ClassDef) and node.name not in CALLBACKS:
                 homes[node.name].append(module)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_no_file_name_stands_twice():
+    """But for ``TWINS``; ``__init__.py`` is the room itself."""
+    rooms = defaultdict(set)
+    for path in sources.files():
+        rooms[path.name].add(str(path.parent))
+    assert {name: found for name, found in rooms.items() if len(found) > 1 and name != "__init__.py"} == TWINS
+
+
+@pytest.mark.parametrize("name", sorted(TWINS))
+def test_files_of_one_name_have_the_same_functions(name):
+    """All of the CPU's, with the same parameters and defaults."""
+    ours, others = (signatures(f"commpress.{room.replace('/', '.')}.{name[:-3]}") for room in sorted(TWINS[name], key=not_cpu))
+    assert ours
+    assert {name: others.get(name) for name in ours} == ours
 
 
 def test_nobody_imports_in_a_circle():

@@ -51,7 +51,7 @@ HOMES = {
         "commpress.backend",
         "commpress.cli*",
     ),
-    "cupy": ("commpress.kernels.cuda.codec",),
+    "cupy": ("commpress.kernels.cuda.row_codec",),
     "numba": ("commpress.kernels.cpu.sources*", "commpress.kernels.cpu.build"),
     "llvmlite": (
         "commpress.kernels.cpu.sources*",
@@ -147,8 +147,8 @@ def test_every_file_is_named_after_what_it_holds(path):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("commpress.kernels.cpu.codec", "from commpress.collectives import allreduce"),
-        ("commpress.kernels.cpu.codec", "import commpress"),
+        ("commpress.kernels.cpu.row_codec", "from commpress.collectives import allreduce"),
+        ("commpress.kernels.cpu.row_codec", "import commpress"),
         ("commpress.collectives.buckets", "from commpress import tiered_mem"),
         ("commpress.collectives.buckets", "from commpress import CompressedState"),
         ("commpress.tiered_mem.store", "def borrow():\n    from commpress.collectives.frame import Header"),
@@ -158,7 +158,7 @@ def test_every_file_is_named_after_what_it_holds(path):
         ("commpress.codecs.sign", "from torch import distributed"),
         ("commpress.codecs.sign", "import torch\n\nrank = torch.distributed.get_rank()"),
         ("commpress.codecs.sign", "import importlib\n\nimportlib.import_module('cupy')"),
-        ("commpress.kernels.cuda.codec", "import numba"),
+        ("commpress.kernels.cuda.row_codec", "import numba"),
         ("commpress.integrations.ddp.hook", "if TYPE_CHECKING:\n    from transformers import Trainer"),
         ("commpress.collectives.buckets", "import pandas"),
         ("commpress.work", "import numpy"),
@@ -178,7 +178,7 @@ def test_a_forbidden_import_is_found(module, source):
         ("commpress.integrations.ddp.hook", "import torch.distributed as dist\nfrom commpress import errors, tiered_mem"),
         ("commpress.collectives.allreduce", "from commpress.work import run\nfrom commpress.collectives import frame"),
         ("commpress.collectives.transports.torch", "import torch\n\nrank = torch.distributed.get_rank()"),
-        ("commpress.kernels.cpu.sources.codec", "import math\nimport numba\nimport numpy as np"),
+        ("commpress.kernels.cpu.sources.row_loops", "import math\nimport numba\nimport numpy as np"),
         ("commpress.work", "import torch\nfrom commpress.errors import Fault"),
     ],
 )

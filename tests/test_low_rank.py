@@ -10,7 +10,7 @@ import commpress
 from commpress.codecs import LowRankCodec, codec_named, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Span
-from commpress.collectives.low_rank import matrices_of, plan_matrices, reduce_matrices
+from commpress.collectives.powersgd import matrices_of, plan_matrices, reduce_matrices
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback

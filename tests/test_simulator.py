@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpress.codecs import policy_of
-from commpress.codecs.low_rank import LowRankCodec
+from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
 from commpress.collectives.frame import HEADER
 from commpress.collectives.links import FIRST, Link, Links, Stack
-from commpress.collectives.low_rank import RowsOnly, matrices_of, plan_matrices, reduce_matrices
+from commpress.collectives.powersgd import RowsOnly, matrices_of, plan_matrices, reduce_matrices
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.collectives.two_level import Hierarchy, hierarchy_of, reduce_routes, routes

@@ -12,7 +12,7 @@ from commpress.collectives.sketch import SketchPlan, load_quanta, plan_sketches,
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback
-from commpress.kernels.cpu import sketch as cpu_sketch
+from commpress.kernels.cpu import cells as cpu_cells
 
 
 def sparse(numel, count, seed):
@@ -26,7 +26,7 @@ def sparse(numel, count, seed):
 
 def sketched(x, cells, seed=0):
     table, bitmap = torch.zeros(cells), torch.zeros(-(-x.numel() // 8), dtype=torch.uint8)
-    cpu_sketch.add(x, table, bitmap, seed=seed)
+    cpu_cells.add(x, table, bitmap, seed=seed)
     return table, bitmap
 
 
@@ -35,7 +35,7 @@ def sketched(x, cells, seed=0):
 def test_enough_cells_give_every_integer_back(count, seed):
     x, out = sparse(20_000, count, seed), torch.full((20_000,), 9.0)
     table, bitmap = sketched(x, 3 * ((int(1.5 * count) + 48) // 3), seed)
-    left = cpu_sketch.peel(table, bitmap, out, seed=seed)
+    left = cpu_cells.peel(table, bitmap, out, seed=seed)
     if left == 0:  # else a few share all their cells: likely with few elements only
         assert torch.equal(out, x)
         assert not table.any()
@@ -45,7 +45,7 @@ def test_enough_cells_give_every_integer_back(count, seed):
 def test_too_few_cells_are_seen():
     x = sparse(20_000, 3000, 0)
     table, bitmap = sketched(x, 3300)
-    assert cpu_sketch.peel(table, bitmap, torch.empty(20_000)) > 1000
+    assert cpu_cells.peel(table, bitmap, torch.empty(20_000)) > 1000
 
 
 def test_sketches_add():
@@ -56,7 +56,7 @@ def test_sketches_add():
 def test_nothing_gives_nothing():
     table, bitmap = sketched(torch.zeros(100), 48)
     out = torch.full((100,), 9.0)
-    assert cpu_sketch.peel(table, bitmap, out) == 0
+    assert cpu_cells.peel(table, bitmap, out) == 0
     assert not out.any()
 
 

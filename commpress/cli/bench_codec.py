@@ -25,7 +25,7 @@ from commpress.codecs.family import NAMES
 from commpress.collectives.frame import HEADER
 from commpress.errors import InvalidArgument
 from commpress.kernels import reference
-from commpress.kernels.cpu import codec as cpu
+from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.pieces import WIDTH, Piece, Pieces, cut
 
 ROWS = 4  # ranks

@@ -26,7 +26,7 @@ from typing import Any
 
 from commpress.cli import cluster_options, harness
 from commpress.codecs import codec_named
-from commpress.codecs.low_rank import LowRankCodec
+from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.errors import InvalidArgument
 from commpress.plan.candidates import training
 from commpress.plan.cluster import Cluster

@@ -2,11 +2,10 @@
 
 from commpress.codecs.codec import Codec, codec_named
 from commpress.codecs.family import BlockCodec, CastCodec, SignCodec, TernaryCodec
-from commpress.codecs.low_rank import LowRankCodec
 from commpress.codecs.policy import ByName, ByRole, BySize, Policy, by_role, policy_of
-from commpress.codecs.sketch import SketchCodec
 from commpress.codecs.sparse import BitsCodec, RandomKCodec, TopKCodec
 from commpress.codecs.user import register_codec
+from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
 
 __all__ = [
     "BitsCodec",

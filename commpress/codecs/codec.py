@@ -2,9 +2,7 @@
 
 import difflib
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from commpress.errors import InvalidArgument
 
@@ -37,41 +35,6 @@ class Codec(Protocol):
         """Bytes of one row of ``width`` elements (a multiple of 8)."""
 
 
-class NotOfRows(ABC):
-    """A codec that needs more than a flat buffer: exchanges of whole tensors give it that, other calls refuse it."""
-
-    @property
-    @abstractmethod
-    def spec(self) -> str:
-        """As a codec's."""
-
-    @abstractmethod
-    def takes(self, shape: Sequence[int]) -> bool:
-        """True if it compresses a tensor of this shape, which travels exactly otherwise."""
-
-    @property
-    def back(self) -> Codec:
-        self.refuse()
-
-    @property
-    def kind(self) -> int:
-        self.refuse()
-
-    @property
-    def block(self) -> int:
-        self.refuse()
-
-    def row_bytes(self, width: int) -> int:
-        self.refuse()
-
-    def refuse(self) -> NoReturn:
-        raise InvalidArgument(
-            f"codec {self.spec!r} compresses whole tensors, and this call sees rows of a flat buffer: use it with "
-            "commpress.compress(ddp, codec=...), compress_fsdp(model, gradients=...) or Partitioned(gradients=...), or choose "
-            "a codec of rows such as 'int4' here"
-        )
-
-
 def codec_named(codec: "str | Codec") -> Codec:
     """The codec a string stands for; a codec stays itself."""
     from commpress.codecs.family import NAMES
@@ -101,9 +64,8 @@ EXAMPLES = ("terngrad", "bits3", "shift8", "topk-64", "randk-32", "sketch-64", "
 def _numbered(name: str) -> "Codec | None":
     """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 and sketch-64 likewise, powersgd-4 (rank 4)."""
     from commpress.codecs.family import TernaryCodec
-    from commpress.codecs.low_rank import LowRankCodec
-    from commpress.codecs.sketch import SketchCodec
     from commpress.codecs.sparse import BitsCodec, RandomKCodec, TopKCodec
+    from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
 
     if name == "terngrad":
         return TernaryCodec(clip=2.5)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commpress.collectives.checkpoint import check_fit, elastic_state, exact_state, residuals_of
+from commpress.collectives.residual_state import check_fit, elastic_state, exact_state, residuals_of
 from commpress.errors import StateMismatch
 from commpress.schedules import Facts
 from commpress.work import Steps

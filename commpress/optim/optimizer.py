@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
-from commpress.codecs.codec import NotOfRows
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Same
+from commpress.codecs.whole_tensors import NotOfRows
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span, share
 from commpress.collectives.channel import Channel
@@ -34,9 +34,9 @@ from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from commpress.feedback import check_feedback
 from commpress.kernels.adam import adam_arithmetic
 from commpress.optim.clipping import Clipping
-from commpress.optim.counters import OptimizerCounters
 from commpress.optim.flat import Flat
 from commpress.optim.lanes import Lanes
+from commpress.optim.optimizer_counters import OptimizerCounters
 from commpress.schedules import AfterSteps, Facts, Freeze, WhenStable
 from commpress.work import Steps
 

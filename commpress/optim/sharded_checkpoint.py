@@ -9,7 +9,7 @@ import torch
 from commpress.codecs.family import EXACT
 from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
-from commpress.collectives.checkpoint import elastic_state, exact_state, residuals_of
+from commpress.collectives.residual_state import elastic_state, exact_state, residuals_of
 from commpress.errors import StateMismatch
 from commpress.optim.checkpoint import check_groups, check_step, take_groups
 from commpress.optim.lanes import STATE

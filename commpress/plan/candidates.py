@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from commpress.codecs import codec_named, policy_of
-from commpress.codecs.low_rank import LowRankCodec
 from commpress.codecs.planned import PLAIN, Planned
+from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Span
 from commpress.collectives.reduce_scatter import Deal, Part, deals, gather_rows, reduce_rows

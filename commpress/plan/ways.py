@@ -12,7 +12,7 @@ import torch
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
-from commpress.collectives.low_rank import MatrixPlan, RowsOnly, matrices_of, plan_matrices, reduce_matrices
+from commpress.collectives.powersgd import MatrixPlan, RowsOnly, matrices_of, plan_matrices, reduce_matrices
 from commpress.collectives.two_level import hierarchy_of, reduce_routes, routes
 from commpress.plan.costs import Costs
 from commpress.plan.model import Model, ModelBucket

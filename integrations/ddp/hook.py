@@ -17,12 +17,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.codecs import Codec, Policy, policy_of
-from commpress.codecs.codec import NotOfRows
 from commpress.codecs.planned import PLAIN, Planned, load_plan
-from commpress.codecs.sketch import SketchCodec
+from commpress.codecs.whole_tensors import NotOfRows, SketchCodec
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.channel import Channel
-from commpress.collectives.checkpoint import (
+from commpress.collectives.consensus import AgreeOver, consensus_over
+from commpress.collectives.ef21 import check_codec
+from commpress.collectives.exchange import Exchange, Exchanges, Reduce
+from commpress.collectives.links import Links
+from commpress.collectives.residual_state import (
     Residuals,
     check_fit,
     elastic_of,
@@ -32,10 +35,6 @@ from commpress.collectives.checkpoint import (
     residuals_of,
     spread,
 )
-from commpress.collectives.consensus import AgreeOver, consensus_over
-from commpress.collectives.ef21 import check_codec
-from commpress.collectives.exchange import Exchange, Exchanges, Reduce
-from commpress.collectives.links import Links
 from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument, NonFiniteGradient

@@ -12,8 +12,8 @@ from commpress.codecs import Codec, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.channel import Channel
-from commpress.collectives.checkpoint import exact_state, residuals_of
 from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows
+from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.round import check_on_nonfinite
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback

@@ -12,8 +12,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from commpress.codecs import Codec, Policy
-from commpress.codecs.codec import NotOfRows
-from commpress.codecs.sketch import SketchCodec
+from commpress.codecs.whole_tensors import NotOfRows, SketchCodec
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.consensus import AgreeOver, consensus_over

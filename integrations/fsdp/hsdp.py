@@ -14,8 +14,8 @@ from commpress.codecs import Codec, Policy
 from commpress.collectives.allreduce import Workspace, settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
-from commpress.collectives.checkpoint import exact_state, residuals_of
 from commpress.collectives.exchange import Exchanges, Tensors
+from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.round import check_on_nonfinite
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import check_feedback

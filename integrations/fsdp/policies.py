@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from commpress.codecs import Codec, Policy, by_role, codec_named, policy_of
-from commpress.codecs.codec import NotOfRows
 from commpress.codecs.family import EXACT, NAMES
+from commpress.codecs.whole_tensors import NotOfRows
 from commpress.errors import InvalidArgument
 
 COARSE = 8  # bits: embeddings and the output layer get at least so many

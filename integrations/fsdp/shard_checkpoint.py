@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from commpress.codecs import policy_of
-from commpress.collectives.low_rank import RowsOnly
+from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import deals, reduce_rows
 from commpress.errors import StateMismatch
 from commpress.feedback import Key, ResidualStore

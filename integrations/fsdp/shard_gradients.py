@@ -11,7 +11,7 @@ import torch.distributed as dist
 from commpress.codecs import Policy
 from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.channel import Channel, any_rank
-from commpress.collectives.low_rank import RowsOnly
+from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import Deal, deals, reduce_rows, second_hop
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from commpress.codecs import Policy
-from commpress.codecs.codec import NotOfRows
-from commpress.codecs.sketch import SketchCodec
+from commpress.codecs.whole_tensors import NotOfRows, SketchCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel

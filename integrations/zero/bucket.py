@@ -18,11 +18,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from commpress.codecs import Codec
-from commpress.codecs.codec import NotOfRows
 from commpress.codecs.family import EXACT, CastCodec
-from commpress.codecs.low_rank import LowRankCodec
 from commpress.codecs.policy import Policy, Same
-from commpress.codecs.sketch import SketchCodec
+from commpress.codecs.whole_tensors import LowRankCodec, NotOfRows, SketchCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.exchange import Exchanges, Reduce

@@ -17,9 +17,9 @@ import torch
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel
-from commpress.collectives.checkpoint import exact_state, residuals_of
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.reduce_scatter import gather_rows
+from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from commpress.integrations.zero.bucket import ShardedBucket, buckets, bytes_of, check_codecs, reduction_bytes

@@ -6,8 +6,8 @@ elements do (``put``): ``blend`` then moves 12, ``update_momentum`` 16, ``apply_
 no u, ``local_step`` 36, or 32 where a window begins, and ``square_sum`` 4. The root of the variance is taken in each pass anew:
 to keep what is divided by would be four bytes more per parameter, and one more thing that may be out of date.
 
-The loops are in ``sources.adam``. Every function is that of ``adam`` with the same name; results do not depend on the number of
-threads.
+The loops are in ``sources.adam_loops``. Every function is that of ``kernels.adam`` with the same name; results do not depend
+on the number of threads.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from commpress.kernels.adam import update_variance as update_variance
 from commpress.kernels.cpu.compiled import Kernel, Kernels
 from commpress.kernels.cpu.threads import split
 
-loops = Kernels("adam")
+loops = Kernels("adam_loops")
 
 PAST = 1 << 22  # a call that handles so many elements leaves none of them in a cache
 

@@ -10,7 +10,7 @@ import llvmlite.binding
 _HERE = Path(__file__).parent
 FOLDER = _HERE / "bitcode"
 LLVM = f"{llvmlite.__version__}-{'.'.join(map(str, llvmlite.binding.llvm_version_info))}"
-FAMILIES = ("codec", "adam", "lamb", "low_rank", "sketch", "openmp")
+FAMILIES = ("row_loops", "adam_loops", "lamb_loops", "low_rank_loops", "cell_loops", "openmp_loops")
 # What ``sources`` import, and who compiles.
 _BESIDE = ("build.py", "compiled.py", "kinds.py", "../matrices.py", "../pieces.py", "../reference.py", "../registered.py")
 

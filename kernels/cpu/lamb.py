@@ -2,7 +2,7 @@
 
 The first pass updates what the step updates and sums squares, the second moves x. Bytes per parameter to and from memory, if a
 layer fits into a cache: ``exact`` 28, ``live`` 28, ``frozen`` 32. What the second pass finds in a cache, 8 bytes, is not free
-either. One thread walks a layer, so sums have one order. The loops are in ``sources.lamb``.
+either. One thread walks a layer, so sums have one order. The loops are in ``sources.lamb_loops``.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from commpress.kernels.cpu.compiled import Kernels
 from commpress.kernels.cpu.threads import split
 from commpress.kernels.lamb import LayerRule
 
-loops = Kernels("lamb")
+loops = Kernels("lamb_loops")
 
 
 def exact(

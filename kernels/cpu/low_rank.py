@@ -10,12 +10,12 @@ order of operations and no fused multiply-add: processors of different makes giv
 
 import numpy as np
 
-from commpress.kernels.cpu.codec import _floats
 from commpress.kernels.cpu.compiled import Kernels
+from commpress.kernels.cpu.row_codec import _floats
 from commpress.kernels.cpu.threads import split
 from commpress.kernels.matrices import LEFT, RIGHT, TALL, WIDE, Matrices
 
-loops = Kernels("low_rank")
+loops = Kernels("low_rank_loops")
 
 
 def project(x, residual, m, p, q, matrices: Matrices, *, gain=1.0):

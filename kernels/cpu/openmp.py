@@ -15,7 +15,7 @@ import torch
 
 from commpress.kernels.cpu.compiled import Frames, Kernels
 
-loops = Kernels("openmp")
+loops = Kernels("openmp_loops")
 
 
 class _Entry(NamedTuple):

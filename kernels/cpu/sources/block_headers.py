@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from commpress.kernels.cpu.sources.blocks import INFINITY, MAGNITUDE, peak_bits, uniform
+from commpress.kernels.cpu.sources.block_codes import INFINITY, MAGNITUDE, peak_bits, uniform
 from commpress.kernels.cpu.sources.decorators import jit
 from commpress.kernels.reference import BITS, LOG, SHIFTED, TINY, TOP, UNBIASED
 

@@ -1,4 +1,4 @@
-"""The loops of ``cpu_lamb``: two passes per layer. One thread walks a layer, so sums have one order.
+"""The loops of ``cpu.lamb``: two passes per layer. One thread walks a layer, so sums have one order.
 
 Note: nothing inside a loop may be a function of its own, but an intrinsic: Numba does not always put a ``bare`` one in its
 place, and a call saves and restores every vector there is.
@@ -7,7 +7,7 @@ place, and a call saves and restores every vector there is.
 import numpy as np
 
 from commpress.kernels.cpu.kinds import DIVISORS, F32, F64, FLAG, FLOATS, I64, TABLE
-from commpress.kernels.cpu.sources.adam import gradient
+from commpress.kernels.cpu.sources.adam_loops import gradient
 from commpress.kernels.cpu.sources.arrays import begins_line, floats
 from commpress.kernels.cpu.sources.decorators import bare
 from commpress.kernels.cpu.sources.kernel import kernel

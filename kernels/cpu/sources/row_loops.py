@@ -7,8 +7,7 @@ read once and a residual written once. Results are those of ``reference`` bit fo
 import numpy as np
 
 from commpress.kernels.cpu.kinds import F32, FLAG, FLOATS, HALVES, I64, NOTHING, OCTETS, TABLE, U32
-from commpress.kernels.cpu.sources.block_headers import HEADS, block_head, decode_headed, encode_headed
-from commpress.kernels.cpu.sources.blocks import (
+from commpress.kernels.cpu.sources.block_codes import (
     cast,
     dequantize,
     is_cast,
@@ -19,6 +18,7 @@ from commpress.kernels.cpu.sources.blocks import (
     uncast,
     widened,
 )
+from commpress.kernels.cpu.sources.block_headers import HEADS, block_head, decode_headed, encode_headed
 from commpress.kernels.cpu.sources.decorators import jit
 from commpress.kernels.cpu.sources.kernel import kernel
 from commpress.kernels.cpu.sources.signs import encode_signs, mean_signs, pack_signs, stream_signs, unpack_signs

@@ -1,4 +1,4 @@
-"""The loops of ``cpu_adam``. They walk a table of addresses, because gradients live wherever autograd put them."""
+"""The loops of ``cpu.adam``. They walk a table of addresses, because gradients live wherever autograd put them."""
 
 import numpy as np
 

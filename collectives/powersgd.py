@@ -7,7 +7,7 @@ Note: the local residual. Each rank keeps what its own Qᵢ leaves behind, not w
 of both are equal, and so are the outputs; but the difference of two ranks' global residuals is the sum of the differences of
 all their gradients, a random walk, while the local one is a projection of M and stays bounded.
 
-Every rank computes P̂ and x for itself; the kernels see to it that they agree (``kernels.cpu_low_rank``). Q, made
+Every rank computes P̂ and x for itself; the kernels see to it that they agree (``kernels.cpu.low_rank``). Q, made
 orthonormal, is the basis that the next step starts from, found by the parameter's name like a residual.
 """
 
@@ -22,8 +22,8 @@ import torch
 
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
-from commpress.codecs.low_rank import LowRankCodec
 from commpress.codecs.policy import Policy
+from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_message
 from commpress.collectives.buckets import PIECE, Message, Span, one_message
 from commpress.collectives.frame import HEADER

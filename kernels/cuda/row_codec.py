@@ -83,7 +83,7 @@ def _kernel(family: int, name: str) -> Any:
 def execute(launch: Launch) -> None:
     """Enqueue on torch's current stream of the device that holds the tensors."""
     if launch.device.type != "cuda":
-        raise InvalidArgument(f"the CUDA path got tensors on {launch.device}: use commpress.kernels.cpu.codec for them")
+        raise InvalidArgument(f"the CUDA path got tensors on {launch.device}: use commpress.kernels.cpu.row_codec for them")
     cuda, device = _cupy().cuda, launch.device.index
     stream = torch.cuda.current_stream(device)
     if hasattr(cuda.Stream, "from_external"):  # since CuPy 14, where ExternalStream warns

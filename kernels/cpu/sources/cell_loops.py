@@ -1,4 +1,4 @@
-"""The loops of ``cpu_sketch``."""
+"""The loops of ``cells``."""
 
 import numpy as np
 

@@ -12,7 +12,7 @@ from commpress.kernels.cpu.compiled import Kernels
 from commpress.kernels.cpu.threads import split
 from commpress.kernels.pieces import Pieces
 
-loops = Kernels("codec")
+loops = Kernels("row_loops")
 
 _LARGE = 1 << 20  # from here the caches will not keep a buffer until somebody reads it
 _NONE = np.empty(0, np.float32)

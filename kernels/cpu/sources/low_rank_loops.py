@@ -1,9 +1,9 @@
-"""The loops of ``cpu_low_rank``. Factors lie transposed, one row of memory per column."""
+"""The loops of ``cpu.low_rank``. Factors lie transposed, one row of memory per column."""
 
 import numpy as np
 
 from commpress.kernels.cpu.kinds import F32, FLAG, FLOATS, I64, TABLE, U32
-from commpress.kernels.cpu.sources.blocks import uniform
+from commpress.kernels.cpu.sources.block_codes import uniform
 from commpress.kernels.cpu.sources.decorators import jit, loose
 from commpress.kernels.cpu.sources.kernel import kernel
 from commpress.kernels.matrices import LEFT, MARK, PLACE, RANK, RIGHT, SOURCE, TALL, WIDE

@@ -1,6 +1,6 @@
 """One block in the first-level cache: its scale, its codes, and back. Written for the vectoriser.
 
-Whole-block passes over contiguous scratch, no branch inside a loop. Signs have a file of their own, ``cpu_signs``.
+Whole-block passes over contiguous scratch, no branch inside a loop. Signs have a file of their own, ``signs``.
 """
 
 import numpy as np

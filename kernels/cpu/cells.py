@@ -9,7 +9,7 @@ import numpy as np
 
 from commpress.kernels.cpu.compiled import Kernels
 
-loops = Kernels("sketch")
+loops = Kernels("cell_loops")
 
 
 def to_quanta(values, left, starts, quanta, most):
