@@ -226,17 +226,20 @@ def reduce_message(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    scale: float = 1.0,
+    divisor: float = 0.0,
     asks: bool = False,
 ) -> Steps[Outcome]:
     """One message: encode, exchange, average, encode, gather, decode.
 
     ``gain`` multiplies the input and divides the result: with gain = 1 / loss scale, residuals are in unscaled units.
+    ``scale`` multiplies the input alone, for sums in place of means; ``divisor`` as for ``average_rows``.
     ``key`` seeds stochastic codecs; rank and direction are mixed in. ``asks`` travels in the headers; in the outcome it
     says whether any rank asked.
     """
     rows, outcome = yield from average_rows(
-        buffer, feedback, message=message, transport=transport, workspace=workspace, sequence=sequence, key=key, gain=gain,
-        asks=asks,
+        buffer, feedback, message=message, transport=transport, workspace=workspace, sequence=sequence, key=key,
+        gain=gain * scale, divisor=divisor, asks=asks,
     )  # fmt: skip
     start = perf_counter()
     if outcome.finite:

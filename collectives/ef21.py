@@ -7,6 +7,9 @@
 v = mean(h) − s at any time. A gradient that stays is known ever more exactly, and nothing that was left out long ago is sent
 late, as it is with a residual: the choice for biased sparsifiers far from noise. It needs three floats per element.
 
+With a topology nodes take the place of ranks: h is of a node's sum, kept slice by slice by the ranks that own these, and v
+comes to the others of the node as it is (``two_level``).
+
 Note: the same message as with a residual. −h lies where the residual of what was sent does, so the encoder compensates with
 it and proposes −h − y + g·x; taking g·x off again leaves the new −h.
 """
@@ -35,33 +38,46 @@ def check_codec(codec: Codec) -> None:
 
 
 def reduce_changes(
-    buffer: torch.Tensor, feedback: ErrorFeedback | None, *, message: Message, gain: float = 1.0, **others: Any
+    buffer: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    *,
+    message: Message,
+    gain: float = 1.0,
+    scale: float = 1.0,
+    **others: Any,
 ) -> Steps[Outcome]:
     """As ``reduce_message``, where ``feedback`` holds estimates: ``buffer`` becomes what all know of its mean.
 
     Pieces without feedback travel as ever.
     """
     workspace: Workspace = others["workspace"]
+    others |= {"message": message, "gain": gain, "scale": scale}
     if feedback is None:
-        return (yield from reduce_message(buffer, None, message=message, gain=gain, **others))
+        return (yield from reduce_message(buffer, None, **others))
     pieces, scratch = message.pieces, workspace.rows(4 * message.pieces.kept, 1, buffer.device)
     given = scratch.view(torch.float32).view(-1)
     for source, numel, kept in pieces.kept_runs:
         given[kept : kept + numel].copy_(buffer[source : source + numel])
-    outcome = yield from reduce_message(buffer, feedback, message=message, gain=gain, **others)
+    outcome = yield from reduce_message(buffer, feedback, **others)
     if outcome.finite and outcome.proposed is not None:
-        _take_up(buffer, given, feedback, outcome.proposed, pieces, gain)
+        _take_up(buffer, given, feedback, outcome.proposed, pieces, gain, scale)
     workspace.give_wires(scratch)
     return outcome
 
 
 def _take_up(
-    buffer: torch.Tensor, given: torch.Tensor, old: ErrorFeedback, new: ErrorFeedback, pieces: Pieces, gain: float
+    buffer: torch.Tensor,
+    given: torch.Tensor,
+    old: ErrorFeedback,
+    new: ErrorFeedback,
+    pieces: Pieces,
+    gain: float,
+    scale: float,
 ) -> None:
     """new: what is known after this message; buffer: from the mean change to the mean."""
     assert old.known is not None
     new.settle(pieces)
-    new.sent.add_(given, alpha=-gain)
+    new.sent.add_(given, alpha=-gain * scale)
     new.known = torch.empty_like(old.known) if new.known is None else new.known
     for source, numel, kept in pieces.kept_runs:
         change, known = buffer[source : source + numel], new.known[kept : kept + numel]

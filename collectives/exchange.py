@@ -118,7 +118,8 @@ class Reduce(Exchange):
 class ReduceInLevels(Exchange):
     """The mean in two levels: sums inside a node, rows between nodes, each slice with residuals of its own.
 
-    Factors of matrices travel the same way, exactly; what they leave behind is each rank's own, as in one level.
+    Factors of matrices travel the same way, exactly; what they leave behind is each rank's own, as in one level. ``changes``:
+    of nodes, each a worker of EF21.
     """
 
     def __init__(
@@ -127,8 +128,10 @@ class ReduceInLevels(Exchange):
         routes: list[Route],
         feedbacks: Sequence[Mapping[int, ErrorFeedback | None]],
         matrices: Sequence[tuple[MatrixPlan, ErrorFeedback | None]] = (),
+        *,
+        changes: bool = False,
     ) -> None:
-        self.spans, self.routes, self.feedbacks, self.matrices = spans, routes, feedbacks, matrices
+        self.spans, self.routes, self.feedbacks, self.matrices, self.changes = spans, routes, feedbacks, matrices, changes
         self.messages = [*(route.message for route in routes), *(plan.message for plan, _ in matrices)]
         self.sequences, self.waits = len(routes) + sum(plan.MESSAGES for plan, _ in matrices), None
         self._factors: dict[Message, Route] = {}
@@ -140,7 +143,7 @@ class ReduceInLevels(Exchange):
         hierarchy, workspace = channel.levels.hierarchy, channel.workspace
         outcomes = yield from reduce_routes(
             buffer, self.feedbacks, plan=self.routes, hierarchy=hierarchy, workspace=workspace, sequence=sequence, key=key,
-            gain=gain,
+            gain=gain, changes=self.changes,
         )  # fmt: skip
         sequence += len(self.routes)
 
@@ -248,7 +251,8 @@ class Exchanges:
             kept = [{i: attach(m.keys, m.pieces, device) for i, m in way.between.items()} for way in ways]
             plans = [plan for plan in whole if isinstance(plan, MatrixPlan)]
             mine = [attach(p.message.keys, p.message.pieces, device) if self.feedback else None for p in plans]
-            return ReduceInLevels(spans, ways, kept, list(zip(plans, mine, strict=True)))
+            matched = list(zip(plans, mine, strict=True))
+            return ReduceInLevels(spans, ways, kept, matched, changes=self.residuals.ef21)
         rows = messages(others, RowsOnly(policy), self.size, feedback=self.feedback)
         feedbacks = [attach(m.keys, m.pieces, device) for m in rows]
         for plan in whole:

@@ -67,7 +67,7 @@ class Levels:
 
     def pay(self, store: ResidualStore, name: str, out: torch.Tensor) -> None:
         """As ``ResidualStore.pay``: add what is owed of a parameter to its gradient on this rank, and owe nothing any more."""
-        for sent, reduced in self._add(store, {name: out}):
+        for sent, reduced in [] if store.ef21 else self._add(store, {name: out}):
             sent.zero_()
             reduced.zero_()
 
@@ -86,17 +86,21 @@ class Levels:
                 added.append(own[key])
         return added
 
-    def share(self, totals: dict[Key, torch.Tensor]) -> Residuals:
-        """The residuals with which the nodes together owe ``totals``: each node's sent one, and nothing reduced."""
+    def share(self, totals: dict[Key, torch.Tensor], *, ef21: bool = False) -> Residuals:
+        """The residuals with which the nodes together owe ``totals``: each node's sent one, and nothing reduced.
+
+        With EF21 the estimates of whose mean all know −``totals``.
+        """
         pieces: dict[str, dict[int, torch.Tensor]] = {}
         for (name, offset), total in totals.items():
             pieces.setdefault(name, {})[offset] = total
         whole = {name: torch.cat([parts[at] for at in sorted(parts)]) for name, parts in pieces.items()}
         weight = self.hierarchy.divisor / len(self.hierarchy.topology.nodes)
-        return {
-            key: (weight * whole[key[0]][start : start + length], torch.zeros(width))
-            for key, _, length, width, start in self._slices({name: len(vector) for name, vector in whole.items()})
-        }
+        shared: Residuals = {}
+        for key, _, length, width, start in self._slices({name: len(vector) for name, vector in whole.items()}):
+            total = whole[key[0]][start : start + length]
+            shared[key] = (weight * total, torch.zeros(width), *([-total] if ef21 else []))
+        return shared
 
     def _slices(self, numels: dict[str, int]) -> list[tuple[Key, int, int, int, int]]:
         """(key, index, elements, elements of a row, first element) of this rank's slices of these parameters."""

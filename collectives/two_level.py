@@ -4,6 +4,9 @@
     y = Q(scale·S + e)   z = Σ y / divisor + s   o = Q(z)                         (``average_rows`` between nodes)
     o to the node's other ranks             still encoded: the same bits for all  (all-gather inside)
 
+With EF21 (``changes``) y and o are changes, and owners keep what is known of their slices: v ← v + o, and v, the mean, goes to
+the node's other ranks as float32.
+
 A message is dealt out in ``slices``, as many as the largest node has ranks, and each slice in one row per node. In a node
 every rank owns the same number of slices, rounded up, and reduces each with the owners of that slice in the other nodes.
 So in a smaller node a rank owns several slices, or its last ranks none; no node sends more than another.
@@ -18,13 +21,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, any_flag, average_rows, check_buffer, exchange
 from commpress.collectives.buckets import Message, Span, messages
+from commpress.collectives.ef21 import reduce_changes
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Transport, part_of
@@ -202,11 +206,13 @@ def reduce_routes(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    changes: bool = False,
 ) -> Steps[list[Outcome]]:
     """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome for each slice."""
     jobs = (
         reduce_route(
-            buffer, feedback, route=route, hierarchy=hierarchy, workspace=workspace, sequence=sequence + i, key=key, gain=gain
+            buffer, feedback, route=route, hierarchy=hierarchy, workspace=workspace, sequence=sequence + i, key=key, gain=gain,
+            changes=changes,
         )
         for i, (route, feedback) in enumerate(zip(plan, feedbacks, strict=True))
     )  # fmt: skip
@@ -224,30 +230,45 @@ def reduce_route(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    changes: bool = False,
 ) -> Steps[list[Outcome]]:
-    """One message: sum inside, average the own slices between nodes, gather inside, decode."""
+    """One message: sum inside, average the own slices between nodes, gather inside, decode.
+
+    ``changes``: ``feedbacks`` hold estimates, of what all know of this message.
+    """
     inside, message, flag = hierarchy.inside, route.message, torch.zeros(1, dtype=torch.uint8, device=buffer.device)
+    changes = changes and message.pieces.kept > 0
     sums = yield from _sum_inside(buffer, flag, route, inside, workspace, sequence)
     total = _floats(sums[0])
-    for part in route.between.values():
+    jobs: list[tuple[ErrorFeedback | None, dict[str, Any]]] = []
+    for index, part in route.between.items():
         _mark(total, part, flag)
-    averaged = yield from _abreast([
-        average_rows(
-            total, feedbacks.get(index), message=part, transport=hierarchy.between[index], workspace=workspace,
-            sequence=sequence * hierarchy.slices + index, key=key, gain=gain * hierarchy.scale, divisor=hierarchy.divisor,
-        )
-        for index, part in route.between.items()
-    ])  # fmt: skip
-    workspace.give_wires(sums)
-    outcomes = [outcome for _, outcome in averaged] or [Outcome(message, True, None, None, workspace)]
+        jobs.append((feedbacks.get(index), {
+            "message": part, "transport": hierarchy.between[index], "workspace": workspace, "key": key,
+            "sequence": sequence * hierarchy.slices + index, "divisor": hierarchy.divisor,
+        }))  # fmt: skip
+    scale = hierarchy.scale
+    if changes and message.pieces.kept:
+        outcomes = yield from _abreast([reduce_changes(total, f, gain=gain, scale=scale, **o) for f, o in jobs])
+        back, reply, lent, gain = route.inside, sums[:1], [sums], 1.0  # the means themselves
+    else:
+        averaged = yield from _abreast([average_rows(total, f, gain=gain * scale, **o) for f, o in jobs])
+        workspace.give_wires(sums)
+        outcomes, back = [outcome for _, outcome in averaged], message.mean
+        size = HEADER + back.row_bytes
+        reply, lent = _side_by_side([rows for rows, _ in averaged], size, hierarchy, workspace, buffer.device)
+    outcomes = outcomes or [Outcome(message, True, None, None, workspace)]
     flag.fill_(not all(outcome.finite for outcome in outcomes) or bool(flag))
-    every = yield from _gather_inside([rows for rows, _ in averaged], flag, route, hierarchy, workspace, sequence)
+    every = workspace.rows(reply.shape[1], inside.size, buffer.device)
+    frame = Frame(ALL_GATHER, inside.size, message.codec, message.pieces.numel, sequence, message.label)
+    yield from exchange(inside.all_gather, every, reply, frame, flag, inside, workspace)
+    workspace.give_wires(*lent)
 
     start = perf_counter()
     finite = not bool(any_flag(every))
     if finite:
-        rows = every.view(-1, HEADER + message.mean.row_bytes)[: hierarchy.rows]
-        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.mean, gain=1.0 / gain)
+        rows = every.view(-1, HEADER + back.row_bytes)[: back.rows]
+        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, back, gain=1.0 / gain)
     workspace.decoded(start)
     workspace.give_wires(every)
     for outcome in outcomes:
@@ -278,30 +299,17 @@ def _sum_inside(
     return inbox
 
 
-def _gather_inside(
-    own: Sequence[torch.Tensor],
-    flag: torch.Tensor,
-    route: Route,
-    hierarchy: Hierarchy,
-    workspace: Workspace,
-    sequence: int,
-) -> Steps[torch.Tensor]:
-    """The encoded rows of all slices, from their owners in this node; the first header of each owner is the only true one."""
-    inside, message = hierarchy.inside, route.message
-    size = hierarchy.share * len(hierarchy.topology.nodes) * (HEADER + message.mean.row_bytes)
+def _side_by_side(
+    own: list[torch.Tensor], size: int, hierarchy: Hierarchy, workspace: Workspace, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The encoded rows of the own slices as one, whose first header is the only true one, and what to give back for it."""
     if len(own) == hierarchy.share == 1:
-        reply = own[0].view(1, -1)
-    else:
-        reply = workspace.rows(size, 1, flag.device)
-        for i, rows in enumerate(own):
-            reply[0, i * rows.numel() : (i + 1) * rows.numel()] = rows.view(-1)
-    every = workspace.rows(size, inside.size, flag.device)
-    frame = Frame(ALL_GATHER, inside.size, message.codec, message.pieces.numel, sequence, message.label)
-    yield from exchange(inside.all_gather, every, reply, frame, flag, inside, workspace)
+        return own[0].view(1, -1), own
+    reply = workspace.rows(hierarchy.share * len(hierarchy.topology.nodes) * size, 1, device)
+    for i, rows in enumerate(own):
+        reply[0, i * rows.numel() : (i + 1) * rows.numel()] = rows.view(-1)
     workspace.give_wires(*own)
-    if not (len(own) == hierarchy.share == 1):
-        workspace.give_wires(reply)
-    return every
+    return reply, [reply]
 
 
 def _abreast(jobs: Sequence[Steps[T]]) -> Steps[list[T]]:

@@ -81,6 +81,10 @@ MUTANTS = [
         "tests/test_ef21.py",
     ),
     Mutant(
+        "EF21 of nodes counts sums as means", "collectives/ef21.py",
+        "new.sent.add_(given, alpha=-gain * scale)", "new.sent.add_(given, alpha=-gain)", "tests/test_ef21.py",
+    ),
+    Mutant(
         "a window decays no weights", "commpress/optim/windows.py",
         'return 1 - float(group["lr"]) * group["weight_decay"]', "return 1.0", "tests/test_zero_one_adam.py",
     ),

@@ -279,6 +279,77 @@ def test_matrices_in_two_levels_resume_bit_for_bit(pool):
     assert same(whole[0]["model"], resumed[0]["model"])
 
 
+# ---------------------------------------------------------------- EF21 in two levels
+
+
+def _train_nodes(steps, topology, saved=None, bad=None):
+    return train(steps, "ef21", topology=topology, measure_every=0, load=saved, bad=bad)
+
+
+@pytest.mark.parametrize("topology", ["2x2", "3,1"])
+def test_changes_of_nodes_resume_bit_for_bit_and_compress(pool, topology):
+    whole, flat = (pool.run(_train_nodes, 6, each, size=4) for each in (topology, None))
+    half = pool.run(_train_nodes, 3, topology, size=4)
+    resumed = pool.run(_train_nodes, 3, topology, half, size=4)
+    for one, other in zip(whole, resumed, strict=True):
+        assert same(whole[0]["model"], one["model"])
+        assert same(one["model"], other["model"])
+        was, now = one["state"]["residuals"], other["state"]["residuals"]
+        assert was.keys() == now.keys()
+        assert all(same(was[key], now[key]) for key in was)
+    assert 0 < whole[0]["counters"]["between_bytes"] < 0.6 * flat[0]["counters"]["wire_bytes"]
+
+
+def test_a_bad_gradient_leaves_no_trace_in_what_nodes_know(pool):
+    bad, without = (pool.run(_train_nodes, steps, "2,1", None, 2, size=3) for steps in (3, 2))
+    for one, other in zip(bad, without, strict=True):
+        assert one["counters"]["skipped_steps"] == 1
+        assert same(one["model"], other["model"])
+        was, now = one["state"]["residuals"], other["state"]["residuals"]
+        assert any(tensor.any() for kept in was.values() for tensor in kept.values())
+        assert all(same(was[key], now[key]) for key in was)
+
+
+def _reload_nodes(topology, states):
+    ddp = DistributedDataParallel(net())
+    state = commpress.compress(ddp, **WAYS["ef21"], topology=topology)
+    state.load_state_dict(*states)
+    saved, again = state.state_dict()["residuals"], state.elastic_state_dict()
+    ddp(torch.ones(2, 48)).sum().backward()
+    return again, saved
+
+
+@pytest.mark.parametrize(("before", "after", "size"), [("2x2", None, 2), (None, "2,1", 3), ("2x2", "2,1", 3)])
+def test_what_nodes_know_fits_other_nodes(pool, before, after, size):
+    states = [result["elastic_state"] for result in pool.run(_train_nodes, 3, before, size=4)]
+    again, saved = zip(*pool.run(_reload_nodes, after, states, size=size), strict=True)
+    was, now = _owed(states), _owed(again)
+    assert was.keys() == now.keys()
+    for key in was:
+        assert was[key].any()
+        torch.testing.assert_close(was[key], now[key], rtol=1e-5, atol=1e-7)
+    for kept in saved:
+        for key, tensors in kept.items():
+            name, _, offset = key.rpartition("@")
+            known, start = tensors.get("known", -tensors["sent"]), int(offset)
+            torch.testing.assert_close(known, -was[f"{name}@0"][start : start + known.numel()], rtol=1e-5, atol=1e-7)
+
+
+def test_changes_of_other_nodes_and_residuals_are_refused(pool):
+    half = pool.run(_train_nodes, 2, "2,1", size=3)
+    for topology, options in (("1,2", WAYS["ef21"]), ("2,1", {"codec": "topk-8"}), (None, WAYS["ef21"])):
+        outcomes = pool.outcomes(_load_into, half, {"topology": topology} | options, size=3)
+        assert all(isinstance(one, StateMismatch) for one in outcomes)
+
+
+def _load_into(saved, options):
+    state = commpress.compress(DistributedDataParallel(net()), **options)
+    state.load_state_dict(saved[torch.distributed.get_rank()]["state"])
+
+
+# ---------------------------------------------------------------- what makes no sense
+
+
 def _owed(states):
     """R of every parameter, from the elastic states of all ranks."""
     totals = {}
@@ -318,6 +389,8 @@ IN_PART = ByName({"2": "sketch-8"}, "topk-8")
     [
         {"codec": "sketch-8", "topology": "1,1"},
         {"codec": IN_PART, "error_feedback": "ef21"},
+        {"codec": IN_PART, "error_feedback": "ef21", "topology": "1,1"},
+        {"codec": MATRICES, "error_feedback": "ef21", "topology": "1,1"},
         {"codec": "auto:sketch-8,int8", "topology": "1,1"},
         {"codec": "auto:powersgd-4,int8", "topology": "1,1"},  # where a residual changes its place with the codec
     ],

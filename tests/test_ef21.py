@@ -6,8 +6,13 @@ import torch
 from commpress.codecs import ByName, TopKCodec, codec_named, policy_of
 from commpress.collectives.allreduce import Workspace, reduce_bucket
 from commpress.collectives.buckets import Span, messages
+from commpress.collectives.channel import Channel
 from commpress.collectives.ef21 import check_codec, reduce_changes
+from commpress.collectives.exchange import Exchanges
+from commpress.collectives.levels import Levels
+from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import InvalidArgument
 from commpress.feedback import ResidualStore
 
@@ -19,8 +24,8 @@ CPU = torch.device("cpu")
 class Ranks:
     """Several ranks in one process that keep estimates, or residuals."""
 
-    def __init__(self, ranks, codec, *, ef21=True):
-        self.plan = messages(SPANS, ByName({"exact": "none"}, policy_of(codec)), ranks, message=700)
+    def __init__(self, ranks, codec, *, ef21=True, spans=SPANS):
+        self.plan = messages(spans, ByName({"exact": "none"}, policy_of(codec)), ranks, message=700)
         self.stores = [ResidualStore(ef21=ef21) for _ in range(ranks)]
         self.workspaces = [Workspace() for _ in range(ranks)]
         self.attach()
@@ -127,3 +132,118 @@ def test_estimates_move_with_their_parameters():
 def test_codecs_that_leave_nothing_out_are_refused(codec):
     with pytest.raises(InvalidArgument, match="EF21 is for codecs of rows that leave something out"):
         check_codec(codec_named(codec))
+
+
+# ---------------------------------------------------------------- nodes in place of ranks
+
+
+class Nodes(Ranks):
+    """The ranks of a topology, each with the exchange that an integration would use."""
+
+    def __init__(self, topology, codec, *, spans=SPANS):
+        self.topology, self.spans, self.numel = topology, spans, sum(span.numel for span in spans)
+        self.channels = [Channel(transport) for transport in Loopback(topology.size).transports()]
+        for channel in self.channels:
+            channel.levels = Levels(hierarchy_of(topology, channel.inner))
+        policy = ByName({"exact": "none"}, policy_of(codec))
+        self.exchanges = [Exchanges(policy, c.size, c.workspace, levels=c.levels, ef21=True) for c in self.channels]
+        self.stores = [exchanges.residuals for exchanges in self.exchanges]
+
+    def reduce(self, inputs, step, gain=1.0):
+        buffers = [x.clone() for x in inputs]
+        where = (self.spans, [(span.numel,) for span in self.spans])
+        steps = [
+            exchanges.of(("all",), lambda: where, CPU).steps(channel, buffer, sequence=10 * step, key=0, gain=gain)
+            for buffer, exchanges, channel in zip(buffers, self.exchanges, self.channels, strict=True)
+        ]
+        outcomes = simulate(steps)
+        finite = all(outcome.finite for each in outcomes for outcome in each)
+        for outcome in (outcome for each in outcomes for outcome in each):
+            outcome.commit() if finite else outcome.discard()
+        return buffers, finite
+
+    def owed(self):
+        """−v of every element, from all ranks: what the nodes have heard of each other, less what owners keep back."""
+        numels = {span.name: span.numel for span in self.spans if span.name != "exact"}
+        parts = [c.levels.parts(store, numels) for c, store in zip(self.channels, self.stores, strict=True)]
+        return {key: torch.stack([each[key] for each in parts]).mean(0) for key in parts[0]}
+
+
+CODECS = pytest.mark.parametrize("codec", ["topk-16", "sign", "int4", "bf16"])
+
+
+@CODECS
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_node_of_one_rank_is_that_rank(codec, ranks):
+    """In every bit what one level gives, whatever the lengths."""
+    levels, flat = Nodes(Topology.of(*[1] * ranks), codec), Ranks(ranks, codec)
+    for step in range(6):
+        inputs = inputs_of(ranks, step)
+        one, other = levels.reduce(inputs, step)[0], flat.reduce(inputs, step)[0]
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for rank in range(ranks):
+        for which in (0, 1, 2):
+            mine, theirs = levels.joined(rank, which), flat.joined(rank, which)
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@CODECS
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (2, 2, 2)], ids=str)
+def test_a_node_is_a_worker_that_has_the_mean_of_its_ranks(codec, sizes):
+    """In every bit the EF21 of so many ranks as there are nodes, where slices end where blocks do."""
+    nodes, k = len(sizes), sizes[0]
+    spans = [Span("a", 0, 2048 * nodes * k)]
+    levels, flat = Nodes(Topology.of(*sizes), codec, spans=spans), Ranks(nodes, codec, spans=spans)
+    for step in range(6):
+        inputs = list(torch.randn(nodes * k, spans[0].numel, generator=torch.Generator().manual_seed(step)))
+        of_nodes = [sum(inputs[i * k + 1 : i * k + k], inputs[i * k]) / k for i in range(nodes)]
+        results, (expected, *_) = levels.reduce(inputs, step)[0], flat.reduce(of_nodes, step)[0]
+        assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3, 2)], ids=str)
+@CODECS
+def test_nodes_of_different_size_know_the_mean_of_all_ranks(codec, sizes):
+    """Every rank weighs the same, v is the same everywhere, and what was heard less what is kept back."""
+    topology = Topology.of(*sizes)
+    group = Nodes(topology, codec)
+    for step in range(8):
+        inputs = inputs_of(topology.size, step)
+        outputs, finite = group.reduce(inputs, step)
+        assert finite
+        assert all(torch.equal(outputs[0], other) for other in outputs)
+        torch.testing.assert_close(outputs[0][600:640], torch.stack(inputs).mean(0)[600:640])
+        for (name, _), owed in group.owed().items():
+            source, numel = {"a": (0, 600), "b": (640, 363)}[name]
+            torch.testing.assert_close(outputs[0][source : source + numel], -owed, atol=2e-5, rtol=1e-5)
+    inputs = inputs_of(topology.size, 0)
+    for step in range(40):
+        outputs, _ = group.reduce(inputs, 10 + step)
+    mean = torch.stack(inputs).mean(0)
+    assert float((outputs[0] - mean).norm() / mean.norm()) < 0.01
+
+
+def test_a_loss_scale_changes_nothing_in_two_levels():
+    plain, scaled = (Nodes(Topology.of(3, 2), "topk-16") for _ in range(2))
+    for step in range(6):
+        scale = 2.0 ** (10 + step)
+        inputs = inputs_of(5, step)
+        one, _ = plain.reduce(inputs, step)
+        other, _ = scaled.reduce([x * scale for x in inputs], step, gain=1 / scale)
+        assert torch.equal(one[0], other[0] / scale)
+
+
+@pytest.mark.parametrize("where", [5, 600, 1002])
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3)], ids=str)
+def test_a_bad_gradient_of_one_rank_changes_nothing_on_any_node(sizes, where):
+    group = Nodes(Topology.of(*sizes), "topk-16")
+    group.reduce(inputs_of(4, 0), 0)
+    before = [group.joined(rank, which) for rank in range(4) for which in (0, 1, 2)]
+    inputs = inputs_of(4, 1)
+    inputs[3][where] = float("nan")
+    _, finite = group.reduce(inputs, 1)
+    assert not finite
+    after = [group.joined(rank, which) for rank in range(4) for which in (0, 1, 2)]
+    for was, now in zip(before, after, strict=True):
+        assert all(torch.equal(was[key], now[key]) for key in was)

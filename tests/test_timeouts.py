@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -82,6 +83,14 @@ def exchanged():
     return lambda: exchange(torch.ones(4, WIDTH))
 
 
+def offloaded():
+    """Gradients stay from here on: what FSDP2 sends in a backward is torch's own."""
+    model, store = fully_shard(net()), commpress.TieredStore.open(tempfile.mkdtemp(), host="64MiB")
+    optimizer = commpress.Offloaded(model.parameters(), torch.optim.AdamW, store=store, max_grad_norm=1.0, lr=1e-3)
+    backward(model)
+    return optimizer.step
+
+
 ADAM = {"lr": 1e-3, "warmup_steps": 1}
 PATHS = {
     "gloo": {
@@ -95,6 +104,7 @@ PATHS = {
         "sharded 1-bit Adam": partial(optimized, commpress.ShardedOneBitAdam, **ADAM),
         "sharded 0/1 Adam": partial(optimized, commpress.ShardedZeroOneAdam, lr=1e-3),
         "ZeRO": partial(optimized, commpress.Partitioned, optimizer=torch.optim.AdamW, lr=1e-3),
+        "Offloaded under FSDP2": offloaded,
         "all-to-all": exchanged,
     },
     "commpress": {"backend": lambda: partial(backward, DistributedDataParallel(net()))},

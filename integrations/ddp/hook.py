@@ -216,8 +216,11 @@ class CompressedState:
             raise InvalidArgument(
                 "torch.distributed is not initialised: call init_process_group before CompressedState"
             )
-        if ef21 and (trial or o["topology"] is not None or o["replan_every"]):
-            raise InvalidArgument("error_feedback='ef21' needs a codec that stays, and no topology: leave the other out")
+        if ef21 and (trial or o["replan_every"]):
+            raise InvalidArgument(
+                "error_feedback='ef21' needs a codec that stays: name one, such as 'topk-16', without replan_every, or leave "
+                "error_feedback out"
+            )
         if agree_over and (trial or (isinstance(codec, Planned) and not codec.compresses)):
             raise InvalidArgument(
                 f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which leaves steps "
@@ -411,7 +414,7 @@ class CompressedState:
             lossy = {n: numels[n] for n in sorted(numels) if not self.policy.choose(n, numels[n]).lossless and n not in whole}
             flat = flat_parts(self.residuals, self.transport)
             parts = levels.parts(self.residuals, lossy) | {key: part for key, part in flat.items() if key[0] in whole}
-            state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence))
+            state = self.channel.run(elastic_of(parts, self.transport, self.step, sequence)) | {"ef21": self.residuals.ef21}
         return state | self._saved_choices()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -479,9 +482,9 @@ class CompressedState:
             def share(totals: dict[Key, torch.Tensor]) -> Residuals:
                 flat = {key: total for key, total in totals.items() if key[0] in whole}
                 rows = {key: total for key, total in totals.items() if key not in flat}
-                return levels.share(rows) | spread(flat, self.channel.size)
+                return levels.share(rows, ef21=self.residuals.ef21) | spread(flat, self.channel.size)
 
-            step, residuals = residuals_of(states, self.transport, share=share, nodes=str(levels))
+            step, residuals = residuals_of(states, self.transport, share=share, nodes=str(levels), ef21=self.residuals.ef21)
         if numels := self.names.numels:
             rows = {key: kept for key, kept in residuals.items() if levels and key[0] not in states[0].get("bases", {})}
             check_fit(rows, numels, levels.lengths(numels) if levels else None)

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from commpress.collectives.channel import Channel
+from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument
 
 
@@ -33,7 +34,7 @@ def alike(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Cut:
-    """Over which ranks ``parameters`` are cut. For a norm they must all be so in the same way."""
+    """Ranks over which ``parameters`` are cut, a channel among them; collective. For a norm all must be cut in the same way."""
 
     def __init__(self, parameters: Iterable[Any], *, clipped: bool) -> None:
         found = dict.fromkeys((p.device_mesh, p.placements) if is_cut(p) else None for p in parameters)
@@ -42,20 +43,17 @@ class Cut:
                 "max_grad_norm with parameters that are cut over ranks in different ways, or only some of them: leave it out "
                 "and clip with torch.nn.utils.clip_grad_norm_"
             )
-        self._meshes = [one for one in found if one is not None]
+        self._channels = [
+            (Channel.among(mesh.get_group(number)), mesh.device_type)
+            for mesh, placements in filter(None, found)
+            for number, placement in enumerate(placements)
+            if placement.is_shard()
+        ]
 
     def every(self, value: float) -> list[float]:
         """Each rank's ``value`` that has other elements; collective."""
         values = [value]
-        for mesh, placements in self._meshes:
-            for number, placement in enumerate(placements):
-                if placement.is_shard():
-                    values = [v for own in values for v in _gathered(own, mesh.get_group(number), mesh.device_type)]
+        for channel, device in self._channels:
+            steps = gathered(values, transport=channel.transport, sequence=channel.take(), device=device)
+            values = channel.run(steps).T.ravel().tolist()
         return values
-
-
-def _gathered(value: float, group: Any, device: str) -> list[float]:
-    mine = torch.tensor([value], dtype=torch.float64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return [float(one) for one in every]
