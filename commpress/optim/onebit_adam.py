@@ -15,21 +15,18 @@ Note: the trajectory. With R the residuals' total and d the difference between p
 given, d_t = β1·d_{t−1} + R_{t−1} − R_t: compression delays momentum and never loses any.
 """
 
-import logging
-from collections.abc import Container, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 
-from commpress.optim.optimizer import RoundKind, freeze_of
+from commpress.optim.freezing import FreezingOptimizer
+from commpress.optim.optimizer import RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
-from commpress.schedules import Freeze, pruned
 from commpress.work import Steps
 
-log = logging.getLogger("commpress")
 
-
-class OneBitAdam(ReplicatedOptimizer):
+class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     """AdamW that sends about one bit per parameter once the variance has settled.
 
     Construct it on every rank of ``process_group`` (default: all), in the same order as other groups: it makes a new one.
@@ -55,25 +52,6 @@ class OneBitAdam(ReplicatedOptimizer):
 
     On one rank it is Adam, in every bit.
     """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        bias_correction: bool = True,
-        warmup_steps: int | Literal["auto"] | Freeze = "auto",
-        **options: Any,
-    ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
-        }  # fmt: skip
-        self.freeze = freeze_of(warmup_steps, defaults, options.get("agree_over"))
-        self.frozen_at: int | None = None  # the end of the warm-up; each tensor has a time of its own
-        super().__init__(params, defaults, **options)
 
     @property
     def frozen(self) -> bool:
@@ -116,31 +94,24 @@ class OneBitAdam(ReplicatedOptimizer):
         super().exact(gradients, among)
 
     def after(self, kind: RoundKind) -> Steps[None]:
-        yield from ()
         if self.channel.size == 1:
             return
-        step = self.steps_done
-        if self.frozen_at is None:
-            if self.freeze.probes(step):
-                beta2 = self.param_groups[0]["betas"][1]
-                norm = float(self.variance.sum()) / (1 - beta2**step)
-                self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
-            if self.freeze.freezes(step, self.facts):
-                self.frozen_at = step
-                self.full.residuals.move_to(self.quantized.residuals)
-                self._freeze(range(len(self._flat.parameters)))
-            return
         live, frozen = self.lanes.part(range(len(self._flat.parameters)))
-        self.lanes.keep_up(frozen, step)
-        if (step - self.frozen_at) % max(self.patience // 8, 1) == 0:
-            woken = self.lanes.thawed_at.tolist()
-            self._freeze(i for i in live if not woken[i] or step - woken[i] >= self.patience)
+        if self.frozen_at is not None:
+            self.lanes.keep_up(frozen, self.steps_done)
+        elif not (yield from self.ends_warmup()):
+            return
+        if self.due():
+            self._freeze(self.ready(live))
+
+    def variance_sum(self) -> Steps[float]:
+        yield from ()
+        return float(self.variance.sum())
 
     # ------------------------------------------------------------ from lane to lane
 
-    def _freeze(self, indices: Iterable[int]) -> None:
-        """Those of the live tensors that may. What is owed is owed in units of p."""
-        ready = [i for i in indices if self.lanes.may_freeze(i)]
+    def _freeze(self, ready: Sequence[int]) -> None:
+        """Residuals of these are in units of p from here on."""
         self.lanes.freeze(ready, self.steps_done)
         for i in ready:
             share = 1 - self.lanes.group(i)["betas"][0]
@@ -149,11 +120,7 @@ class OneBitAdam(ReplicatedOptimizer):
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
         """One exact message brings what is owed into momentum; then these are live, and nothing is owed."""
-        log.warning(
-            "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact steps from here, and freezes "
-            "again after %d of them",
-            self.steps_done, ", ".join(map(self.lanes.name, indices)), self.patience,
-        )  # fmt: skip
+        self.warn_woken(indices)
         for i in indices:
             self._pay(i)
         if (yield from self.exact_mean(indices)):

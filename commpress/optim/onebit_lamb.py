@@ -18,7 +18,7 @@ Note: no united scale. The published form multiplies each layer's momentum so th
 tensor has scales of its own, and a power of two in front of a layer changes nothing.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,20 +37,11 @@ class OneBitLamb(OneBitAdam):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        rates: Literal["live", "frozen"] = "live",
-        coefficients: tuple[float, float] = (0.01, 10.0),
-        coefficient_beta: float = 0.9,
-        factors: tuple[float, float] = (0.5, 4.0),
-        factor_change: float = 0.1,
-        **options: Any,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, rates: Literal["live", "frozen"] = "live",
+        coefficients: tuple[float, float] = (0.01, 10.0), coefficient_beta: float = 0.9,
+        factors: tuple[float, float] = (0.5, 4.0), factor_change: float = 0.1, **options: Any,
+    ) -> None:  # fmt: skip
         if rates not in ("live", "frozen"):
             raise InvalidArgument(f"rates is {rates!r}, expected 'live' or 'frozen'")
         for name, (low, high) in {"coefficients": coefficients, "factors": factors}.items():
@@ -99,10 +90,9 @@ class OneBitLamb(OneBitAdam):
 
     # ------------------------------------------------------------ state
 
-    def _freeze(self, indices: Iterable[int]) -> None:
-        was = self.lanes.frozen
-        super()._freeze(indices)
-        for i in (self.lanes.frozen & ~was).nonzero().view(-1).tolist():
+    def _freeze(self, ready: Sequence[int]) -> None:
+        super()._freeze(ready)
+        for i in ready:
             if self.rates == "live":
                 torch.div(self._momenta[i], self.lanes.divisor(i), out=self._flat.view(self.course, i))
             else:

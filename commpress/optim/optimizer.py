@@ -37,7 +37,7 @@ from commpress.optim.clipping import Clipping
 from commpress.optim.flat import Flat
 from commpress.optim.lanes import Lanes
 from commpress.optim.optimizer_counters import OptimizerCounters
-from commpress.schedules import AfterSteps, Facts, Freeze, WhenStable
+from commpress.schedules import Facts
 from commpress.work import Steps
 
 ENDLESS = 1e9  # steps after which a bias correction is 1 in every bit
@@ -67,8 +67,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
+        bias_correction: bool = True,
         codec: str | Codec | Policy = "sign",
         exact_codec: str | Codec = "none",
         spiky_codec: str | Codec | None = "fp8",
@@ -85,7 +89,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         grad_scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ) -> None:
-        check_defaults(defaults)
+        _check_numbers({"lr": lr, "eps": eps, "weight_decay": weight_decay}, betas)
         check_feedback(error_feedback)
         if agree_over is not None and max_grad_norm is not None:
             raise InvalidArgument(
@@ -106,7 +110,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._asked = False  # whether some rank did in this step's headers
         self._counted = 0  # bytes that ``counters`` know of
         self.flat: Flat | None = None
-        super().__init__(params, defaults)
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
+        super().__init__(params, own)
         parameters, names = self.named_parameters()
         flat = Flat(parameters, names)
         self._check_codecs(flat)
@@ -402,31 +407,15 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """‖m/s‖² of all parameters."""
 
 
-def freeze_of(warmup_steps: int | Literal["auto"] | Freeze, defaults: dict[str, Any], agree_over: object) -> Freeze:
-    """The end of the warm-up."""
-    check_defaults(defaults)
-    if warmup_steps == "auto":
-        freeze: Freeze = WhenStable(window=max(round(1 / (1 - defaults["betas"][1])), 1))
-    else:
-        freeze = AfterSteps(warmup_steps) if isinstance(warmup_steps, int) else warmup_steps
-    if agree_over is not None and not isinstance(freeze, AfterSteps):
+def _check_numbers(numbers: dict[str, float], betas: tuple[float, float]) -> None:
+    for name, number in numbers.items():
+        if not float(number) >= 0:
+            raise InvalidArgument(f"{name} is {number!r}, expected a number of at least 0")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise InvalidArgument(f"betas is {betas!r}, expected two numbers of at least 0 and below 1")
+    if betas[0] ** 2 >= betas[1]:
         raise InvalidArgument(
-            f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks that communicate would freeze "
-            "its variance at a step of its own. Pass a number of steps"
-        )
-    return freeze
-
-
-def check_defaults(defaults: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not float(defaults[name]) >= 0:
-            raise InvalidArgument(f"{name} is {defaults[name]!r}, expected a number of at least 0")
-    if len(defaults["betas"]) != 2 or not all(0 <= beta < 1 for beta in defaults["betas"]):
-        raise InvalidArgument(f"betas is {defaults['betas']!r}, expected two numbers of at least 0 and below 1")
-    beta1, beta2 = defaults["betas"]
-    if beta1**2 >= beta2:
-        raise InvalidArgument(
-            f"betas is {defaults['betas']!r}, expected the square of the first to be below the second: else a step of Adam has "
+            f"betas is {betas!r}, expected the square of the first to be below the second: else a step of Adam has "
             "no bound, and what one bit says of momentum would be divided by next to nothing"
         )
 

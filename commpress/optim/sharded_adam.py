@@ -20,11 +20,11 @@ magnitude and move by that over its own √v. So owners tell v to everybody, in 
 divided by.
 """
 
-import logging
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -33,12 +33,10 @@ from commpress.collectives.scatter import Scatter
 from commpress.errors import InvalidArgument
 from commpress.optim import sharded_checkpoint
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import ENDLESS, CompressedOptimizer, RoundKind, freeze_of
-from commpress.schedules import Freeze, pruned
+from commpress.optim.freezing import FreezingOptimizer
+from commpress.optim.optimizer import ENDLESS, CompressedOptimizer, RoundKind
 from commpress.torch_private import adam
 from commpress.work import Steps
-
-log = logging.getLogger("commpress")
 
 
 @dataclass(frozen=True)
@@ -57,34 +55,11 @@ class Owned:
         return tensor.reshape(-1)[self.begin : self.begin + self.numel]
 
 
-class ShardedOneBitAdam(CompressedOptimizer):
-    """AdamW: per parameter 12/P bytes of state, 2 of what all know of the variance and 4 of residual on each rank.
-
-    Options are those of ``OneBitAdam``. All ranks hold the same parameters after each step. Gradients must be local: under
-    DistributedDataParallel call ``commpress.overlap(ddp, optimizer)``, which keeps it from averaging them.
-    """
+class ShardedOptimizer(CompressedOptimizer):
+    """Optimizer of which each rank has the state of an equal part of every tensor: rows go to their owners and come back."""
 
     full: Scatter
     quantized: Scatter
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        bias_correction: bool = True,
-        warmup_steps: int | Literal["auto"] | Freeze = "auto",
-        **options: Any,
-    ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
-        }  # fmt: skip
-        self.freeze = freeze_of(warmup_steps, defaults, options.get("agree_over"))
-        self.frozen_at: int | None = None
-        super().__init__(params, defaults, **options)
 
     def _place(self, flat: Flat) -> None:
         super()._place(flat)
@@ -129,9 +104,6 @@ class ShardedOneBitAdam(CompressedOptimizer):
         if self.unknown and kind is not RoundKind.EXACT:  # a state was loaded
             yield from self.learn()
 
-    def round(self) -> RoundKind:
-        return RoundKind.EXACT if self.frozen_at is None else RoundKind.COMPRESSED
-
     def take(self, kind: RoundKind) -> Steps[bool]:
         if kind is RoundKind.LOCAL:
             if self.consensus is not None and not (
@@ -155,7 +127,20 @@ class ShardedOneBitAdam(CompressedOptimizer):
         return taken
 
     def local(self) -> None:
-        """A step without communication: there is none here."""
+        """A step without communication, for those whose ``round`` may say LOCAL."""
+        raise TypeError(f"{type(self).__name__}.round() said LOCAL: the class must have local(), a step that sends nothing")
+
+    @abstractmethod
+    def update(self, kind: RoundKind) -> None:
+        """Momentum, variance and master weights of the own rows, from ``mean``."""
+
+    @abstractmethod
+    def schedule(self, kind: RoundKind) -> Steps[None]:
+        """Change for the steps to come what this one tells."""
+
+    @abstractmethod
+    def sort(self) -> None:
+        """Divisors and codecs of the variance as it is ``known`` now."""
 
     def _publish(self, scatter: Scatter, *, whole: bool) -> Steps[None]:
         """Parameters := master weights, or x := x + w − x as far as that can be said."""
@@ -219,18 +204,6 @@ class ShardedOneBitAdam(CompressedOptimizer):
             into.copy_(torch.where(into.isfinite(), torch.minimum(torch.maximum(into, -most), most), into))
         self.lanes.see(indices, counts)
 
-    def update(self, kind: RoundKind) -> None:
-        """Momentum, variance and master weights of the own rows, from ``mean``."""
-        trained = [i for _, at in self.groups() for i in at]
-        live, frozen = self.lanes.part(trained)
-        self.adam(trained if kind is RoundKind.EXACT else live)
-        for part in self.owned(frozen) if kind is RoundKind.COMPRESSED else ():
-            group, m = self.lanes.group(part.parameter), part.of(self.momentum)
-            beta1, lr = group["betas"][0], float(group["lr"])
-            m.mul_(beta1).addcmul_(part.of(self.mean), self.unit(part))
-            self.apply_step(part, m, step=lr / self.correction(group), decay=1 - lr * group["weight_decay"])
-            self.bound_momentum(part, m)
-
     def adam(self, indices: Iterable[int]) -> None:
         """Adam's step with mean gradients: torch's own fused kernel."""
         taken = set(indices)
@@ -274,67 +247,12 @@ class ShardedOneBitAdam(CompressedOptimizer):
         if self.unknown and self.round() is not RoundKind.EXACT:
             yield from self.learn()
 
-    def schedule(self, kind: RoundKind) -> Steps[None]:
-        """Change for the steps to come what this one tells."""
-        step = self.steps_done
-        if self.frozen_at is not None:
-            self.unknown |= self.due()
-            return
-        if self.freeze.probes(step):
-            every = yield from self.gathered([float(self.variance.sum(dtype=torch.float64))])
-            norm = float(every.sum()) / (1 - self.param_groups[0]["betas"][1] ** step)
-            self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
-        if self.freeze.freezes(step, self.facts):
-            self.frozen_at, self.unknown = step, True
-            self.full.residuals.move_to(self.quantized.residuals)
-
     def learn(self) -> Steps[None]:
         """known := the variance of all owners, and what follows from it."""
         yield from self.rounded.gather(self.variance, self.work, key=0)
         self.known.copy_(self.work)
         self.unknown = False
         self.sort()
-
-    def sort(self) -> None:
-        """Live tensors whose variance may stand still freeze. What is owed of them is owed in units of p."""
-        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
-        for i in frozen:
-            self.lanes.divide(i)
-        rested = [i for i in live if not self.lanes.thawed_at[i] or self.steps_done - self.lanes.thawed_at[i] >= self.patience]
-        ready = [i for i in rested if self.lanes.may_freeze(i)] if self.due() else []
-        self.lanes.freeze(ready, self.steps_done)
-        for i in ready:
-            share = (1 - self.lanes.group(i)["betas"][0]) / self.lanes.divisor(i).float()
-            self.quantized.residuals.scale(self._flat.names[i], share, self.channel.rank)
-        self.recut()
-
-    def due(self) -> bool:
-        """True when tensors may freeze: not because a state was loaded."""
-        return self.frozen_at is not None and (self.steps_done - self.frozen_at) % max(self.patience // 8, 1) == 0
-
-    def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """One exact message brings what is owed into momentum; then these are live, and nothing is owed."""
-        step = self.steps_done
-        log.warning(
-            "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact steps from here, and freezes "
-            "again after %d of them",
-            step, ", ".join(map(self.lanes.name, indices)), self.patience,
-        )  # fmt: skip
-        for i in indices:
-            owed = self._flat.view(self.work, i).view(-1).zero_()
-            self.quantized.residuals.pay(self._flat.names[i], owed, self.channel.rank, self.channel.size)
-        finite = yield from self.exact_mean(indices)
-        for part in self.owned(indices):
-            i, m = part.parameter, part.of(self.momentum)
-            before = self.lanes.correction(i, int(self.lanes.variance_steps[i]))
-            if finite:
-                most = self.root(part).mul_(self.lanes.bound(i))
-                m.addcmul_(part.of_whole(self._flat.view(self.work, i)), self.unit(part))
-                m.copy_(torch.minimum(torch.maximum(m, -most), most))
-            part.of(self.variance).mul_(self.lanes.correction(i, step) / before)
-        self.lanes.thaw(indices, step)
-        self.lanes.count(indices, step)
-        self.recut()
 
     # ------------------------------------------------------------ checkpoints
 
@@ -359,12 +277,77 @@ class ShardedOneBitAdam(CompressedOptimizer):
         """Other ranks' rows are taken to be like the own."""
         return self.channel.size * sum(float((p.of(self.momentum) / self.unit(p)).square().sum()) for p in self.parts)
 
+    def waiting(self) -> dict[str, torch.Tensor]:
+        """Flat buffers that differ between ranks; what counts for the run is their mean."""
+        return {}
+
+
+class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
+    """AdamW: per parameter 12/P bytes of state, 2 of what all know of the variance and 4 of residual on each rank.
+
+    Options are those of ``OneBitAdam``. All ranks hold the same parameters after each step. Gradients must be local: under
+    DistributedDataParallel call ``commpress.overlap(ddp, optimizer)``, which keeps it from averaging them.
+    """
+
+    def round(self) -> RoundKind:
+        return RoundKind.EXACT if self.frozen_at is None else RoundKind.COMPRESSED
+
+    def update(self, kind: RoundKind) -> None:
+        trained = [i for _, at in self.groups() for i in at]
+        live, frozen = self.lanes.part(trained)
+        self.adam(trained if kind is RoundKind.EXACT else live)
+        for part in self.owned(frozen) if kind is RoundKind.COMPRESSED else ():
+            group, m = self.lanes.group(part.parameter), part.of(self.momentum)
+            beta1, lr = group["betas"][0], float(group["lr"])
+            m.mul_(beta1).addcmul_(part.of(self.mean), self.unit(part))
+            self.apply_step(part, m, step=lr / self.correction(group), decay=1 - lr * group["weight_decay"])
+            self.bound_momentum(part, m)
+
+    # ------------------------------------------------------------ from lane to lane
+
+    def schedule(self, kind: RoundKind) -> Steps[None]:
+        self.unknown |= self.due() if self.frozen_at is not None else (yield from self.ends_warmup())
+
+    def variance_sum(self) -> Steps[float]:
+        every = yield from self.gathered([float(self.variance.sum(dtype=torch.float64))])
+        return float(every.sum())
+
+    def sort(self) -> None:
+        """Live tensors whose variance may stand still freeze. What is owed of them is owed in units of p."""
+        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        for i in frozen:
+            self.lanes.divide(i)
+        ready = self.ready(live) if self.due() else []
+        self.lanes.freeze(ready, self.steps_done)
+        for i in ready:
+            share = (1 - self.lanes.group(i)["betas"][0]) / self.lanes.divisor(i).float()
+            self.quantized.residuals.scale(self._flat.names[i], share, self.channel.rank)
+        self.recut()
+
+    def wake(self, indices: Sequence[int]) -> Steps[None]:
+        """One exact message brings what is owed into momentum; then these are live, and nothing is owed."""
+        step = self.steps_done
+        self.warn_woken(indices)
+        for i in indices:
+            owed = self._flat.view(self.work, i).view(-1).zero_()
+            self.quantized.residuals.pay(self._flat.names[i], owed, self.channel.rank, self.channel.size)
+        finite = yield from self.exact_mean(indices)
+        for part in self.owned(indices):
+            i, m = part.parameter, part.of(self.momentum)
+            before = self.lanes.correction(i, int(self.lanes.variance_steps[i]))
+            if finite:
+                most = self.root(part).mul_(self.lanes.bound(i))
+                m.addcmul_(part.of_whole(self._flat.view(self.work, i)), self.unit(part))
+                m.copy_(torch.minimum(torch.maximum(m, -most), most))
+            part.of(self.variance).mul_(self.lanes.correction(i, step) / before)
+        self.lanes.thaw(indices, step)
+        self.lanes.count(indices, step)
+        self.recut()
+
+    # ------------------------------------------------------------ checkpoints
+
     def schedule_state(self) -> dict[str, Any]:
         return {"frozen_at": self.frozen_at}
 
     def resume(self, schedule: dict[str, Any]) -> None:
         self.frozen_at = schedule["frozen_at"]
-
-    def waiting(self) -> dict[str, torch.Tensor]:
-        """Flat buffers that differ between ranks; what counts for the run is their mean."""
-        return {}

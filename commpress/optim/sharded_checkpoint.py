@@ -17,7 +17,7 @@ from commpress.schedules import Facts
 from commpress.work import Steps
 
 if TYPE_CHECKING:
-    from commpress.optim.sharded_adam import ShardedOneBitAdam
+    from commpress.optim.sharded_adam import ShardedOptimizer
 
 log = logging.getLogger("commpress")
 
@@ -25,7 +25,7 @@ SHARDED = ("master", "momentum", "variance")
 SCATTERS = ("full", "quantized")
 
 
-def exact(optimizer: "ShardedOneBitAdam") -> dict[str, Any]:
+def exact(optimizer: "ShardedOptimizer") -> dict[str, Any]:
     waiting = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
     return _head(optimizer) | {"waiting": waiting} | {
         name: exact_state(getattr(optimizer, name).residuals, optimizer.channel.transport, optimizer.steps_done)
@@ -33,7 +33,7 @@ def exact(optimizer: "ShardedOneBitAdam") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def elastic(optimizer: "ShardedOneBitAdam") -> Steps[dict[str, Any]]:
+def elastic(optimizer: "ShardedOptimizer") -> Steps[dict[str, Any]]:
     """This rank's part. What waits differs between ranks; what counts for the run is its mean, which rank 0 saves."""
     part, waiting = _head(optimizer), {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
     for name in SCATTERS:
@@ -49,7 +49,7 @@ def elastic(optimizer: "ShardedOneBitAdam") -> Steps[dict[str, Any]]:
     return part | {"waiting": waiting if optimizer.channel.rank == 0 else {}}
 
 
-def load(optimizer: "ShardedOneBitAdam", states: Sequence[dict[str, Any]]) -> None:
+def load(optimizer: "ShardedOptimizer", states: Sequence[dict[str, Any]]) -> None:
     if any("commpress" not in state for state in states):
         raise StateMismatch(
             f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or elastic_state_dict() gave"
@@ -60,17 +60,17 @@ def load(optimizer: "ShardedOneBitAdam", states: Sequence[dict[str, Any]]) -> No
     take_groups(optimizer, groups)
 
 
-def load_rank(optimizer: "ShardedOneBitAdam", part: dict[str, Any]) -> None:
+def load_rank(optimizer: "ShardedOptimizer", part: dict[str, Any]) -> None:
     check_step(optimizer, part)
     _take(optimizer, [part])
 
 
-def check_complete(optimizer: "ShardedOneBitAdam") -> None:
+def check_complete(optimizer: "ShardedOptimizer") -> None:
     if optimizer.missing:
         raise StateMismatch(optimizer.missing)
 
 
-def _head(optimizer: "ShardedOneBitAdam") -> dict[str, Any]:
+def _head(optimizer: "ShardedOptimizer") -> dict[str, Any]:
     check_complete(optimizer)
     shards = [
         {"parameter": part.parameter, "begin": part.begin}
@@ -85,7 +85,7 @@ def _head(optimizer: "ShardedOneBitAdam") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _take(optimizer: "ShardedOneBitAdam", parts: Sequence[dict[str, Any]]) -> None:
+def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
     names = {part["optimizer"] for part in parts}
     if names != {type(optimizer).__name__}:
         raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
@@ -117,7 +117,7 @@ def _take(optimizer: "ShardedOneBitAdam", parts: Sequence[dict[str, Any]]) -> No
         buffer.copy_(saved[name])
 
 
-def _whole(optimizer: "ShardedOneBitAdam", parts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def _whole(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Buffers of all parameters from their parts, laid out as these are."""
     flat = optimizer._flat
     whole = {name: flat.new() for name in SHARDED}

@@ -22,37 +22,23 @@ from typing import Any
 
 import torch
 
+from commpress.optim.flat import Flat
 from commpress.optim.optimizer import RoundKind
-from commpress.optim.sharded_adam import ShardedOneBitAdam
-from commpress.optim.windows import Spans, WindowedOptimizer, Windows, decay_of, rate_of
-from commpress.schedules import Updates
+from commpress.optim.sharded_adam import ShardedOptimizer
+from commpress.optim.windows import WindowedOptimizer, decay_of, rate_of
 from commpress.work import Steps
 
 
-class ShardedZeroOneAdam(WindowedOptimizer, ShardedOneBitAdam):
+class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     """``sync``, ``variance_updates``, ``warmup_steps`` as in ``ZeroOneAdam``, other options as in ``ShardedOneBitAdam``.
 
     Per parameter 8 bytes of what waits for the end of a window more than there. ``synchronize()`` at the end of training takes
     in what an open window has gathered.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        bias_correction: bool = True,
-        sync: Spans = "qsr",
-        variance_updates: int | Updates = 16,
-        warmup_steps: int = 0,
-        **options: Any,
-    ) -> None:
-        self.windows = Windows(sync, variance_updates, warmup_steps)
-        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction, warmup_steps=1, **options)
-        self.innovation, self.pending = self._flat.new(), self._flat.new()  # q and u
+    def _place(self, flat: Flat) -> None:
+        super()._place(flat)
+        self.innovation, self.pending = flat.new(), flat.new()  # q and u
         self.carried = [0.0] * len(self.param_groups)  # A of each group
 
     # ------------------------------------------------------------ one step

@@ -85,14 +85,6 @@ class Windows:
         self.wakes, self.exact_until = self.wakes + 1, step + steps
         self.quiet_until = self.exact_until + (steps << self.wakes)
 
-    def exact_rates(self, group: Group, step: int) -> tuple[float, float]:
-        """Learning rate and decay for torch's Adam, which corrects momentum and variance by one count; here they differ."""
-        lr, decay, beta1 = float(group["lr"]), group["weight_decay"], group["betas"][0]
-        if not group.get("bias_correction", True) or self.updates == step or lr == 0:
-            return lr, decay
-        scaled = lr * (1 - beta1 ** (self.updates + 1)) / (1 - beta1 ** (step + 1))
-        return scaled, decay * lr / scaled
-
     def state(self) -> dict[str, Any]:
         return {
             "updates": self.updates, "updated_at": self.updated_at, "held": self.held, "span": self.span,
@@ -112,7 +104,13 @@ class Windows:
 class WindowedOptimizer(CompressedOptimizer):
     """Optimizer that communicates at the end of windows, whole or sharded."""
 
-    windows: Windows
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, sync: Spans = "qsr", variance_updates: int | Updates = 16, warmup_steps: int = 0,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.windows = Windows(sync, variance_updates, warmup_steps)
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def asks(self) -> bool:
         """Never true with ``agree_over``: exact steps of one group of ranks alone would part weights that others have too."""

@@ -37,8 +37,7 @@ from commpress.collectives.buckets import one_message
 from commpress.errors import StateMismatch
 from commpress.optim.optimizer import RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
-from commpress.optim.windows import Spans, WindowedOptimizer, Windows, decay_of, rate_of
-from commpress.schedules import Updates
+from commpress.optim.windows import WindowedOptimizer, decay_of, rate_of
 from commpress.work import Steps
 
 
@@ -54,27 +53,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     Between synchronisations ranks hold different parameters: call ``synchronize()`` before evaluating or exporting.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        bias_correction: bool = True,
-        sync: Spans = "qsr",
-        variance_updates: int | Updates = 16,
-        warmup_steps: int = 0,
-        **options: Any,
-    ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
-        }  # fmt: skip
-        self.windows = Windows(sync, variance_updates, warmup_steps)
-        self.accumulated = self.anchor = torch.empty(0)
-        self._members: set[int] = set()  # of the open window
-        super().__init__(params, defaults, **options)
+    accumulated: torch.Tensor  # since the anchor; both empty while there is no window
+    anchor: torch.Tensor
+    _members: frozenset[int] = frozenset()  # of the open window
 
     # ------------------------------------------------------------ what a step does
 
@@ -145,7 +126,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         """A gradient that is not finite leaves its momentum as it is: nobody can be asked, and the window goes on."""
         self.refresh()
         if self.held == 0:
-            self._members = {i for _, at in self.groups() for i in at}
+            self._members = frozenset(i for _, at in self.groups() for i in at)
         if self.accumulated.numel() == 0:
             self.accumulated, self.anchor = self._flat.new(), self._flat.new()
         span = self.windows.interval(self.steps_done, self.param_groups, self.facts)
@@ -267,7 +248,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             self._expose_updates()
             return
         self.windows.load(schedule)
-        self._members = {i for i in range(len(self._flat.parameters)) if ReplicatedOptimizer.is_trained(self, i)}
+        self._members = frozenset(
+            i for i in range(len(self._flat.parameters)) if ReplicatedOptimizer.is_trained(self, i)
+        )
         self._stale, self.lanes.trips[:] = schedule["stale"], schedule["trips"]
         if schedule["held"]:
             if schedule["anchor"].shape != self.work.shape:

@@ -17,14 +17,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commpress.errors import StateMismatch
 from commpress.optim.optimizer import CompressedOptimizer
-from commpress.optim.sharded_adam import ShardedOneBitAdam
 
 _OUTLINE = "outline"
 _MAX_OUTLINE = 1 << 28  # bytes of one rank's document
-Optimizer = CompressedOptimizer | ShardedOneBitAdam
 
 
-def save_distributed(optimizer: Optimizer, folder: str | Path, *, elastic: bool = False) -> None:
+def save_distributed(optimizer: CompressedOptimizer, folder: str | Path, *, elastic: bool = False) -> None:
     """Collective over the default group; ``elastic`` states fit any world size, others continue bit for bit."""
     state = optimizer.elastic_state_dict() if elastic else optimizer.state_dict()
     tensors: list[torch.Tensor] = []
@@ -34,7 +32,7 @@ def save_distributed(optimizer: Optimizer, folder: str | Path, *, elastic: bool 
     dcp.save(named, checkpoint_id=str(folder))
 
 
-def load_distributed(optimizer: Optimizer, folder: str | Path) -> None:
+def load_distributed(optimizer: CompressedOptimizer, folder: str | Path) -> None:
     """From ``save_distributed``; load the model first. Collective over the default group."""
     sizes = {
         name: (tuple(entry.size), entry.properties.dtype)

@@ -1,0 +1,66 @@
+"""Freezing of the variance: steps are exact until it has settled, then tensors stand still and wake up when they must."""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from commpress.errors import InvalidArgument
+from commpress.optim.optimizer import CompressedOptimizer
+from commpress.schedules import AfterSteps, Freeze, WhenStable, pruned
+from commpress.work import Steps
+
+log = logging.getLogger("commpress")
+
+
+class FreezingOptimizer(CompressedOptimizer):
+    """Optimizer whose steps are exact until its variance freezes, whole or sharded."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, warmup_steps: int | Literal["auto"] | Freeze = "auto", **options: Any,
+    ) -> None:  # fmt: skip
+        if options.get("agree_over") is not None and not isinstance(warmup_steps, (int, AfterSteps)):
+            raise InvalidArgument(
+                f"warmup_steps is {warmup_steps!r} and agree_over is given: each group of ranks that communicate would freeze "
+                "its variance at a step of its own. Pass a number of steps"
+            )
+        self.frozen_at: int | None = None  # the end of the warm-up; each tensor has a time of its own
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        if warmup_steps == "auto":
+            self.freeze: Freeze = WhenStable(window=max(round(1 / (1 - betas[1])), 1))
+        else:
+            self.freeze = AfterSteps(warmup_steps) if isinstance(warmup_steps, int) else warmup_steps
+
+    @abstractmethod
+    def variance_sum(self) -> Steps[float]:
+        """The sum of the variance of all parameters, the same on every rank."""
+
+    def ends_warmup(self) -> Steps[bool]:
+        """End of the warm-up, if it comes with the step that was taken; then what is owed of gradients is owed of momentum."""
+        step = self.steps_done
+        if self.freeze.probes(step):
+            norm = (yield from self.variance_sum()) / (1 - self.param_groups[0]["betas"][1] ** step)
+            self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
+        if not self.freeze.freezes(step, self.facts):
+            return False
+        self.frozen_at = step
+        self.full.residuals.move_to(self.quantized.residuals)
+        return True
+
+    def due(self) -> bool:
+        """True when live tensors may freeze again: not because a state was loaded."""
+        return self.frozen_at is not None and (self.steps_done - self.frozen_at) % max(self.patience // 8, 1) == 0
+
+    def ready(self, live: Iterable[int]) -> list[int]:
+        """Those of the live tensors that have been so for long enough and whose variance may stand still."""
+        woken = self.lanes.thawed_at.tolist()
+        rested = (i for i in live if not woken[i] or self.steps_done - woken[i] >= self.patience)
+        return [i for i in rested if self.lanes.may_freeze(i)]
+
+    def warn_woken(self, indices: Sequence[int]) -> None:
+        log.warning(
+            "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact steps from here, and freezes "
+            "again after %d of them",
+            self.steps_done, ", ".join(map(self.lanes.name, indices)), self.patience,
+        )  # fmt: skip
