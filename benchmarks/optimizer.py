@@ -4,7 +4,7 @@ Steps of all variants alternate, so that the machine's moods hit all alike, in a
 difference which comes after which; medians. "arithmetic" is what one step of an optimizer computes apart from encoding,
 sending and decoding:
   exact        a step with mean gradients
-  compressed   blending gradient and momentum before the round, parameters and momentum after it
+  compressed   adding gradient and momentum before the round, parameters and momentum after it
   local        a step of 0/1 Adam that sends nothing
 against torch's fused AdamW for the same parameters. What a rank of two computes to encode its message, to average the row that
 it owns and to decode the answer is communication, not arithmetic; it has a row of its own, which comes on top of every

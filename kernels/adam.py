@@ -71,12 +71,10 @@ def divisor(v: torch.Tensor, line: Sequence[float]) -> torch.Tensor:
     return (v * k).sqrt_().clamp_(min=low).add_(eps)
 
 
-def blend(segments: Segments, m: torch.Tensor, out: torch.Tensor, *, beta: float, gain: float) -> None:
-    """out := β·m + (1 − β)·gain·g."""
-    for _, g, m_, out_ in segments.runs(m, out):
-        torch.mul(m_, beta, out=out_)
-        if g is not None:
-            out_.add_(g, alpha=(1 - beta) * gain)
+def scaled(segments: Segments, out: torch.Tensor, *, gain: float) -> None:
+    """out := gain·g."""
+    for _, g, out_ in segments.runs(out):
+        out_.zero_() if g is None else torch.mul(g, gain, out=out_)
 
 
 def _within_reach(
@@ -89,19 +87,6 @@ def _within_reach(
     g, most = g * gain, reach * s
     beyond = (g.abs() > reach * ((v * k).sqrt_() + eps)).sum()
     return torch.where(g.isfinite(), torch.minimum(torch.maximum(g, -most), most), g), beyond
-
-
-def update_momentum(
-    segments: Segments, m: torch.Tensor, v: torch.Tensor, out: torch.Tensor, divisors: np.ndarray, *, beta: float, gain: float
-) -> torch.Tensor:  # fmt: skip
-    """out := (β·m + (1 − β)·gain·g)/s."""
-    counts = []
-    for line, (_, g, m_, v_, out_) in zip(divisors.tolist(), segments.runs(m, v, out), strict=True):
-        s = divisor(v_, line)
-        g, beyond = _within_reach(g, v_, line, s, gain)
-        counts.append(beyond)
-        torch.mul(m_, beta, out=out_).add_(g, alpha=1 - beta).div_(s)
-    return _counted(counts)
 
 
 def apply_mean(
@@ -123,26 +108,19 @@ def momentum(p: torch.Tensor, v: torch.Tensor, line: Sequence[float], most: floa
 
 
 def accumulate(
-    segments: Segments, m: torch.Tensor, u: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    divisors: np.ndarray | None = None, *, beta: float, gain: float, lr: float, decay: float,
+    segments: Segments, m: torch.Tensor, u: torch.Tensor, v: torch.Tensor, out: torch.Tensor, divisors: np.ndarray, *,
+    beta: float, gain: float, lr: float = 1.0, decay: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """out := (decay·u + lr·(β·m + (1 − β)·gain·g))/s, where an empty u is zero; without a v nothing is divided or cut."""
+    """out := (decay·u + lr·(β·m + (1 − β)·gain·g))/s, where an empty u is zero."""
     counts = []
-    lines = [None] * len(segments.x) if divisors is None else divisors.tolist()
-    for line, (_, g, m_, u_, v_, out_) in zip(lines, segments.runs(m, u, v, out), strict=True):
-        torch.mul(m_, beta, out=out_)
-        s = None if v_ is None else divisor(v_, line)
-        if s is not None:
-            g, beyond = _within_reach(g, v_, line, s, gain)
-            counts.append(beyond)
-            out_.add_(g, alpha=1 - beta)
-        elif g is not None:
-            out_.add_(g, alpha=(1 - beta) * gain)
-        out_.mul_(lr)
+    for line, (_, g, m_, u_, v_, out_) in zip(divisors.tolist(), segments.runs(m, u, v, out), strict=True):
+        s = divisor(v_, line)
+        g, beyond = _within_reach(g, v_, line, s, gain)
+        counts.append(beyond)
+        torch.mul(m_, beta, out=out_).add_(g, alpha=1 - beta).mul_(lr)
         if u_ is not None:
             out_.add_(u_, alpha=decay)
-        if s is not None:
-            out_.div_(s)
+        out_.div_(s)
     return _counted(counts)
 
 

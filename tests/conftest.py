@@ -22,6 +22,12 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def one_thread(threads):
+    """Where tensors are too small for two threads, these would only wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def compiled():
     """Kernels are compiled once, here, and lie on disk when several ranks want them at the same time."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -160,3 +161,19 @@ def equal(one: Trained, two: Trained) -> None:
     assert one.losses == two.losses
     for name in one.parameters:
         assert torch.equal(one.parameters[name], two.parameters[name]), name
+
+
+def carried(plan: Plan, folder: str, load: bool) -> dict[str, Any]:
+    """Elastic state, residuals whole: saved after a run, or loaded from what another number of ranks saved."""
+    torch.set_num_threads(1)
+    session = Session(plan)
+    if load:
+        state = session.state.elastic_state_dict()
+        dcp.load({"owed": state}, checkpoint_id=folder)
+        session.state.load_state_dict(state)
+    else:
+        session.run()
+        dcp.save({"owed": session.state.elastic_state_dict()}, checkpoint_id=folder)
+    again = session.state.elastic_state_dict()
+    again["residuals"] = {name: shard.full_tensor() for name, shard in again["residuals"].items()}
+    return again

@@ -2,15 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.errors import NonFiniteGradient
 from commpress.kernels.pieces import width_of
 from commpress.optim import lanes
+from commpress.optim.counters import OptimizerCounters
 from commpress.optim.optimizer import CompressedOptimizer
 
 SHAPES = ((40, 50), (700,), (7,))
@@ -90,6 +94,50 @@ class Replicas:
     def elastic(self) -> list[dict[str, Any]]:
         with torch.no_grad():
             return simulate([o.elastic_steps() for o in self.optimizers])
+
+
+def beside_adam(group: Replicas, steps: int, **options: Any) -> list[torch.nn.Parameter]:
+    """Parameters of torch's AdamW after the same steps that ``group`` takes."""
+    twin = [torch.nn.Parameter(p) for p in start(group.shapes)]
+    adam = torch.optim.AdamW(twin, fused=True, **options)
+    for step in range(steps):
+        gradients = noise(group.size, step, group.shapes)
+        assert group.step(gradients) == [True] * group.size
+        for p, g in zip(twin, mean(gradients), strict=True):
+            p.grad = g
+        adam.step()
+    return twin
+
+
+def reload(group: Replicas, other: Replicas, folder: Path) -> None:
+    """Rank 0's parameters and the state go over to ``other``: a file for each rank, or elastic ones for another number."""
+    for mine in other.parameters:
+        for p, q in zip(mine, group.parameters[0], strict=True):
+            p.data.copy_(q)
+    if group.size != other.size:
+        elastic = group.elastic()
+        for o in other.optimizers:
+            o.load_state_dict(*elastic)
+        return
+    for rank, (o, q) in enumerate(zip(group.optimizers, other.optimizers, strict=True)):
+        torch.save(o.state_dict(), folder / f"{rank}.pt")
+        q.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
+
+
+def check_a_bad_gradient_raises(group: Replicas) -> None:
+    """On request (``on_nonfinite="raise"``), with the number of the step."""
+    gradients = noise(group.size, 0)
+    gradients[0][1][5] = float("nan")
+    with pytest.raises(NonFiniteGradient, match="step 0"):
+        group.step(gradients)
+
+
+def same_steps(group: Replicas, steps: int) -> OptimizerCounters:
+    """The counters of rank 0 after so many steps with the same gradients."""
+    gradients = noise(group.size, 0, group.shapes)
+    for _ in range(steps):
+        group.step(gradients)
+    return group.optimizers[0].counters
 
 
 def flat(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:

@@ -27,6 +27,15 @@ TASKS = Path("/proc/self/task")  # Linux
 CROWD = 40  # threads: a Gloo group that a forgotten cycle holds keeps three, one of which wakes every 10 ms
 
 
+def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
+    """The error that a call raises, for a rank to return."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
 class SilentRank(AssertionError):
     """A rank did not answer in time, or its process ended."""
 

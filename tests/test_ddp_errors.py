@@ -10,15 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.errors import InvalidArgument
 from ddp_twin import Log, Net, Plan, loss_of, made, train
-
-
-def caught(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return error
-    return None
-
+from ranks import caught
 
 # ---------------------------------------------------------------- before there are ranks
 

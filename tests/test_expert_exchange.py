@@ -11,17 +11,10 @@ from torch.distributed.nn.functional import all_to_all_single
 import commpress
 from commpress.collectives.all_to_all.all_to_all import Way
 from commpress.errors import InvalidArgument
+from ranks import caught
 from test_all_to_all import bits, expected, rows_of, simulated, splits_of
 
 NODES = [[0, 2], [1]]
-
-
-def caught(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return error
-    return None
 
 
 def forward_and_backward(counts, codec, gradient_codec, nodes, tell):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import commpress
-from fsdp_twin import Plan, Session, Trained
+from fsdp_twin import Plan, Session, Trained, carried
 
 WHOLE = commpress.ByName({"up.weight": "sketch-4", "norm": "none"}, "powersgd-2")
 
@@ -50,19 +50,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path, 
 
 def owed(plan: Plan, folder: str, load: bool) -> dict[str, torch.Tensor]:
     """R, the mean over the ranks of what they owe, by parameter; saved here or loaded from another world size."""
-    from torch.distributed import checkpoint as dcp
-
-    torch.set_num_threads(1)
-    session = Session(plan)
-    if load:
-        elastic = session.state.elastic_state_dict()
-        dcp.load({"owed": elastic}, checkpoint_id=folder)
-        session.state.load_state_dict(elastic)
-    else:
-        session.run()
-        dcp.save({"owed": session.state.elastic_state_dict()}, checkpoint_id=folder)
-    again = session.state.elastic_state_dict()
-    return {name: shard.full_tensor() for name, shard in again["residuals"].items()}
+    return carried(plan, folder, load)["residuals"]
 
 
 def test_what_is_owed_survives_another_world_size(pool, tmp_path):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
-from fsdp_twin import Net, Plan, Session
+from fsdp_twin import Net, Plan, Session, carried
 
 LOW_RANK = commpress.ByName({"norm|bias": "none"}, "powersgd-2")
 SKETCH = commpress.ByName({"norm|bias": "none"}, "sketch-4")
@@ -76,30 +76,12 @@ def test_equals_ddp_bit_for_bit(pool, codec, plan, size):
 # ---------------------------------------------------------------- checkpoints
 
 
-def elastic(plan: Plan, folder: str, load: bool) -> dict[str, Any]:
-    """State of what all ranks owe, bases and quanta; saved here or loaded from another number of ranks."""
-    from torch.distributed import checkpoint as dcp
-
-    torch.set_num_threads(1)
-    session = Session(plan)
-    if load:
-        state = session.state.elastic_state_dict()
-        dcp.load({"owed": state}, checkpoint_id=folder)
-        session.state.load_state_dict(state)
-    else:
-        session.run()
-        dcp.save({"owed": session.state.elastic_state_dict()}, checkpoint_id=folder)
-    again = session.state.elastic_state_dict()
-    again["residuals"] = {name: shard.full_tensor() for name, shard in again["residuals"].items()}
-    return again
-
-
 @pytest.mark.parametrize("columns", [False, True])
 def test_what_is_owed_and_learnt_survives_another_world_size(pool, tmp_path, columns):
     rules = {"up.weight": "sketch-4", "down.weight": "int4", "head": "none", "norm|bias": "none"}
     plan = replace(PLAN, gradients=commpress.ByName(rules, "powersgd-2"), columns=columns)
-    saved, *_ = pool.run(elastic, plan, str(tmp_path), False, size=4)
-    for loaded in pool.run(elastic, plan, str(tmp_path), True, size=2):
+    saved, *_ = pool.run(carried, plan, str(tmp_path), False, size=4)
+    for loaded in pool.run(carried, plan, str(tmp_path), True, size=2):
         for kind in ("residuals", "bases", "quanta"):
             assert loaded[kind].keys() == saved[kind].keys()
             for name, values in saved[kind].items():

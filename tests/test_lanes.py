@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, lanes, windows
-from optim_twin import Replicas, equal, flat, mean, noise, owed, start, state_of
+from optim_twin import Replicas, equal, flat, mean, noise, owed, reload, start, state_of
 
 LR, WARMUP, LATE = 1e-3, 20, 40
 SHAPES = ((32, 64), (24, 64), (600,), (48, 48))
@@ -349,11 +349,7 @@ def test_resuming_frozen_and_thawed_tensors_continues_in_every_bit(name, at, tmp
     group, other = (Replicas(MAKERS[name], 2, SHAPES) for _ in range(2))
     for step in range(at):
         group.step(grown(step, only=0))
-    for rank, (o, q) in enumerate(zip(group.optimizers, other.optimizers, strict=True)):
-        torch.save(o.state_dict(), tmp_path / f"{rank}.pt")
-        for p, theirs in zip(other.parameters[rank], group.parameters[rank], strict=True):
-            p.data.copy_(theirs)
-        q.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+    reload(group, other, tmp_path)
     for step in range(at, LATE + 14):
         group.step(grown(step, only=0))
         other.step(grown(step, only=0))

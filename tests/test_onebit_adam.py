@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam
 from commpress.schedules import Facts, WhenStable
-from optim_twin import SHAPES, Replicas, boundless, flat, mean, noise, owed, start
+from optim_twin import SHAPES, Replicas, boundless, flat, mean, noise, owed, same_steps, start
 
 BETA1, BETA2, LR = 0.9, 0.99, 1e-2
 
@@ -259,9 +259,6 @@ def test_volume_with_a_warm_up_of_15_percent():
     """At least 4.9 times fewer bytes than 16-bit all-reduces over the whole run, counted on the wire."""
     shapes, steps = ((1 << 20,),), 40
     group = replicas(2, shapes, warmup_steps=6, exact_codec="fp16", check_every=0)
-    gradients = noise(2, 0, shapes)
-    for _ in range(steps):
-        group.step(gradients)
-    counters = group.optimizers[0].counters
+    counters = same_steps(group, steps)
     assert counters.exact_rounds / steps == 0.15
     assert counters.logical_bytes / 2 / counters.wire_bytes >= 4.9

@@ -9,7 +9,7 @@ from commpress.kernels import lamb
 from commpress.kernels.cpu import lamb as cpu_lamb
 from commpress.optim import OneBitLamb, onebit_lamb
 from commpress.optim.flat import Flat
-from optim_twin import SHAPES, Replicas, boundless, equal, flat, mean, noise, start, state_of
+from optim_twin import SHAPES, Replicas, boundless, equal, flat, mean, noise, reload, same_steps, start, state_of
 
 BETA1, BETA2, LR, DECAY, EPS = 0.9, 0.99, 1e-2, 0.1, 1e-6
 
@@ -224,11 +224,7 @@ def test_resuming_continues_in_every_bit(at, rates, tmp_path):
     group, other = replicas(3, rates=rates), replicas(3, rates=rates)
     for step in range(at):
         group.step(noise(3, step))
-    for rank, (o, q) in enumerate(zip(group.optimizers, other.optimizers, strict=True)):
-        torch.save(o.state_dict(), tmp_path / f"{rank}.pt")
-        for p, theirs in zip(other.parameters[rank], group.parameters[rank], strict=True):
-            p.data.copy_(theirs)
-        q.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+    reload(group, other, tmp_path)
     for step in range(at, at + 6):
         group.step(noise(3, step))
         other.step(noise(3, step))
@@ -241,10 +237,7 @@ def test_volume_with_a_warm_up_of_16_percent():
     """At least 4.6 times fewer bytes than 16-bit all-reduces over the whole run, counted on the wire."""
     shapes, steps = ((1 << 17,),), 100
     group = replicas(2, shapes, warmup_steps=16, exact_codec="fp16", check_every=0)
-    gradients = noise(2, 0, shapes)
-    for _ in range(steps):
-        group.step(gradients)
-    counters = group.optimizers[0].counters
+    counters = same_steps(group, steps)
     assert counters.logical_bytes / 2 / counters.wire_bytes >= 4.6
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.errors import Mismatch, NonFiniteGradient
+from commpress.errors import Mismatch
 from commpress.optim.replicated import ReplicatedOptimizer
-from optim_twin import SHAPES, boundless, equal, flat, mean, noise, state_of
+from optim_twin import SHAPES, boundless, check_a_bad_gradient_raises, equal, flat, mean, noise, state_of
 from test_onebit_adam import BETA1, replicas
 
 
@@ -30,11 +30,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_changes_nothing(ba
 
 
 def test_on_request_a_bad_gradient_raises():
-    group = replicas(2, on_nonfinite="raise")
-    gradients = noise(2, 0)
-    gradients[0][1][5] = float("nan")
-    with pytest.raises(NonFiniteGradient, match="step 0"):
-        group.step(gradients)
+    check_a_bad_gradient_raises(replicas(2, on_nonfinite="raise"))
 
 
 @boundless

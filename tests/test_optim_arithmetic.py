@@ -21,12 +21,8 @@ def buffers(numel):
     return [m, torch.rand(numel, generator=draws).square(), u, a, p]
 
 
-def blend(k, segments, lines, m, v, u, a, p):
-    k.blend(segments, m, u, **BETA)
-
-
-def update_momentum(k, segments, lines, m, v, u, a, p):
-    return k.update_momentum(segments, m, v, u, lines, **BETA)
+def scaled(k, segments, lines, m, v, u, a, p):
+    k.scaled(segments, u, gain=0.5)
 
 
 def apply_mean(k, segments, lines, m, v, u, a, p):
@@ -35,7 +31,7 @@ def apply_mean(k, segments, lines, m, v, u, a, p):
 
 
 def accumulate(k, segments, lines, m, v, u, a, p):
-    k.accumulate(segments, m, u, v[:0], p, **BETA, lr=0.1, decay=0.99)
+    k.accumulate(segments, m, u[:0], v, p, lines, **BETA)
     k.accumulate(segments, m, u[:0], v, a, lines, **BETA, lr=0.1, decay=0.99)
     return k.accumulate(segments, m, u, v, m, lines, **BETA, lr=0.1, decay=0.99)
 
@@ -67,7 +63,7 @@ def computed(passes, k):
     return results, k.square_sum(segments)
 
 
-@pytest.mark.parametrize("passes", [blend, update_momentum, apply_mean, accumulate, local_step])
+@pytest.mark.parametrize("passes", [scaled, apply_mean, accumulate, local_step])
 @pytest.mark.parametrize("past", [True, False])
 def test_the_fused_passes_are_the_torch_operations(compiled, monkeypatch, passes, past):
     monkeypatch.setattr(cpu_adam, "PAST", 0 if past else 1 << 60)
@@ -121,7 +117,7 @@ def test_what_is_sent_is_cut_at_its_reach_and_infinity_is_not(compiled, k):
     g = torch.zeros(200)
     g[:5] = torch.tensor([1.0, 100.0, -100.0, float("inf"), float("nan")])
     lines = np.array([(4.0, 0.001, 0.0, 20.0)], np.float32)  # s = 0.02, and 0.001 where v is zero
-    beyond = k.update_momentum(flat.segments([0], {0: g}), m, v, out, lines, beta=0.9, gain=0.5)
+    beyond = k.accumulate(flat.segments([0], {0: g}), m, m[:0], v, out, lines, beta=0.9, gain=0.5)
     assert beyond.tolist() == [4]
     torch.testing.assert_close(out[:5], torch.tensor([2.0, 2.0, -2.0, float("inf"), float("nan")]), equal_nan=True)
 

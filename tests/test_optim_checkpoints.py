@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from commpress.errors import StateMismatch
-from optim_twin import boundless, equal, flat, mean, noise, start, state_of
+from optim_twin import boundless, equal, flat, mean, noise, reload, start, state_of
 from test_onebit_adam import BETA1, BETA2, LR, replicas
 
 
@@ -14,14 +14,8 @@ def test_resuming_continues_in_every_bit(tmp_path):
         group = replicas(3, weight_decay=0.1)
         for step in range(at):
             group.step(noise(3, step))
-        for rank, o in enumerate(group.optimizers):
-            torch.save(o.state_dict(), tmp_path / f"{rank}.pt")
         other = replicas(3, lr=0.5)
-        for theirs, mine in zip(other.parameters, group.parameters, strict=True):
-            for q, p in zip(theirs, mine, strict=True):
-                q.data.copy_(p)
-        for rank, o in enumerate(other.optimizers):
-            o.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+        reload(group, other, tmp_path)
         for step in range(at, at + 6):
             group.step(noise(3, step))
             other.step(noise(3, step))

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.collectives.transports.loopback import simulate
 from commpress.optim import ShardedOneBitAdam
-from optim_twin import SHAPES, Replicas, flat, mean, noise, owed, start
+from optim_twin import SHAPES, Replicas, beside_adam, flat, mean, noise, owed, reload, start
 
 BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
 
@@ -45,16 +44,16 @@ def agree(group):
     )
 
 
+def carried_over(group, other, folder):
+    """Saved and loaded: what the ranks own together is the same."""
+    reload(group, other, folder)
+    for name in ("master", "momentum", "variance"):
+        np.testing.assert_array_equal(together(other, name), together(group, name))
+
+
 def test_exact_steps_are_adams():
     group = replicas(warmup_steps=100)
-    twin = [torch.nn.Parameter(p) for p in start()]
-    adam = torch.optim.AdamW(twin, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY, fused=True)
-    for step in range(10):
-        gradients = noise(3, step)
-        group.step(gradients)
-        for p, g in zip(twin, mean(gradients), strict=True):
-            p.grad = g
-        adam.step()
+    twin = beside_adam(group, 10, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY)
     np.testing.assert_allclose(flat(group.parameters[0]), flat(twin), rtol=1e-6, atol=1e-7)
     assert agree(group)
 
@@ -139,19 +138,7 @@ def test_resuming(at, size, tmp_path):
     group, other = replicas(3), replicas(size)
     for step in range(at):
         group.step(noise(3, step))
-    for mine in other.parameters:
-        for p, q in zip(mine, group.parameters[0], strict=True):
-            p.data.copy_(q)
-    with torch.no_grad():
-        elastic = simulate([o.elastic_steps() for o in group.optimizers])
-    for rank, o in enumerate(other.optimizers):
-        if size == 3:
-            torch.save(group.optimizers[rank].state_dict(), tmp_path / f"{rank}.pt")
-            o.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
-        else:
-            o.load_state_dict(*elastic)
-    for name in ("master", "momentum", "variance"):
-        np.testing.assert_array_equal(together(other, name), together(group, name))
+    carried_over(group, other, tmp_path)
     for step in range(at, at + 5):
         other.step(noise(size, step))
         group.step(noise(3, step))

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.errors import InvalidArgument, NonFiniteGradient
+from commpress.errors import InvalidArgument
 from commpress.optim import ShardedOneBitAdam, ShardedZeroOneAdam
-from optim_twin import SHAPES, Replicas, flat, mean, noise, start
+from optim_twin import SHAPES, Replicas, check_a_bad_gradient_raises, flat, mean, noise, start
 from test_sharded_adam import agree, replicas, together
 
 KINDS = {
@@ -152,11 +152,7 @@ def test_gradients_far_beyond_a_frozen_variance_wake_the_tensor_on_all_ranks():
 
 
 def test_on_request_a_bad_gradient_raises():
-    group = replicas(2, on_nonfinite="raise")
-    gradients = noise(2, 0)
-    gradients[0][1][5] = float("nan")
-    with pytest.raises(NonFiniteGradient, match="step 0"):
-        group.step(gradients)
+    check_a_bad_gradient_raises(replicas(2, on_nonfinite="raise"))
 
 
 def test_what_waits_is_taken_in_at_the_end():

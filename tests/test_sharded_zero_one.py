@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.collectives.transports.loopback import simulate
 from commpress.optim import ShardedZeroOneAdam
 from commpress.schedules import DoublingIntervals
-from optim_twin import SHAPES, Replicas, flat, mean, noise, start
-from test_sharded_adam import agree, divisors, steady, together
+from optim_twin import SHAPES, Replicas, beside_adam, flat, mean, noise, start
+from test_sharded_adam import agree, carried_over, divisors, steady, together
 from test_zero_one_adam import Early, Fixed
 
 BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
@@ -24,14 +23,7 @@ def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
 
 def test_exact_steps_are_adams():
     group = replicas(variance_updates=100)
-    twin = [torch.nn.Parameter(p) for p in start()]
-    adam = torch.optim.AdamW(twin, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY, fused=True)
-    for step in range(10):
-        gradients = noise(3, step)
-        group.step(gradients)
-        for p, g in zip(twin, mean(gradients), strict=True):
-            p.grad = g
-        adam.step()
+    twin = beside_adam(group, 10, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY)
     np.testing.assert_allclose(flat(group.parameters[0]), flat(twin), rtol=1e-6, atol=1e-7)
     assert agree(group)
 
@@ -136,19 +128,7 @@ def test_resuming_at_any_step_of_a_window(at, size, tmp_path):
     group, other = (replicas(n, variance_updates=1) for n in (3, size))
     for step in range(at):
         group.step(noise(3, step))
-    for mine in other.parameters:
-        for p, q in zip(mine, group.parameters[0], strict=True):
-            p.data.copy_(q)
-    with torch.no_grad():
-        elastic = simulate([o.elastic_steps() for o in group.optimizers])
-    for rank, o in enumerate(other.optimizers):
-        if size == 3:
-            torch.save(group.optimizers[rank].state_dict(), tmp_path / f"{rank}.pt")
-            o.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
-        else:
-            o.load_state_dict(*elastic)
-    for name in ("master", "momentum", "variance"):
-        np.testing.assert_array_equal(together(other, name), together(group, name))
+    carried_over(group, other, tmp_path)
     for name in ("innovation", "pending"):
         means = [np.mean([getattr(o, name).numpy() for o in g.optimizers], axis=0) for g in (group, other)]
         np.testing.assert_allclose(*means, atol=1e-7)

@@ -13,14 +13,7 @@ import commpress
 from commpress.errors import InvalidArgument, StateMismatch
 from stream_twin import OPTIONS, Words, clip, groups, loss_of, made, offloaded, open_store, train
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Many small kernels: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

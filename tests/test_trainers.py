@@ -27,7 +27,7 @@ def launch(script, *arguments, folder):
 def test_hugging_face(compiled, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    assert "all is well" in launch(HERE / "hf_script.py", tmp_path, folder=tmp_path)
+    assert "all is well" in launch(HERE / "foreign" / "hf_script.py", tmp_path, folder=tmp_path)
 
 
 def test_accelerate(compiled, tmp_path):
@@ -56,7 +56,7 @@ def test_the_trainer_example(compiled, tmp_path):
 def test_hugging_face_with_a_store(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    command = [sys.executable, str(HERE / "hf_offloaded_script.py"), str(tmp_path)]
+    command = [sys.executable, str(HERE / "foreign" / "hf_offloaded_script.py"), str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     result = subprocess.run(
         command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280

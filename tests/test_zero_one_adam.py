@@ -10,7 +10,7 @@ from commpress.optim import OneBitAdam, ZeroOneAdam
 from commpress.optim.optimizer import RoundKind
 from commpress.optim.windows import Windows
 from commpress.schedules import DoublingIntervals, Facts
-from optim_twin import SHAPES, Replicas, boundless, equal, flat, mean, noise, start, state_of
+from optim_twin import SHAPES, Replicas, beside_adam, boundless, equal, flat, mean, noise, reload, start, state_of
 
 BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
 
@@ -44,28 +44,14 @@ def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
 
 def test_when_every_step_is_exact_it_is_torchs_adam_in_every_bit():
     group = replicas(variance_updates=100, sync="every", weight_decay=DECAY)
-    twin = [torch.nn.Parameter(p) for p in start()]
-    adam = torch.optim.AdamW(twin, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY, fused=True)
-    for step in range(12):
-        gradients = noise(3, step)
-        group.step(gradients)
-        for p, g in zip(twin, mean(gradients), strict=True):
-            p.grad = g
-        adam.step()
+    twin = beside_adam(group, 12, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY)
     assert all(torch.equal(a, b) for a, b in zip(group.parameters[0], twin, strict=True))
     assert group.optimizers[0].counters.exact_rounds == 12
 
 
 def test_on_one_rank_it_is_adam_in_every_bit():
     group = replicas(1, weight_decay=DECAY)
-    twin = [torch.nn.Parameter(p) for p in start()]
-    adam = torch.optim.AdamW(twin, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY, fused=True)
-    for step in range(12):
-        gradients = noise(1, step)
-        group.step(gradients)
-        for p, g in zip(twin, gradients[0], strict=True):
-            p.grad = g
-        adam.step()
+    twin = beside_adam(group, 12, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY)
     assert all(torch.equal(a, b) for a, b in zip(group.parameters[0], twin, strict=True))
 
 
@@ -170,14 +156,8 @@ def test_resuming_at_any_step_of_a_window_continues_in_every_bit(at, tmp_path):
     group = replicas(3, weight_decay=DECAY, sync=Fixed(5))
     for step in range(at):
         group.step(noise(3, step))
-    for rank, o in enumerate(group.optimizers):
-        torch.save(o.state_dict(), tmp_path / f"{rank}.pt")
     other = replicas(3, weight_decay=DECAY, sync=Fixed(5))
-    for theirs in other.parameters:  # a model's checkpoint holds the parameters of rank 0
-        for q, p in zip(theirs, group.parameters[0], strict=True):
-            q.data.copy_(p)
-    for rank, o in enumerate(other.optimizers):
-        o.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+    reload(group, other, tmp_path)
     assert equal(state_of(group), state_of(other))
     for step in range(at, at + 8):
         group.step(noise(3, step))

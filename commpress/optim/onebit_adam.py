@@ -64,10 +64,10 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
     ) -> None:
         live, frozen = self.lanes.part(indices)
-        self.blend(live, gradients, gain)
-        beyond = self.kernels.update_momentum(
-            self._flat.segments(frozen, gradients), self.momentum, self.variance, self.work, self.lanes.divisors(frozen),
-            beta=group["betas"][0], gain=gain,
+        self.take_gradients(live, gradients, gain)
+        beyond = self.kernels.accumulate(
+            self._flat.segments(frozen, gradients), self.momentum, self._empty, self.variance, self.work,
+            self.lanes.divisors(frozen), beta=group["betas"][0], gain=gain,
         )  # fmt: skip
         self.lanes.see(frozen, beyond)
 

@@ -79,7 +79,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         gradients, gain = [self._flat.gradient(i) for i in every], self.gain()
         if gain != 1.0 or self.clipping.max_norm is not None:
             for _, at in self.groups():
-                self.blend(at, None, gain)
+                self.take_gradients(at, None, gain)
             if not self.clipping.clip(self, self.work):
                 return False
             gradients = list(self._works)
@@ -118,13 +118,13 @@ class ReplicatedOptimizer(CompressedOptimizer):
     ) -> None:
         """Write what a round sends of ``indices``, all of one group, into ``work``; ``gradients`` if not those in ``grad``."""
         if kind is RoundKind.EXACT:
-            self.blend(indices, gradients, gain)
+            self.take_gradients(indices, gradients, gain)
         else:
             self.prepare(group, indices, gradients, gain)
 
-    def blend(self, indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float) -> None:
+    def take_gradients(self, indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float) -> None:
         """work := gain·g."""
-        self.kernels.blend(self._flat.segments(indices, gradients), self.momentum, self.work, beta=0.0, gain=gain)
+        self.kernels.scaled(self._flat.segments(indices, gradients), self.work, gain=gain)
 
     def exchange(self, kind: RoundKind, indices: Sequence[int]) -> Exchange:
         """The exchange by which these parameters cross the channel in a round of this kind."""

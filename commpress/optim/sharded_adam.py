@@ -277,6 +277,14 @@ class ShardedOptimizer(CompressedOptimizer):
         """Other ranks' rows are taken to be like the own."""
         return self.channel.size * sum(float((p.of(self.momentum) / self.unit(p)).square().sum()) for p in self.parts)
 
+    @abstractmethod
+    def schedule_state(self) -> dict[str, Any]:
+        """State of the schedule beyond ``facts``."""
+
+    @abstractmethod
+    def resume(self, schedule: dict[str, Any]) -> None:
+        """Continue from a ``schedule_state``."""
+
     def waiting(self) -> dict[str, torch.Tensor]:
         """Flat buffers that differ between ranks; what counts for the run is their mean."""
         return {}

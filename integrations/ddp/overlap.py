@@ -3,7 +3,7 @@
 The hook keeps DDP from averaging gradients. For each bucket it writes what the optimizer wants to send and hands the round
 to a worker; ``step()`` finds it done or waits for the rest. Gradients stay local: clip with ``max_grad_norm``.
 
-Note: who computes what. The blend of gradient and momentum runs inside the hook, on autograd's thread, so that nothing
+Note: who computes what. The sum of gradient and momentum runs inside the hook, on autograd's thread, so that nothing
 reads a gradient after backward has returned; encoding, waiting and decoding run on the worker.
 """
 

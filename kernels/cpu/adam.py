@@ -2,9 +2,9 @@
 
 Note: what a pass costs. AdamW reads x, g, m, v and writes x, m, v: 28 bytes per parameter. A line that is written without
 having been read is fetched all the same, 8 bytes instead of 4, unless it is stored past the caches, which calls for many
-elements do (``put``): ``blend`` then moves 12, ``update_momentum`` 16, ``apply_mean`` 20, ``accumulate`` 20, or 16 if there is
-no u, ``local_step`` 36, or 32 where a window begins, and ``square_sum`` 4. The root of the variance is taken in each pass anew:
-to keep what is divided by would be four bytes more per parameter, and one more thing that may be out of date.
+elements do (``put``): ``scaled`` then moves 8, ``apply_mean`` 20, ``accumulate`` 20, or 16 if there is no u, ``local_step`` 36,
+or 32 where a window begins, and ``square_sum`` 4. The root of the variance is taken in each pass anew: to keep what is divided
+by would be four bytes more per parameter, and one more thing that may be out of date.
 
 The loops are in ``sources.adam_loops``. Every function is that of ``kernels.adam`` with the same name; results do not depend
 on the number of threads.
@@ -38,14 +38,8 @@ def _none(segments: Segments) -> np.ndarray:
     return np.zeros(len(segments.table), np.int64)
 
 
-def blend(segments, m, out, *, beta, gain):
-    _run(loops.blend, segments, m.numpy(), out.numpy(), *map(np.float32, (beta, (1 - beta) * gain)))
-
-
-def update_momentum(segments, m, v, out, divisors, *, beta, gain):
-    counts, buffers = _none(segments), (b.numpy() for b in (m, v, out))
-    _run(loops.update_momentum, segments, divisors, *buffers, counts, *map(np.float32, (beta, 1 - beta, gain)))
-    return torch.from_numpy(counts)
+def scaled(segments, out, *, gain):
+    _run(loops.scaled, segments, out.numpy(), np.float32(gain))
 
 
 def apply_mean(segments, p, v, m, a, divisors, *, step, decay, momentum_scale, most):
@@ -53,11 +47,9 @@ def apply_mean(segments, p, v, m, a, divisors, *, step, decay, momentum_scale, m
     _run(loops.apply_mean, segments, divisors, *buffers, _array(a), *scalars)
 
 
-def accumulate(segments, m, u, v, out, divisors=None, *, beta, gain, lr, decay):
+def accumulate(segments, m, u, v, out, divisors, *, beta, gain, lr=1.0, decay=1.0):
     counts, scalars = _none(segments), map(np.float32, (beta, 1 - beta, gain, lr, decay))
-    lines = np.zeros((len(counts), 4), np.float32) if divisors is None else divisors
-    if m.numel():
-        _run(loops.accumulate, segments, lines, m.numpy(), *map(_array, (u, v)), out.numpy(), counts, *scalars)
+    _run(loops.accumulate, segments, divisors, m.numpy(), _array(u), v.numpy(), out.numpy(), counts, *scalars)
     return torch.from_numpy(counts)
 
 

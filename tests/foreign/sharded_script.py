@@ -11,11 +11,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as Lightning
 from lightning.pytorch.plugins import MixedPrecision
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import commpress
+import tiny_gpt2
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.schedules import DoublingIntervals
+from tiny_gpt2 import Words
 
 COMMON = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
 KINDS = {
@@ -24,19 +26,8 @@ KINDS = {
 }
 
 
-class Words(torch.utils.data.Dataset):
-    def __len__(self):
-        return 256
-
-    def __getitem__(self, index):
-        ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
 def model(lora=False):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    net = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    net = tiny_gpt2.model()
     return get_peft_model(net, LoraConfig(r=4, target_modules=["c_attn"])) if lora else net
 
 
@@ -56,7 +47,7 @@ def trained(folder, kind, *, resume=None, clip=0.0, scaler=None, bad=(), steps=1
     options = {"exact_steps": 3} if kind is None else {}
     callback = commpress.hf.Compress(codec="sign", **options)
     given = {} if kind is None else {"optimizer_cls_and_kwargs": kind}
-    trainer = Trainer(model(lora), arguments, train_dataset=Words(), callbacks=[callback], **given)
+    trainer = Trainer(model(lora), arguments, train_dataset=Words(256), callbacks=[callback], **given)
     trainer.accelerator.scaler = scaler
     loss_of, losses = trainer.compute_loss, iter(range(steps))
 

@@ -13,13 +13,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 RANKS, WORDS, LENGTH, WIDTH, STEPS, WARMUP, PEAK = 2, 1000, 16, 64, 100, 40, 2e-3
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are too small for two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

@@ -52,13 +52,7 @@ def gradients(model, step, rank, unfrozen):
     loss_of(model, 1000 * rank + step, early=step < LATE).backward()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are too small for two, which would wait for each other wherever the machine has something else to do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

@@ -10,24 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import commpress
-
-
-class Words(torch.utils.data.Dataset):
-    def __len__(self):
-        return 96
-
-    def __getitem__(self, index):
-        ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
-def model():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+from tiny_gpt2 import Words, model
 
 
 def flat(module):
@@ -57,7 +43,7 @@ def trainer_of(folder, *, steps=4, optimizer=None, **options):
     )  # fmt: skip
     callback = Watched(codec="sign")
     kind = {"optimizer_cls_and_kwargs": optimizer} if optimizer else {}
-    return Trainer(model(), arguments, train_dataset=Words(), callbacks=[callback], **kind), callback
+    return Trainer(model(), arguments, train_dataset=Words(96), callbacks=[callback], **kind), callback
 
 
 def twice(folder, optimizer=None):
@@ -96,7 +82,7 @@ def accelerated(folder, steps, *, load=None, save_after=None):
         accelerator.load_state(str(load))
     loaded = compression.state.state_dict()
     for step in steps:
-        ids = torch.stack([Words()[(4 * step + i) * dist.get_world_size() + dist.get_rank()]["input_ids"] for i in range(4)])
+        ids = torch.stack([Words(96)[(4 * step + i) * dist.get_world_size() + dist.get_rank()]["input_ids"] for i in range(4)])
         accelerator.backward(wrapped(input_ids=ids, labels=ids).loss)
         optimizer.step()
         optimizer.zero_grad()

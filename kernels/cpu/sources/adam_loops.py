@@ -41,43 +41,21 @@ def gradient(line, m, alpha):
     return (m.ctypes.data + 4 * line[2], np.float32(0)) if line[1] == 0 else (line[1], alpha)
 
 
-@kernel(table=TABLE, m=FLOATS, out=FLOATS, beta=F32, alpha=F32, past=FLAG, start=I64, stop=I64)
+@kernel(table=TABLE, out=FLOATS, gain=F32, past=FLAG, start=I64, stop=I64)
 @bare
-def blend(table, m, out, beta, alpha, past, start, stop):
-    done = 0
+def scaled(table, out, gain, past, start, stop):
+    done, nothing = 0, same(np.float32(0))
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
-        address, share = gradient(table[s], m, alpha)
-        g, first = floats(address + 4 * skip, n), table[s, 2] + skip
+        first = table[s, 2] + skip
         stream = past and begins_line(out, first)
-        for i in range(0, n, WIDE):
-            at, left = first + i, n - i
-            put(beta * load(m, at, left) + share * load(g, i, left), out, at, left, stream)
-        done += table[s, 3]
-
-
-@kernel(
-    table=TABLE, divisors=DIVISORS, m=FLOATS, v=FLOATS, out=FLOATS, counts=INTEGERS, beta=F32, alpha=F32, gain=F32,
-    past=FLAG, start=I64, stop=I64,
-)  # fmt: skip
-@bare
-def update_momentum(table, divisors, m, v, out, counts, beta, alpha, gain, past, start, stop):
-    done = 0
-    for s in range(table.shape[0]):
-        skip, n = part(table[s], done, start, stop)
-        address, scale = gradient(table[s], m, gain)
-        g, first, far = floats(address + 4 * skip, n), table[s, 2] + skip, 0
-        k, low, eps, reach = divisors[s, 0], same(divisors[s, 1]), divisors[s, 2], divisors[s, 3]
-        stream = past and begins_line(out, first)
-        for i in range(0, n, WIDE):
-            at, left = first + i, n - i
-            new, own = scale * load(g, i, left), root(k * load(v, at, left))
-            divisor = more(own, low) + eps
-            far += beyond(new, reach * (own + eps))
-            new = where_finite(new, within(new, reach * divisor), new)
-            put((beta * load(m, at, left) + alpha * new) / divisor, out, at, left, stream)
-        if far:
-            add_count(counts, s, far)
+        if table[s, 1] == 0:
+            for i in range(0, n, WIDE):
+                put(nothing, out, first + i, n - i, stream)
+        else:
+            g = floats(table[s, 1] + 4 * skip, n)
+            for i in range(0, n, WIDE):
+                put(gain * load(g, i, n - i), out, first + i, n - i, stream)
         done += table[s, 3]
 
 
@@ -108,8 +86,8 @@ def apply_mean(table, divisors, p, v, m, a, step, decay, momentum_scale, most, p
 
 
 @kernel(
-    table=TABLE, divisors=DIVISORS, m=FLOATS, u=MAYBE_FLOATS, v=MAYBE_FLOATS, out=FLOATS, counts=INTEGERS, beta=F32,
-    alpha=F32, gain=F32, lr=F32, decay=F32, past=FLAG, start=I64, stop=I64,
+    table=TABLE, divisors=DIVISORS, m=FLOATS, u=MAYBE_FLOATS, v=FLOATS, out=FLOATS, counts=INTEGERS, beta=F32, alpha=F32,
+    gain=F32, lr=F32, decay=F32, past=FLAG, start=I64, stop=I64,
 )  # fmt: skip
 @bare
 def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, decay, past, start, stop):
@@ -122,20 +100,14 @@ def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, dec
         stream = past and begins_line(out, first)
         for i in range(0, n, WIDE):
             at, left = first + i, n - i
-            new = scale * load(g, i, left)
-            if v is None:
-                new = lr * (beta * load(m, at, left) + alpha * new)
-            else:
-                own = root(k * load(v, at, left))
-                divisor = more(own, low) + eps
-                far += beyond(new, reach * (own + eps))
-                new = where_finite(new, within(new, reach * divisor), new)
-                new = lr * (beta * load(m, at, left) + alpha * new)
+            new, own = scale * load(g, i, left), root(k * load(v, at, left))
+            divisor = more(own, low) + eps
+            far += beyond(new, reach * (own + eps))
+            new = where_finite(new, within(new, reach * divisor), new)
+            new = lr * (beta * load(m, at, left) + alpha * new)
             if u is not None:
                 new = new + decay * load(u, at, left)
-            if v is not None:
-                new = new / divisor
-            put(new, out, at, left, stream)
+            put(new / divisor, out, at, left, stream)
         if far:
             add_count(counts, s, far)
         done += table[s, 3]

@@ -5,25 +5,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import commpress
 from commpress.schedules import AfterSteps, DoublingIntervals
-
-
-class Words(torch.utils.data.Dataset):
-    def __len__(self):
-        return 256
-
-    def __getitem__(self, index):
-        ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
-def model():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+from tiny_gpt2 import Words, model
 
 
 class Reporter(TrainerCallback):
@@ -45,7 +31,7 @@ def trained(folder, optimizer=None, *, resume=None, clip=0.0):
     options = {} if optimizer else {"exact_steps": 3, "measure_every": 2}
     callback = commpress.hf.Compress(codec="sign", metrics=[samples.append], **options)
     kind = {"optimizer_cls_and_kwargs": optimizer} if optimizer else {}
-    trainer = Trainer(model(), arguments, train_dataset=Words(), callbacks=[reporter, callback], **kind)
+    trainer = Trainer(model(), arguments, train_dataset=Words(256), callbacks=[reporter, callback], **kind)
     commpress.hf.report_first(trainer)
     trainer.train(resume_from_checkpoint=resume)
     assert any("commpress/encode_ms" in logs for logs in reporter.seen), "reporters get our numbers"

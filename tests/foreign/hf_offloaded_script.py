@@ -4,26 +4,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import commpress
+from tiny_gpt2 import Words, model
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.98)}
-
-
-class Words(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
-def model():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 def trained(folder, net, kind, resume=None, **more):
@@ -32,7 +18,7 @@ def trained(folder, net, kind, resume=None, **more):
         learning_rate=1e-3, lr_scheduler_type="linear", gradient_accumulation_steps=2, logging_steps=1,
         **{"save_steps": 3, "max_grad_norm": 0.0} | more,
     )  # fmt: skip
-    trainer = Trainer(net, arguments, train_dataset=Words(), optimizer_cls_and_kwargs=kind)
+    trainer = Trainer(net, arguments, train_dataset=Words(64), optimizer_cls_and_kwargs=kind)
     trainer.train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -44,7 +30,7 @@ def main(folder):
         options = {"optimizer": torch.optim.AdamW, "store": store, "prefix": prefix, "chunk_mb": 0.05}
         return commpress.Offloaded, options | ADAM
 
-    net, other, third, fourth = model(), model(), model(), model()
+    net, other, third, fourth = model(2), model(2), model(2), model(2)
     wanted = trained(folder / "plain", other, (torch.optim.AdamW, ADAM))
     assert trained(folder / "offloaded", net, kind("first")) == wanted
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
