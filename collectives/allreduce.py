@@ -273,19 +273,10 @@ def average_rows(
     reply, every = workspace.rows(back, 1, device), outbox
     if message.back is not None:
         every = workspace.rows(back, ranks, device)
-    old = feedback if feedback is not None and pieces.kept else None
-    new = workspace.residual(message, device) if old is not None else None
-    flag = torch.zeros(1, dtype=torch.uint8, device=device)
-
-    start = perf_counter()
-    kernels.encode(
-        buffer, outbox[:, HEADER:], flag, pieces, gain=gain, key=noise(key, transport.rank, 0),
-        residual=old and old.sent, residual_scale=old and old.sent_scale,
-        new_residual=new and new.sent, new_scale=new and new.sent_scale,
+    flag, old, new = yield from encode_and_send(
+        buffer, outbox[:, HEADER:], outbox, inbox, feedback, message=message, transport=transport, workspace=workspace,
+        sequence=sequence, key=key, gain=gain, asks=asks,
     )  # fmt: skip
-    workspace.encoded(start)
-    frame = Frame(ALL_TO_ALL, ranks, message.codec, pieces.numel, sequence, message.label)
-    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag | ASKS if asks else flag, transport, workspace)
 
     start = perf_counter()
     flag.copy_(any_flag(inbox))
@@ -310,6 +301,30 @@ def average_rows(
     workspace.give_wires(inbox, reply, *(() if every is outbox else (outbox,)))
     finite, asks = not bool(any_flag(every)), bool(any_flag(every, ASKS))
     return every, Outcome(message, finite, old, new, workspace, asks=asks)
+
+
+def encode_and_send(
+    buffer: torch.Tensor, codes: torch.Tensor, outbox: torch.Tensor, inbox: torch.Tensor, feedback: ErrorFeedback | None, *,
+    message: Message, transport: Transport, workspace: Workspace, sequence: int, key: int, gain: float, asks: bool,
+) -> Steps[tuple[torch.Tensor, ErrorFeedback | None, ErrorFeedback | None]]:  # fmt: skip
+    """Encode ``buffer`` and what is owed into ``codes``, a view of ``outbox``, and send a row to every rank.
+
+    Returns the flag of this rank, and residuals as they were and as they will be, if the message leaves any behind.
+    """
+    pieces, device = message.pieces, buffer.device
+    old = feedback if feedback is not None and pieces.kept else None
+    new = workspace.residual(message, device) if old is not None else None
+    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+    start = perf_counter()
+    arithmetic(device).encode(
+        buffer, codes, flag, pieces, gain=gain, key=noise(key, transport.rank, 0),
+        residual=old and old.sent, residual_scale=old and old.sent_scale,
+        new_residual=new and new.sent, new_scale=new and new.sent_scale,
+    )  # fmt: skip
+    workspace.encoded(start)
+    frame = Frame(ALL_TO_ALL, transport.size, message.codec, pieces.numel, sequence, message.label)
+    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag | ASKS if asks else flag, transport, workspace)
+    return flag, old, new
 
 
 def exchange(

@@ -18,7 +18,6 @@ of the class at once, a message between nodes counted where it leaves. ``burst``
 and by way of nodes. Files without them are older.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -34,12 +33,12 @@ from commpress.collectives.buckets import MESSAGE
 from commpress.collectives.frame import HEADER
 from commpress.collectives.topology import Topology
 from commpress.collectives.two_level import share
+from commpress.documents import Document
 from commpress.errors import InvalidArgument
 from commpress.kernels.pieces import width_of
 
 FIRST = 1 << 16  # bytes of a message, beyond which what each costs no longer falls
-LIMIT = 1 << 16  # bytes of a file
-_FORMAT, _VERSION = "commpress links", 1
+FILE = Document("commpress links", 1, 1 << 16, "commpress probe")
 Way = Literal["flat", "hierarchical"]
 T = TypeVar("T")
 
@@ -110,28 +109,16 @@ class Links:
     trials: Mapping[str, Sequence[BufferTrial]] = field(default_factory=dict)  # by codec, in ascending order
 
     def save(self, path: str | Path) -> None:
-        content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "nodes": self.topology.nodes}
+        content: dict[str, Any] = {"nodes": self.topology.nodes}
         for name, part in (("inside", self.inside), ("between", self.between), ("stack", self.stack)):
             content[name] = None if part is None else asdict(part)
         content["trials"] = {codec: [list(asdict(trial).values()) for trial in tried] for codec, tried in self.trials.items()}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        FILE.write(path, content)
 
 
 def load_links(path: str | Path) -> Links:
     """Read what ``Links.save`` wrote; anything else is refused with a reason."""
-    with open(path, "rb") as file:
-        data = file.read(LIMIT + 1)
-    if len(data) > LIMIT:
-        raise InvalidArgument(f"{path} has more than {LIMIT} bytes, expected what commpress probe wrote")
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path} is no JSON ({error}), expected what commpress probe wrote") from error
-    kind = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
-    if kind != (_FORMAT, _VERSION):
-        raise InvalidArgument(
-            f"{path} is {kind[0]!r}, version {kind[1]!r}, expected {_FORMAT!r}, version {_VERSION}: run commpress probe again"
-        )
+    content = FILE.read(path)
     nodes = content.get("nodes")
     if not isinstance(nodes, list) or not all(
         isinstance(node, list) and all(type(rank) is int for rank in node) for node in nodes

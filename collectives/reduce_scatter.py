@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from commpress.codecs import Codec, Policy
-from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, any_flag, exchange, noise
+from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, any_flag, encode_and_send, exchange, noise
 from commpress.collectives.buckets import MESSAGE, PIECE, Message, describe
-from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, ASKS, HEADER, Frame
+from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback
 from commpress.kernels import arithmetic
@@ -236,25 +236,15 @@ def _reduce(
     gain: float,
     asks: bool,
 ) -> Steps[Outcome]:
-    pieces, device, ranks = deal.every.pieces, buffer.device, deal.ranks
-    kernels = arithmetic(device)
+    device, ranks = buffer.device, deal.ranks
     outbox, inbox = workspace.rows(deal.size, ranks, device), workspace.rows(deal.size, ranks, device)
-    old = feedback if feedback is not None and pieces.kept else None
-    new = workspace.residual(deal.every, device) if old is not None else None
-    flag = torch.zeros(1, dtype=torch.uint8, device=device)
-
-    start = perf_counter()
-    kernels.encode(
-        buffer, outbox.view(1, -1), flag, pieces, gain=gain, key=noise(key, transport.rank, 0),
-        residual=old and old.sent, residual_scale=old and old.sent_scale,
-        new_residual=new and new.sent, new_scale=new and new.sent_scale,
+    _, old, new = yield from encode_and_send(
+        buffer, outbox.view(1, -1), outbox, inbox, feedback, message=deal.every, transport=transport, workspace=workspace,
+        sequence=sequence, key=key, gain=gain, asks=asks,
     )  # fmt: skip
-    workspace.encoded(start)
-    frame = Frame(ALL_TO_ALL, ranks, deal.every.codec, pieces.numel, sequence, deal.every.label)
-    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag | ASKS if asks else flag, transport, workspace)
 
     start = perf_counter()
-    kernels.decode_mean(inbox[:, HEADER:], out, deal.own, 0)
+    arithmetic(device).decode_mean(inbox[:, HEADER:], out, deal.own, 0)
     finite, asks = not bool(any_flag(inbox)), bool(any_flag(inbox, ASKS))
     workspace.decoded(start)
     workspace.give_wires(outbox, inbox)

@@ -14,8 +14,8 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import NonFiniteGradient
 from commpress.kernels.pieces import width_of
 from commpress.optim import lanes
-from commpress.optim.counters import OptimizerCounters
 from commpress.optim.optimizer import CompressedOptimizer
+from commpress.optim.optimizer_counters import OptimizerCounters
 
 SHAPES = ((40, 50), (700,), (7,))
 boundless = mock.patch.object(lanes, "REACH", math.inf)  # for equations: gradients count in full, and nobody wakes up

@@ -216,21 +216,30 @@ def test_bytes_on_the_wire():
 
 
 def real(counts, ways, codecs, by):
-    transport = transport_by(by, PATIENT)
+    return all_ways(counts, ways, codecs, transport_by(by, PATIENT))
+
+
+def all_ways(counts, ways, codecs, transport):
+    """What one rank receives by each way and codec."""
     ask = [(Way(*way), codec) for way in ways for codec in codecs]
     return [run(exchanged(counts, 70, transport, w, c, sequence=i)).numpy() for i, (w, c) in enumerate(ask)]
+
+
+def equals_the_simulation(received, size):
+    """``received(counts, ways, codecs)``: what ``all_ways`` gives on every rank, bit for bit that of a simulation."""
+    counts, codecs = splits_of(size, 11, top=300), [None, "int8", "bf16", "fp8"]
+    nodes = [[0, size - 1], [r for r in range(1, size - 1)]]
+    ways = [(), *((nodes, order) for order in ORDERS)]
+    twins = {c: simulated(counts, 70, Way(), c) for c in codecs}
+    for rank, results in enumerate(received(counts, ways, codecs)):
+        for result, codec in zip(results, codecs * len(ways), strict=True):
+            np.testing.assert_array_equal(result.view(np.uint32), twins[codec][rank].numpy().view(np.uint32))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("by", WAYS)
 def test_real_ranks_equal_the_simulation(pool, size, by):
-    counts, codecs = splits_of(size, 11, top=300), [None, "int8", "bf16", "fp8"]
-    nodes = [[0, size - 1], [r for r in range(1, size - 1)]]
-    ways = [(), *((nodes, order) for order in ORDERS)]
-    twins = {c: simulated(counts, 70, Way(), c) for c in codecs}
-    for rank, results in enumerate(pool.run(real, counts, ways, codecs, by, size=size)):
-        for result, codec in zip(results, codecs * len(ways), strict=True):
-            np.testing.assert_array_equal(result.view(np.uint32), twins[codec][rank].numpy().view(np.uint32))
+    equals_the_simulation(lambda *ask: pool.run(real, *ask, by, size=size), size)
 
 
 # ---------------------------------------------------------------- disagreement

@@ -46,6 +46,8 @@ def plan_of(codec, ranks, monkeypatch):
 class Rank:
     """One rank's buffers, residuals and numbers over the steps of a test."""
 
+    numel = sum(NUMELS.values())
+
     def __init__(self, rank, transport, plan, checksum=True):
         self.rank, self.transport, self.plan = rank, Recorded(transport), plan
         self.workspace = Workspace(checksum=checksum)
@@ -54,15 +56,15 @@ class Rank:
 
     def steps(self, step):
         generator = torch.Generator().manual_seed(100 * step + self.rank)
-        buffer = torch.randn(sum(NUMELS.values()), generator=generator)
-        outcomes = yield from reduce_bucket(
-            buffer, self.feedbacks, messages=self.plan, transport=self.transport, workspace=self.workspace,
-            sequence=len(self.plan) * step, key=step,
-        )  # fmt: skip
+        buffer = torch.randn(self.numel, generator=generator)
+        outcomes = yield from self.reduce(buffer, workspace=self.workspace, sequence=len(self.plan) * step, key=step)
         for outcome in outcomes:
             assert outcome.finite
             outcome.commit()
         self.outputs.append(buffer)
+
+    def reduce(self, buffer, **options):
+        return reduce_bucket(buffer, self.feedbacks, messages=self.plan, transport=self.transport, **options)
 
     def result(self):
         """Every bit that a step left: outputs, residuals, and what was sent."""

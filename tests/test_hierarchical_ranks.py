@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from commpress.codecs import ByName, SignCodec
@@ -15,14 +14,16 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.two_level import hierarchy_of, reduce_routes, routes
 from commpress.errors import CommunicationError, Mismatch
 from commpress.work import run
-from test_gloo import TIMEOUT
+from test_gloo import TIMEOUT, Rank
 from ways import transport_by
 
 SPANS = [Span("weight", 0, 3001), Span("norm", 3001, 64), Span("bias", 3065, 37), Span("one", 3102, 1)]
 STEPS = 3
 
 
-class Rank:
+class NodeRank(Rank):
+    numel = 3103
+
     def __init__(self, transport, topology, codec) -> None:
         self.rank, self.hierarchy = transport.rank, hierarchy_of(topology, transport)
         policy = ByName({"norm": EXACT, "bias": NAMES["int8"]}, Same(codec))
@@ -30,17 +31,8 @@ class Rank:
         self.feedbacks = [route.zeros() for route in self.plan]
         self.workspace, self.outputs = Workspace(checksum=True), []
 
-    def steps(self, step):
-        generator = torch.Generator().manual_seed(100 * step + self.rank)
-        buffer = torch.randn(3103, generator=generator)
-        outcomes = yield from reduce_routes(
-            buffer, self.feedbacks, plan=self.plan, hierarchy=self.hierarchy, workspace=self.workspace,
-            sequence=len(self.plan) * step, key=step,
-        )  # fmt: skip
-        for outcome in outcomes:
-            assert outcome.finite
-            outcome.commit()
-        self.outputs.append(buffer)
+    def reduce(self, buffer, **options):
+        return reduce_routes(buffer, self.feedbacks, plan=self.plan, hierarchy=self.hierarchy, **options)
 
     def result(self):
         residuals = []
@@ -54,14 +46,14 @@ class Rank:
 
 def real(topology, codec, way):
     transport = transport_by(way, TIMEOUT)
-    rank = Rank(transport, topology, codec)
+    rank = NodeRank(transport, topology, codec)
     for step in range(STEPS):
         run(rank.steps(step))
     return rank.result()
 
 
 def simulated(topology, codec):
-    ranks = [Rank(t, topology, codec) for t in Loopback(topology.size).transports()]
+    ranks = [NodeRank(t, topology, codec) for t in Loopback(topology.size).transports()]
     for step in range(STEPS):
         simulate([rank.steps(step) for rank in ranks])
     return [rank.result() for rank in ranks]
@@ -89,7 +81,7 @@ def test_torchs_own_collectives_equal_the_simulation(pool, topology):
 def disagreeing(topology, way):
     """Rank 3 brings another codec: its node sees it first, the others hear of it when that node goes."""
     transport = transport_by(way, TIMEOUT / 20)
-    rank = Rank(transport, topology, NAMES["int8" if dist.get_rank() == 3 else "sign"])
+    rank = NodeRank(transport, topology, NAMES["int8" if dist.get_rank() == 3 else "sign"])
     run(rank.steps(0))
 
 

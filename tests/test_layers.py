@@ -11,7 +11,10 @@ import pytest
 
 import sources
 
-LEAVES = ("commpress.work", "commpress.errors", "commpress.timeline", "commpress.torch_private", "commpress.checksum")
+LEAVES = (
+    "commpress.work", "commpress.errors", "commpress.timeline", "commpress.torch_private", "commpress.checksum",
+    "commpress.documents",
+)  # fmt: skip
 MEANING = ("commpress.codecs", "commpress.feedback", "commpress.schedules")
 USES = ("commpress.optim", "commpress.plan")
 BELOW_USES = ("commpress.collectives", *MEANING, "commpress.kernels", *LEAVES)
@@ -23,6 +26,7 @@ MAY_IMPORT = {
     "commpress.timeline": LEAVES,
     "commpress.torch_private": LEAVES,
     "commpress.checksum": LEAVES,
+    "commpress.documents": LEAVES,
     "commpress.kernels": LEAVES,
     "commpress.codecs": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.feedback": (*MEANING, "commpress.kernels", *LEAVES),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpress.collectives.links import (
-    LIMIT,
+    FILE,
     BufferTrial,
     Link,
     Links,
@@ -77,7 +77,7 @@ def changed(**what):
         (changed(stack={"exchange": 1, "message": -1, "byte": 0, "ring": 1, "cores": 2}), "message of the stack is -1"),
         ('{"format": "commpress links", "version": 1, "nodes": [[0]], "inside": '
          '{"latency": NaN, "bandwidth": 1, "together": 1}}', "latency of a link is nan"),
-        (" " * (LIMIT + 1), f"more than {LIMIT} bytes"),
+        (" " * (FILE.limit + 1), f"more than {FILE.limit} bytes"),
     ],
 )  # fmt: skip
 def test_what_is_no_file_of_links_is_refused(tmp_path, content, says):

@@ -25,7 +25,7 @@ from commpress.errors import CommunicationError, Corrupted, InvalidArgument, Mis
 from commpress.integrations.experts.dispatch import AllToAll
 from commpress.work import run
 from mpi_ranks import MpiRanks, command, environment, mpirun
-from test_all_to_all import ORDERS, exchanged, rows_of, simulated, splits_of
+from test_all_to_all import all_ways, equals_the_simulation, rows_of, simulated, splits_of
 from test_faults import caught, reduce
 from test_gloo import STEPS, Rank, assert_equal, plan_of
 from test_gloo import simulated as simulated_reduction
@@ -65,20 +65,13 @@ def test_all_reduce_by_way_of_pinned_memory(job, monkeypatch):
 def real(comm, counts, ways, codecs, staged):
     transport = MpiTransport(comm, timeout=PATIENT)
     over = Staged(transport) if staged else transport
-    ask = [(Way(*way), codec) for way in ways for codec in codecs]
-    return [run(exchanged(counts, 70, over, w, c, sequence=i)).numpy() for i, (w, c) in enumerate(ask)]
+    return all_ways(counts, ways, codecs, over)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_all_to_all_equals_the_simulation(job, size, staged):
-    counts, codecs = splits_of(size, 11, top=300), [None, "int8", "bf16", "fp8"]
-    nodes = [[0, size - 1], [r for r in range(1, size - 1)]]
-    ways = [(), *((nodes, order) for order in ORDERS)]
-    twins = {c: simulated(counts, 70, Way(), c) for c in codecs}
-    for rank, results in enumerate(job.run(real, counts, ways, codecs, staged, size=size)):
-        for result, codec in zip(results, codecs * len(ways), strict=True):
-            np.testing.assert_array_equal(result.view(np.uint32), twins[codec][rank].numpy().view(np.uint32))
+    equals_the_simulation(lambda *ask: job.run(real, *ask, staged, size=size), size)
 
 
 def dispatched(comm, counts):

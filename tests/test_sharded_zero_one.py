@@ -8,7 +8,7 @@ from commpress.optim import ShardedZeroOneAdam
 from commpress.schedules import DoublingIntervals
 from optim_twin import SHAPES, Replicas, beside_adam, flat, mean, noise, start
 from test_sharded_adam import agree, carried_over, divisors, steady, together
-from test_zero_one_adam import Early, Fixed
+from test_zero_one_adam import Early, Fixed, sends_in_every_fourth_step
 
 BETA1, BETA2, LR, DECAY = 0.9, 0.99, 1e-2, 0.1
 
@@ -89,13 +89,7 @@ def test_what_is_sent_and_what_is_owed_add_up():
 
 
 def test_steps_between_synchronisations_send_nothing():
-    group, sent = replicas(3), []
-    for step in range(16):
-        before = group.optimizers[0].channel.transport.sent_bytes
-        group.step(noise(3, step))
-        sent.append(group.optimizers[0].channel.transport.sent_bytes - before > 0)
-    assert sent == [True] * 4 + [False, False, False, True] * 3
-    assert group.optimizers[0].counters.local_bytes == 0
+    sends_in_every_fourth_step(replicas(3))
 
 
 def test_bytes_are_those_of_one_bit_each_way():

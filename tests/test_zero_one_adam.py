@@ -42,6 +42,17 @@ def replicas(size=3, shapes=SHAPES, *, dtype=torch.float32, **options):
     return Replicas(lambda p, t: ZeroOneAdam(p, transport=t, **options), size, shapes, dtype=dtype)
 
 
+def sends_in_every_fourth_step(group):
+    """After four exact steps."""
+    sent = []
+    for step in range(16):
+        before = group.optimizers[0].channel.transport.sent_bytes
+        group.step(noise(3, step))
+        sent.append(group.optimizers[0].channel.transport.sent_bytes - before > 0)
+    assert sent == [True] * 4 + [False, False, False, True] * 3
+    assert group.optimizers[0].counters.local_bytes == 0
+
+
 def test_when_every_step_is_exact_it_is_torchs_adam_in_every_bit():
     group = replicas(variance_updates=100, sync="every", weight_decay=DECAY)
     twin = beside_adam(group, 12, lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY)
@@ -193,13 +204,7 @@ def test_elastic_states_keep_a_window_and_what_is_owed(size, at):
 
 def test_steps_between_synchronisations_send_nothing():
     group = replicas(3, sync=Fixed(4), check_every=0)
-    sent = []
-    for step in range(16):
-        before = group.optimizers[0].channel.transport.sent_bytes
-        group.step(noise(3, step))
-        sent.append(group.optimizers[0].channel.transport.sent_bytes - before > 0)
-    assert sent == [True] * 4 + [False, False, False, True] * 3
-    assert group.optimizers[0].counters.local_bytes == 0
+    sends_in_every_fourth_step(group)
     assert group.optimizers[0].counters.local_steps == 9
 
 

@@ -127,6 +127,10 @@ class _Draft:
         self.held += -(-sum(lengths) // _ALIGNED) * _ALIGNED
         return spans
 
+    def lent(self, mates: Sequence[int], told: Told, me: int) -> dict[int, list[ByteRange]]:
+        """Room for the blocks that this rank forwards for each mate; its own lie in the tensors."""
+        return {m: self.room(lengths) for m, lengths in zip(mates, told, strict=True) if m != me}
+
     def hop(
         self, operation: int, lane: int, sent: Mapping[int, Sequence[ByteRange]], received: Mapping[int, Sequence[ByteRange]],
         after: Iterable[Copy] = (),
@@ -211,9 +215,7 @@ def inside_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
     mates = nodes.members[home]
     spoken = _spoken_for(nodes, home)
     draft = _Draft()
-    blocks = {m: draft.room(lent) for m, lent in zip(mates, told, strict=True) if m != me} | {
-        me: [inp[d] for d in spoken[me]]
-    }
+    blocks = draft.lent(mates, told, me) | {me: [inp[d] for d in spoken[me]]}
     at = spoken[me].index(me)
     draft.hop(
         INSIDE, 1, {m: [inp[d] for d in spoken[m]] for m in mates if m != me}, {m: blocks[m] for m in mates if m != me},
@@ -232,9 +234,7 @@ def between_first(lengths: Lengths, nodes: Nodes, told: Told) -> RoutePlan:
     mates = nodes.members[home]
     landed = _landing(nodes, home)
     draft = _Draft()
-    blocks = {m: draft.room(lent) for m, lent in zip(mates, told, strict=True) if m != me} | {
-        me: [out[s] for s in landed[me]]
-    }  # what lands here, for each mate
+    blocks = draft.lent(mates, told, me) | {me: [out[s] for s in landed[me]]}  # what lands here, for each mate
     draft.hop(
         BETWEEN, 0, {nodes.speaker(i, me): [inp[r] for r in nodes.members[i]] for i in nodes.abroad(home)},
         {s: [blocks[m][i] for m in mates] for i, s in enumerate(landed[me])}, [(out[me], inp[me])],

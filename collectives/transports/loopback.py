@@ -13,7 +13,7 @@ import torch
 
 from commpress.collectives.frame import HEADER, same
 from commpress.collectives.transports.rows import Rows, rows_of
-from commpress.collectives.transports.transport import Transport
+from commpress.collectives.transports.transport import InFront, Transport
 from commpress.errors import PeerFailure
 from commpress.work import Steps, Work
 
@@ -121,24 +121,8 @@ def simulate(ranks: Sequence[Steps[T]]) -> list[T]:
 # ---------------------------------------------------------------- wrappers
 
 
-class _Wrapper:
-    """A transport in front of another one."""
-
-    inner: Transport
-    rank: int
-    size: int
-    ordered: bool
-    checks: bool
-
-    def _stand_for(self, inner: Transport) -> None:
-        self.rank, self.size, self.ordered, self.checks = inner.rank, inner.size, inner.ordered, inner.checks
-
-    def abandon(self, reason: str) -> None:
-        self.inner.abandon(reason)
-
-
 @dataclass
-class Recorded(_Wrapper):
+class Recorded(InFront):
     """Counts what leaves this rank: messages and bytes, headers included, own row not."""
 
     inner: Transport
@@ -149,7 +133,7 @@ class Recorded(_Wrapper):
     bytes_to: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._stand_for(self.inner)
+        self.stand_for(self.inner)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._count("all_to_all", dict.fromkeys(range(self.size), inp.shape[1]))
@@ -173,12 +157,12 @@ class Recorded(_Wrapper):
         self.operations.append(operation)
 
 
-class Faulty(_Wrapper):
+class Faulty(InFront):
     """Works ``after`` times, then lets ``fault(rows)`` spoil what this rank sends, or raises if it is an error."""
 
     def __init__(self, inner: Transport, *, after: int, fault: Callable[[torch.Tensor], object] | Exception) -> None:
-        self.inner, self.left, self.fault = inner, after, fault
-        self._stand_for(inner)
+        self.left, self.fault = after, fault
+        self.stand_for(inner)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._maybe(inp)
@@ -201,14 +185,14 @@ class Faulty(_Wrapper):
 
 
 @dataclass
-class Timed(_Wrapper):
+class Timed(InFront):
     """Adds up the seconds spent waiting for the network."""
 
     inner: Transport
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self._stand_for(self.inner)
+        self.stand_for(self.inner)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         return _TimedWork(self, self.inner.all_to_all(out, inp, tag))

@@ -18,7 +18,7 @@ import torch
 
 from commpress.collectives.frame import AGREED, HEADER, same
 from commpress.collectives.transports.rows import Rows, rows_of
-from commpress.collectives.transports.transport import Transport
+from commpress.collectives.transports.transport import InFront, Transport
 from commpress.errors import CommunicationError, InvalidArgument, MissingPackage, PeerFailure
 from commpress.work import Work
 
@@ -275,31 +275,12 @@ def _cuda_aware() -> bool:
 # ---------------------------------------------------------------- by way of the host
 
 
-class Staged:
+class Staged(InFront):
     """Any transport of host memory, for tensors on a device: through pinned buffers that it keeps."""
 
     def __init__(self, inner: Transport) -> None:
-        self.inner = inner
+        self.stand_for(inner)
         self._free: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def ordered(self) -> bool:
-        return self.inner.ordered
-
-    @property
-    def checks(self) -> bool:
-        return self.inner.checks
-
-    def abandon(self, reason: str) -> None:
-        self.inner.abandon(reason)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         host = self._take(out)

@@ -50,16 +50,29 @@ def part_of(transport: Transport, ranks: Sequence[int]) -> Transport | None:
     return Subset(transport, tuple(sorted(ranks))) if transport.rank in ranks else None
 
 
-class Subset:
-    """Some ranks of another transport, which need not know of it: rows go to them alone."""
+class InFront:
+    """A transport in front of another one."""
 
-    def __init__(self, inner: Transport, members: Sequence[int]) -> None:
-        self.inner, self.members = inner, members
-        self.rank, self.size, self.ordered = members.index(inner.rank), len(members), inner.ordered
-        self.checks = inner.checks
+    inner: Transport
+    rank: int
+    size: int
+    ordered: bool
+    checks: bool
+
+    def stand_for(self, inner: Transport) -> None:
+        self.inner = inner
+        self.rank, self.size, self.ordered, self.checks = inner.rank, inner.size, inner.ordered, inner.checks
 
     def abandon(self, reason: str) -> None:
         self.inner.abandon(reason)
+
+
+class Subset(InFront):
+    """Some ranks of another transport, which need not know of it: rows go to them alone."""
+
+    def __init__(self, inner: Transport, members: Sequence[int]) -> None:
+        self.stand_for(inner)
+        self.rank, self.size, self.members = members.index(inner.rank), len(members), members
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         return self.exchange(rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)

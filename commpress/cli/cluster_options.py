@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import os
 import re
 import sys
@@ -11,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from commpress.collectives.links import load_links
+from commpress.documents import read_json
 from commpress.errors import InvalidArgument
 from commpress.plan.cluster import UNLIMITED, Cluster, Node, measured_cluster, parse_link, parse_nodes
 from commpress.plan.costs import Costs, device_costs, measure_costs
@@ -150,14 +150,7 @@ def factory(path: str):  # type: ignore[no-untyped-def]
 
 def configured(path: str) -> Model:
     """The model of a Hugging Face config.json, built without its numbers."""
-    with open(path, "rb") as file:
-        data = file.read(_CONFIG_LIMIT + 1)
-    if len(data) > _CONFIG_LIMIT:
-        raise InvalidArgument(f"{path} has more than {_CONFIG_LIMIT} bytes, expected the config.json of a model")
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path} is no JSON ({error}), expected the config.json of a model") from error
+    content = read_json(path, _CONFIG_LIMIT, "the config.json of a model")
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise InvalidArgument(f"{path} names no model_type, expected the config.json of a Hugging Face model")
     from commpress.integrations.trainers.hf_model import model_from_config

@@ -9,19 +9,17 @@ JSON of at most 4 MiB, written by ``commpress plan`` and read by the hook, the b
 codecs are names that ``codec_named`` knows.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from commpress.codecs.codec import Codec, codec_named
 from commpress.codecs.family import EXACT
+from commpress.documents import Document
 from commpress.errors import InvalidArgument
 
-LIMIT = 1 << 22  # bytes of a file
+FILE = Document("commpress plan", 1, 1 << 22, "commpress plan")
 PLAIN = "plain"
-_FORMAT, _VERSION = "commpress plan", 1
 _TYPES: dict[str, tuple[type, ...]] = {
     "codec": (str,), "min_numel": (int,), "topology": (str, type(None)), "bucket_mb": (int, float), "rules": (dict,),
     "why": (str,),
@@ -61,32 +59,12 @@ class Planned:
         return codec_named(self.rules.get(name, self.codec))
 
     def save(self, path: str | Path) -> None:
-        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        FILE.write(path, asdict(self))
 
 
 def load_plan(path: str | Path) -> Planned:
     """Read what ``Planned.save`` wrote; anything else is refused with a reason."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(LIMIT + 1)
-    except OSError as error:
-        raise InvalidArgument(
-            f"the plan {str(path)!r} cannot be read ({error.strerror}): make one with commpress plan"
-        ) from error
-    if len(data) > LIMIT:
-        raise InvalidArgument(f"{path} has more than {LIMIT} bytes, expected what commpress plan wrote")
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path} is no JSON ({error}), expected what commpress plan wrote") from error
-    kind = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
-    if kind != (_FORMAT, _VERSION):
-        raise InvalidArgument(
-            f"{path} is {kind[0]!r}, version {kind[1]!r}, expected {_FORMAT!r}, version {_VERSION}: make it again with "
-            "commpress plan"
-        )
-    values: dict[str, Any] = {key: value for key, value in content.items() if key not in ("format", "version")}
+    values = FILE.read(path)
     for key, value in values.items():
         if key not in _TYPES or not isinstance(value, _TYPES[key]) or isinstance(value, bool):
             raise InvalidArgument(f"{path} has {key} {value!r}, which no plan has: make it again with commpress plan")

@@ -63,6 +63,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     _step_supports_amp_scaling = True  # gradients keep their scale until they are read
     full: Exchanges | Scatter  # how gradients cross the channel in exact rounds
     quantized: Exchanges | Scatter  # what crosses it in compressed ones
+    states: Any  # the module that saves and loads them
 
     def __init__(
         self,
@@ -379,13 +380,21 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def elastic_steps(self) -> Steps[dict[str, Any]]:
         """``elastic_state_dict`` as an algorithm that may wait."""
 
-    @abstractmethod
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
+        """Load this rank's ``state_dict`` or all ranks' ``elastic_state_dict``s. Where every rank has all state, that of
+        torch's Adam or AdamW will do; where it is divided, load the model first."""
+        self.states.load(self, [state_dict, *others])
+
     def rank_state(self) -> dict[str, Any]:
         """This rank's own part, for ``load_rank_state`` after the state of another rank was loaded."""
+        state: dict[str, Any] = self.states.exact(self)
+        return state
 
-    @abstractmethod
+    @torch.no_grad()
     def load_rank_state(self, part: dict[str, Any]) -> None:
         """Load this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``."""
+        self.states.load_rank(self, part)
 
     # ------------------------------------------------------------ what compression leaves behind
 

@@ -23,6 +23,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     full: Exchanges
     quantized: Exchanges
+    states = checkpoint
 
     # ------------------------------------------------------------ what subclasses say
 
@@ -217,19 +218,6 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     def elastic_steps(self) -> Steps[dict[str, Any]]:
         return checkpoint.elastic(self, torch.optim.Optimizer.state_dict(self))
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
-        """Load this rank's ``state_dict``, all ranks' ``elastic_state_dict``s, or that of torch's Adam or AdamW."""
-        checkpoint.load(self, [state_dict, *others])
-
-    @torch.no_grad()
-    def load_rank_state(self, part: dict[str, Any]) -> None:
-        """Load the ``commpress`` entry of this rank's own ``state_dict``, after another rank's."""
-        checkpoint.load_rank(self, part)
-
-    def rank_state(self) -> dict[str, Any]:
-        return checkpoint.exact(self)
 
     def momentum_squares(self) -> float:
         return sum(float((m / self.lanes.divisor(i)).square().sum()) for i, m in enumerate(self._momenta))

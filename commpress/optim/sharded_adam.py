@@ -60,6 +60,7 @@ class ShardedOptimizer(CompressedOptimizer):
 
     full: Scatter
     quantized: Scatter
+    states = sharded_checkpoint
 
     def _place(self, flat: Flat) -> None:
         super()._place(flat)
@@ -256,22 +257,9 @@ class ShardedOptimizer(CompressedOptimizer):
 
     # ------------------------------------------------------------ checkpoints
 
-    def rank_state(self) -> dict[str, Any]:
-        return sharded_checkpoint.exact(self)
-
     def elastic_steps(self) -> Steps[dict[str, Any]]:
         part = yield from sharded_checkpoint.elastic(self)
         return torch.optim.Optimizer.state_dict(self) | {"commpress": part}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
-        """Load this rank's ``state_dict`` or all ranks' ``elastic_state_dict``s; load the model first."""
-        sharded_checkpoint.load(self, [state_dict, *others])
-
-    @torch.no_grad()
-    def load_rank_state(self, part: dict[str, Any]) -> None:
-        """Load the ``commpress`` entry of this rank's own ``state_dict``, after another rank's."""
-        sharded_checkpoint.load_rank(self, part)
 
     def momentum_squares(self) -> float:
         """Other ranks' rows are taken to be like the own."""

@@ -7,8 +7,9 @@ is kept in the optimizer or its groups, in another dtype or shape, and noise all
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def check_elementwise(
         dims = sorted({p.dim() for p in group["params"]})
         if dims and (kind := (_alike(own), dims)) not in tried:
             tried.append(kind)
-            _try(optimizer, options, own, dims, device, in_place)
+            _try(optimizer, partial(_difference, optimizer, options, own, dims, device, in_place), device)
 
 
 def _alike(options: dict[str, Any]) -> dict[str, Any]:
@@ -50,18 +51,11 @@ def _alike(options: dict[str, Any]) -> dict[str, Any]:
     return {key: bool(value) if number(value) else repr(value) for key, value in options.items()}
 
 
-def _try(
-    optimizer: type[torch.optim.Optimizer],
-    options: dict[str, Any],
-    group: dict[str, Any],
-    dims: Sequence[int],
-    device: torch.device,
-    in_place: bool,
-) -> None:
+def _try(optimizer: type[torch.optim.Optimizer], difference_of: Callable[[], str], device: torch.device) -> None:
     name = f"{optimizer.__module__}.{optimizer.__name__}"
     try:
         with _randomness_unchanged(device), torch.no_grad():
-            difference = _difference(optimizer, options, group, dims, device, in_place)
+            difference = difference_of()
     except Exception as error:
         raise InvalidArgument(
             f"optimizer is {name}, which cannot step a tensor and pieces of it with these options: {type(error).__name__}: "
