@@ -10,8 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from commpress.codecs.codec import Codec
+from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy
+from commpress.codecs.whole_tensors import NotOfRows
 from commpress.kernels.pieces import Piece, Pieces, cut, width_of
 from commpress.kernels.registered import known
 
@@ -103,7 +107,12 @@ class Share(NamedTuple):
     bits: float  # of each element, the mean of the way there and the way back, headers not counted
 
 
-def share(numel: int, codec: Codec, ranks: int) -> Share:
+def share(shape: torch.Size, codec: Codec, ranks: int) -> Share:
+    numel = shape.numel()
+    if isinstance(codec, NotOfRows):
+        if codec.takes(shape):
+            return Share(numel, codec.spec, codec.bits(shape, ranks))
+        codec = EXACT
     widths = [width_of(min(PIECE, numel - offset), ranks) for offset in range(0, numel, PIECE)]
     row = sum(-(-c.row_bytes(width) // 8) * 8 for width in widths for c in (codec, codec.back))
     return Share(numel, codec.spec, 4.0 * ranks * row / max(numel, 1))

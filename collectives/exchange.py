@@ -53,7 +53,7 @@ class Exchange(ABC):
         """Means of the tensors in ``buffer`` (float32), in place; commit or discard the outcomes.
 
         ``key`` seeds what is drawn, the same on every rank. ``gain`` multiplies what comes and divides the mean, so that
-        residuals of scaled gradients are in unscaled units. ``asks`` travels with rows in one level: see ``reduce_message``.
+        residuals of scaled gradients are in unscaled units. ``asks`` travels in one level: see ``reduce_message``.
         """
 
     @abstractmethod
@@ -82,17 +82,19 @@ class Reduce(Exchange):
         self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False
     ) -> Steps[list[Outcome]]:
         options: dict[str, Any] = {
-            "transport": channel.transport, "workspace": channel.workspace, "key": key, "gain": gain,
+            "transport": channel.transport, "workspace": channel.workspace, "key": key, "gain": gain, "asks": asks,
         }  # fmt: skip
         count, reduce = len(self.rows), reduce_changes if self.changes else None
         rows = reduce_bucket(
-            buffer, self.feedbacks[:count], messages=self.rows, sequence=sequence, asks=asks, reduce=reduce, **options
+            buffer, self.feedbacks[:count], messages=self.rows, sequence=sequence, reduce=reduce, **options
         )
         if not self.whole:
             return (yield from rows)
         jobs: list[Steps[Any]] = []
         sequence += count
         for plan, feedback in zip(self.whole, self.feedbacks[count:], strict=True):
+            if feedback is not None:
+                feedback.join(plan.message.pieces, channel.rank)
             mean: Any = reduce_matrices if isinstance(plan, MatrixPlan) else reduce_sketch
             jobs.append(mean(buffer, feedback, plan=plan, sequence=sequence, **options))
             sequence += plan.MESSAGES

@@ -142,20 +142,23 @@ def reduce_matrices(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    asks: bool = False,
     mean: Mean | None = None,
 ) -> Steps[Outcome]:
     """Replace the matrices in ``buffer`` by the approximation of their mean; ``commit`` or ``discard`` the outcome.
 
-    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``mean``: averages a factor over all ranks in
-    place of ``reduce_message``; whether it was finite.
+    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see ``reduce_message``. ``mean``:
+    averages a factor over all ranks in place of it; whether it was finite.
     """
     kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
-    proposed = workspace.residual(plan.message, buffer.device)
+    proposed, asked = workspace.residual(plan.message, buffer.device), False
 
     def flat(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
+        nonlocal asked
         outcome = yield from reduce_message(
-            factor, None, message=message, transport=transport, workspace=workspace, sequence=number
+            factor, None, message=message, transport=transport, workspace=workspace, sequence=number, asks=asks
         )
+        asked |= outcome.asks
         return outcome.finite
 
     mean = mean or flat
@@ -178,7 +181,7 @@ def reduce_matrices(
     if feedback is None:
         workspace.give_residual(plan.message, proposed)
     return LowRankOutcome(
-        plan.message, finite, feedback, proposed if feedback is not None else None, workspace, plan
+        plan.message, finite, feedback, proposed if feedback is not None else None, workspace, plan, asks=asked
     )
 
 

@@ -15,7 +15,7 @@ from commpress.collectives.allreduce import Workspace, reduce_message
 from commpress.collectives.buckets import PIECE, one_message
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch
-from commpress.feedback import Key, Residual, ResidualStore
+from commpress.feedback import Key, Residual, ResidualStore, add_reduced
 from commpress.kernels.pieces import width_of
 from commpress.work import Steps
 
@@ -36,15 +36,10 @@ def exact_state(store: ResidualStore, transport: Transport, step: int, nodes: st
 
 def flat_parts(store: ResidualStore, transport: Transport) -> dict[Key, torch.Tensor]:
     """Of each piece, what averages to R over the ranks."""
-    return {key: _part(sent, reduced, transport.rank, transport.size) for key, sent, reduced in store.places()}
-
-
-def _part(sent: torch.Tensor, reduced: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The sent residual of ``rank`` with its reduced one (× P) added."""
-    part = sent.clone()
-    mine = part[rank * reduced.numel() :][: reduced.numel()]
-    mine += size * reduced[: mine.numel()]
-    return part
+    parts = {key: (sent.clone(), reduced) for key, sent, reduced in store.places()}
+    for part, reduced in parts.values():
+        add_reduced(part, reduced, transport.rank, transport.size)
+    return {key: part for key, (part, _) in parts.items()}
 
 
 def elastic_state(store: ResidualStore, transport: Transport, step: int, sequence: int) -> Steps[dict[str, Any]]:
@@ -134,7 +129,9 @@ def _from_exact(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
     totals: dict[Key, torch.Tensor] = {}
     for text in states[0]["residuals"]:
         kept = [s["residuals"][text] for s in states]
-        parts = [_part(each["sent"], each["reduced"], r, len(kept)) for r, each in enumerate(kept)]
+        parts = [each["sent"].clone() for each in kept]
+        for rank, each in enumerate(kept):
+            add_reduced(parts[rank], each["reduced"], rank, len(kept))
         totals[_key(text)] = torch.stack(parts).mean(0)
     return totals
 

@@ -100,16 +100,14 @@ def _plan(codec: SketchCodec, spans: Sequence[Span], ranks: int, quanta: Quanta)
     lines = [Piece(source, length, kind, block, mark) for source, length, kind, block, mark in columns]
     starts = np.cumsum([0, *(span.numel for span in spans)])
     side_by_side = [piece._replace(source=int(at)) for piece, at in zip(lines, message.pieces.table[:, KEPT], strict=True)]
-    union = numel * (1 - (1 - codec.density) ** ranks)  # if ranks keep different elements
-    count = 3 * math.ceil((codec.cells * union + 48) / 3)
     label = ",".join(f"{span.name}+{span.numel}" for span in spans)
 
     def exact(numel: int, name: str) -> Message:
         return replace(one_message(numel, EXACT, ranks, name=f"{name}\n{label}", feedback=False), codec=codec.spec)
 
     return SketchPlan(
-        tuple(span.name for span in spans), starts, message, cut(lines, 1), cut(side_by_side, 1), exact(count, "cells"),
-        exact(numel, "dense"), quanta,
+        tuple(span.name for span in spans), starts, message, cut(lines, 1), cut(side_by_side, 1),
+        exact(codec.table(numel, ranks), "cells"), exact(numel, "dense"), quanta,
     )  # fmt: skip
 
 
@@ -123,10 +121,11 @@ def reduce_sketch(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    asks: bool = False,
 ) -> Steps[Outcome]:
     """Replace the plan's tensors in ``buffer`` by the mean of what the ranks kept; ``commit`` or ``discard`` the outcome.
 
-    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank.
+    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see ``reduce_message``.
     """
     check_buffer(buffer)
     if buffer.device.type != "cpu":
@@ -135,13 +134,13 @@ def reduce_sketch(
     proposed = workspace.residual(plan.message, buffer.device)
     kept, bad = keep(buffer, feedback, proposed, plan, workspace, gain)
     options: dict[str, Any] = {"transport": transport, "workspace": workspace}
-    mean, finite = None, True
+    mean, finite, asked = None, True, False
     if factors is not None:
         cpu_cells.to_quanta(kept, proposed.sent, plan.starts, factors, plan.most)
         workspace.encoded(start)
-        told = yield from _told(kept, bad, plan, transport, workspace, sequence, key)
-        finite = told is not None
-        if told is not None and told.numel():
+        told, cells = yield from _told(kept, bad, plan, transport, workspace, sequence, key, asks)
+        finite, asked = cells.finite, cells.asks
+        if told.numel():
             mean = torch.empty(told.numel())
             cpu_cells.scaled(told, plan.starts, factors / transport.size, mean)
     if mean is None and finite:
@@ -151,8 +150,8 @@ def reduce_sketch(
             cpu_cells.scaled(kept, plan.starts, factors, mean)
         if bad:
             mean.fill_(float("nan"))
-        dense = yield from reduce_message(mean, None, message=plan.dense, sequence=sequence + 2, **options)
-        finite = dense.finite
+        dense = yield from reduce_message(mean, None, message=plan.dense, sequence=sequence + 2, asks=asks, **options)
+        finite, asked = dense.finite, dense.asks
     quanta = {}
     if finite and mean is not None:
         start = perf_counter()
@@ -163,8 +162,9 @@ def reduce_sketch(
     if feedback is None:
         workspace.give_residual(plan.message, proposed)
     return SketchOutcome(
-        plan.message, finite, feedback, proposed if feedback is not None else None, workspace, plan, quanta
-    )
+        plan.message, finite, feedback, proposed if feedback is not None else None, workspace, plan, quanta,
+        asks=asked,
+    )  # fmt: skip
 
 
 def keep(
@@ -180,9 +180,10 @@ def keep(
 
 
 def _told(
-    kept: torch.Tensor, bad: bool, plan: SketchPlan, transport: Transport, workspace: Workspace, sequence: int, key: int
-) -> Steps[torch.Tensor | None]:
-    """The sum over the ranks of ``kept``, in quanta; empty if it cannot be told apart, None if a rank was not finite."""
+    kept: torch.Tensor, bad: bool, plan: SketchPlan, transport: Transport, workspace: Workspace, sequence: int, key: int,
+    asks: bool,
+) -> Steps[tuple[torch.Tensor, Outcome]]:  # fmt: skip
+    """The sum over the ranks of ``kept``, in quanta, empty if it cannot be told apart; and the outcome of its cells."""
     numel, ranks = kept.numel(), transport.size
     width = math.ceil(math.ceil(numel / 8) / ranks)
     table, bitmap = torch.zeros(plan.cells.pieces.numel), torch.zeros(ranks * width, dtype=torch.uint8)
@@ -194,16 +195,17 @@ def _told(
     jobs: list[Steps[object]] = [
         _either(bitmap, numel, width, transport, workspace, sequence),
         reduce_message(
-            table, None, message=plan.cells, transport=transport, workspace=workspace, sequence=sequence + 1
+            table, None, message=plan.cells, transport=transport, workspace=workspace, sequence=sequence + 1, asks=asks
         ),
     ]
     outcome = (yield from overlapped(jobs, limit=2))[1]
     assert isinstance(outcome, Outcome)
+    told = torch.empty(numel, dtype=torch.float64)
     if not outcome.finite:
-        return None
-    whole, told = (table.double() * ranks).round_(), torch.empty(numel, dtype=torch.float64)
+        return told[:0], outcome
+    whole = (table.double() * ranks).round_()
     fits = float(whole.abs().max()) <= _EXACT and cpu_cells.peel(whole, bitmap, told, seed=seed) == 0
-    return told if fits else told[:0]
+    return told if fits else told[:0], outcome
 
 
 def next_quanta(mean: torch.Tensor, plan: SketchPlan) -> Quanta:
@@ -216,6 +218,7 @@ def load_quanta(quanta: Quanta, loaded: Any) -> None:
     for name, value in loaded.items():
         if not (isinstance(name, str) and isinstance(value, float) and 0 < value < math.inf):
             raise StateMismatch(f"the state has {value!r} as quantum of {name!r}, expected a number above 0: it is damaged")
+    quanta.clear()  # what one rank knows all know
     quanta.update(loaded)
 
 

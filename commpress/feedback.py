@@ -34,6 +34,7 @@ class ErrorFeedback:
     sent_scale: torch.Tensor | None = None  # [pieces · rows], lazy scales
     reduced_scale: torch.Tensor | None = None  # [pieces]
     known: torch.Tensor | None = None  # [pieces.kept], the same on every rank; EF21 only
+    joined: bool = False  # see ``join``
 
     @classmethod
     def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu", *, ef21: bool = False) -> "ErrorFeedback":
@@ -66,6 +67,23 @@ class ErrorFeedback:
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
+
+
+    def join(self, pieces: Pieces, rank: int) -> None:
+        """Let what this rank owes as the owner of rows be part of what it sends: tensors that travel whole have none."""
+        if self.joined:
+            return
+        for index in range(len(pieces.table)):
+            sent, reduced, *_ = _Place(self, pieces, index).every()
+            add_reduced(sent, reduced, rank, pieces.rows)
+            reduced.zero_()
+        self.joined = True
+
+
+def add_reduced(part: torch.Tensor, reduced: torch.Tensor, rank: int, size: int) -> None:
+    """Add to ``part``, of which a mean over the ranks is taken, what ``rank`` owes as the owner of rows."""
+    own = part[rank * reduced.numel() :][: reduced.numel()]
+    own += size * reduced[: own.numel()]
 
 
 def check_feedback(value: object, *, ef21: bool = False) -> None:
@@ -154,10 +172,9 @@ class ResidualStore:
         """
         for (whose, offset), sent, reduced in [] if self.ef21 else self.places():
             if whose == name:
-                part, width = out[offset : offset + sent.numel()], reduced.numel()
-                own = part[rank * width : (rank + 1) * width]
+                part = out[offset : offset + sent.numel()]
                 part += sent
-                own += size * reduced[: own.numel()]
+                add_reduced(part, reduced, rank, size)
                 sent.zero_()
                 reduced.zero_()
 
@@ -182,6 +199,7 @@ class ResidualStore:
         self.settle()
         self._loaded = dict(residuals)
         for key, place in self._places.items():
+            place.feedback.joined = False
             for tensor in place.every():
                 tensor.zero_()
             if key in self._loaded:

@@ -191,6 +191,21 @@ MUTANTS = [
         "if abs(ratio - 1) > 1e-6:", "if False:", "tests/test_lanes.py",
     ),
     Mutant(
+        "tensors that travel whole leave behind what owners of rows owed", "collectives/exchange.py",
+        "feedback.join(plan.message.pieces, channel.rank)", "pass", "tests/test_low_rank.py tests/test_optim_whole.py",
+    ),
+    Mutant(
+        "factors carry no question", "collectives/powersgd.py", "asked |= outcome.asks", "pass", "tests/test_optim_whole.py",
+    ),
+    Mutant(
+        "a loaded optimizer keeps its own quanta", "collectives/sketch.py",
+        "    quanta.clear()  # what one rank knows all know\n", "", "tests/test_optim_whole.py",
+    ),
+    Mutant(
+        "bases stay out of an optimizer's checkpoint", "commpress/optim/checkpoint.py",
+        "        exchanges.load_choices(part.get(name, {}))\n", "", "tests/test_optim_whole.py",
+    ),
+    Mutant(
         "a skipped step counts as a trip", "commpress/optim/lanes.py",
         "in seen.items() if taken else ():", "in seen.items():", "tests/test_lanes.py",
     ),

@@ -77,6 +77,6 @@ def test_nothing_is_said_before_the_first_compressed_round():
 
 def test_bits_there_and_back_differ_where_a_mean_comes_back_in_another_codec():
     there = codec_named("sign").row_bytes(1 << 20)
-    assert share(1 << 21, codec_named("sign"), 2).bits == 8 * there / (1 << 20)
-    bits = share(1 << 21, TernaryCodec(mean="int8"), 2).bits
+    assert share(torch.Size([1 << 21]), codec_named("sign"), 2).bits == 8 * there / (1 << 20)
+    bits = share(torch.Size([1 << 21]), TernaryCodec(mean="int8"), 2).bits
     assert bits == pytest.approx((2 + 32 / 2048 + 8 + 32 / 256) / 2)

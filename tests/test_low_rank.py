@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 import commpress
 from commpress.codecs import LowRankCodec, codec_named, policy_of
-from commpress.collectives.allreduce import Workspace
+from commpress.collectives.allreduce import Workspace, settle
 from commpress.collectives.buckets import Span
+from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchanges
 from commpress.collectives.powersgd import matrices_of, plan_matrices, reduce_matrices
+from commpress.collectives.residual_state import flat_parts
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
@@ -345,3 +348,35 @@ def test_what_travels_as_a_matrix():
 def test_a_wrong_value_says_what_was_expected(make, says):
     with pytest.raises(InvalidArgument, match=says):
         make()
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("codec", ["powersgd-2", "sketch-8"])
+def test_what_rows_left_behind_is_sent_when_tensors_travel_whole(codec, loaded):
+    """Owners of rows owe too: Σ outputs + R_T = Σ mean inputs, across a change of codec, in a run or by way of a checkpoint."""
+    ranks, shape = 3, torch.Size([40, 48])
+    channels = [Channel(t) for t in Loopback(ranks).transports()]
+
+    def exchanges(name):
+        return [Exchanges(policy_of(name), ranks, channel.workspace) for channel in channels]
+
+    of, draw, total = exchanges("int4"), torch.Generator().manual_seed(0), torch.zeros(shape.numel(), dtype=torch.float64)
+    for step in range(12):
+        if step == 5:
+            assert any(reduced.any() for _, _, reduced in of[0].residuals.places())
+            before, of = of, exchanges(codec) if loaded else of
+            for old, new in zip(before, of, strict=True):
+                new.use(policy_of(codec))
+                new.residuals.load({key: tuple(r.clone() for r in kept) for key, kept in old.residuals.every().items()})
+        buffers = [torch.randn(shape.numel(), generator=draw) for _ in range(ranks)]
+        total += torch.stack(buffers).double().mean(0)
+        jobs = []
+        for each, channel, buffer in zip(of, channels, buffers, strict=True):
+            exchange = each.of(("w",), lambda: ([Span("w", 0, shape.numel())], [shape]), CPU)
+            jobs.append(exchange.steps(channel, buffer, sequence=8 * step, key=step))
+        for outcomes in simulate(jobs):
+            settle(outcomes, taken=True)
+        total -= buffers[0].double()
+    owed = [flat_parts(each.residuals, channel.transport)["w", 0] for each, channel in zip(of, channels, strict=True)]
+    torch.testing.assert_close(torch.stack(owed).double().mean(0), total, atol=2e-5, rtol=0)
+    assert float(total.norm()) > 1

@@ -39,7 +39,15 @@ def lamb(parameters, transport):
     return OneBitLamb(parameters, transport=transport, **OPTIONS)
 
 
-@pytest.mark.parametrize("make", [onebit, zero_one, lamb])
+def powersgd(parameters, transport):
+    return OneBitAdam(parameters, transport=transport, codec="powersgd-2", **OPTIONS)
+
+
+def sketch(parameters, transport):
+    return OneBitAdam(parameters, transport=transport, codec="sketch-8", **OPTIONS)
+
+
+@pytest.mark.parametrize("make", [onebit, zero_one, lamb, powersgd, sketch])
 @pytest.mark.parametrize("size", [2, 3])
 def test_gloo_equals_the_simulation(pool, make, size):
     twin = Replicas(make, size)
@@ -82,7 +90,7 @@ def go_on(make, folder, elastic, begin, end):
     return [p.detach() for p in parameters]
 
 
-@pytest.mark.parametrize("make", [onebit, zero_one, lamb, sharded, sharded_zero_one])
+@pytest.mark.parametrize("make", [onebit, zero_one, lamb, powersgd, sketch, sharded, sharded_zero_one])
 def test_distributed_checkpoints_continue_in_every_bit(pool, tmp_path, make):
     at = 7  # in the middle of a window of 0/1 Adam
     pool.run(go_on, make, str(tmp_path), False, 0, at)
@@ -93,7 +101,7 @@ def test_distributed_checkpoints_continue_in_every_bit(pool, tmp_path, make):
         pool.run(go_on, make, str(tmp_path), False, at, STEPS, size=3)
 
 
-@pytest.mark.parametrize("make", [onebit, zero_one, sharded, sharded_zero_one])
+@pytest.mark.parametrize("make", [onebit, zero_one, powersgd, sketch, sharded, sharded_zero_one])
 def test_elastic_distributed_checkpoints_fit_other_world_sizes(pool, tmp_path, make):
     pool.run(go_on, make, str(tmp_path), True, 0, 7)
     results = pool.run(go_on, make, str(tmp_path), True, 7, 8, size=3)

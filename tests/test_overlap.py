@@ -56,9 +56,13 @@ def train(name, overlapped, accumulate=1, poisoned=(), options=None, bucket_mb=0
     return [p.detach().clone() for p in model.parameters()], started, optimizer.counters.as_dict()
 
 
-@pytest.mark.parametrize("name", ["onebit", "zero-one", "lamb"])
-def test_overlapped_rounds_give_the_same_bits(pool, name):
-    plain, overlapped = pool.run(train, name, False), pool.run(train, name, True)
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [("onebit", "sign"), ("zero-one", "sign"), ("lamb", "sign"), ("onebit", "powersgd-2"), ("zero-one", "sketch-8")],
+)
+def test_overlapped_rounds_give_the_same_bits(pool, name, codec):
+    options = {"codec": codec}
+    plain, overlapped = (pool.run(train, name, each, 1, (), options) for each in (False, True))
     for (a, _, _), (b, started, counters) in zip(plain, overlapped, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
         assert max(started) > 1, "no bucket was under way before step()"

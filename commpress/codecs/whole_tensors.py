@@ -23,6 +23,10 @@ class NotOfRows(ABC):
     def takes(self, shape: Sequence[int]) -> bool:
         """True if it compresses a tensor of this shape, which travels exactly otherwise."""
 
+    @abstractmethod
+    def bits(self, shape: Sequence[int], ranks: int) -> float:
+        """Bits of each element of a tensor that it takes, the mean of the way there and the way back."""
+
     @property
     def back(self) -> Codec:
         self.refuse()
@@ -41,8 +45,8 @@ class NotOfRows(ABC):
     def refuse(self) -> NoReturn:
         raise InvalidArgument(
             f"codec {self.spec!r} compresses whole tensors, and this call sees rows of a flat buffer: use it with "
-            "commpress.compress(ddp, codec=...), compress_fsdp(model, gradients=...) or Partitioned(gradients=...), or choose "
-            "a codec of rows such as 'int4' here"
+            "commpress.compress(ddp, codec=...), compress_fsdp(model, gradients=...), Partitioned(gradients=...) or OneBitAdam("
+            "codec=...), or choose a codec of rows such as 'int4' here"
         )
 
 
@@ -76,6 +80,10 @@ class LowRankCodec(NotOfRows):
     def takes(self, shape: Sequence[int]) -> bool:
         return self.matrix(shape) is not None
 
+    def bits(self, shape: Sequence[int], ranks: int) -> float:
+        tall, wide, rank = self.matrix(shape) or (0, 0, 0)
+        return 32.0 * rank * (tall + wide) / math.prod(shape)
+
     @property
     def spec(self) -> str:
         return f"powersgd/{self.rank}/{self.min_rate:g}"
@@ -108,6 +116,14 @@ class SketchCodec(NotOfRows):
 
     def takes(self, shape: Sequence[int]) -> bool:
         return 0 not in shape
+
+    def table(self, numel: int, ranks: int) -> int:
+        """Cells for the sum of ``numel`` elements."""
+        union = numel * (1 - (1 - self.density) ** ranks)  # if ranks keep different elements
+        return 3 * math.ceil((self.cells * union + 48) / 3)
+
+    def bits(self, shape: Sequence[int], ranks: int) -> float:
+        return 1.0 + 32.0 * self.table(math.prod(shape), ranks) / math.prod(shape)
 
     @property
     def spec(self) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commpress.collectives.exchange import Exchanges
 from commpress.collectives.residual_state import check_fit, elastic_state, exact_state, residuals_of
 from commpress.errors import StateMismatch
 from commpress.schedules import Facts
@@ -21,13 +22,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("commpress")
 
-CHANNELS = ("full", "quantized")
-
 
 def exact(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
     return _head(optimizer) | {
-        name: exact_state(getattr(optimizer, name).residuals, optimizer.channel.transport, optimizer.steps_done)
-        for name in CHANNELS
+        name: exact_state(exchanges.residuals, optimizer.channel.transport, optimizer.steps_done) | exchanges.choices()
+        for name, exchanges in _exchanges(optimizer)
     }
 
 
@@ -43,11 +42,11 @@ def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[di
         part["schedule"] |= shared
     else:
         state["state"], part["schedule"] = {}, {}
-    for name in CHANNELS:
-        store = getattr(optimizer, name).residuals
-        part[name] = yield from elastic_state(
-            store, optimizer.channel.transport, optimizer.steps_done, optimizer.channel.take()
+    for name, exchanges in _exchanges(optimizer):
+        residuals = yield from elastic_state(
+            exchanges.residuals, optimizer.channel.transport, optimizer.steps_done, optimizer.channel.take()
         )
+        part[name] = residuals | exchanges.choices()
     return state | {"commpress": part}
 
 
@@ -62,23 +61,20 @@ def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> 
     else:
         residuals = _residuals(optimizer, parts)
         shared = next(s for s in states if s["commpress"]["quantized"]["rank"] == 0)
+    head = shared["commpress"]
+    _take_left(optimizer, head, residuals)
     optimizer.forget()
     _fill(optimizer, shared)
-    head = shared["commpress"]
     optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
     optimizer.lanes.follow(optimizer.steps_done)
     optimizer.resume(head["schedule"])
-    for name in CHANNELS:
-        getattr(optimizer, name).residuals.load(residuals[name] if residuals else {})
 
 
 def load_rank(optimizer: "ReplicatedOptimizer", part: dict[str, Any]) -> None:
     """This rank's own part, after a state of another rank gave what all share."""
     check_step(optimizer, part)
-    residuals = _own(optimizer, part)
+    _take_left(optimizer, part, _own(optimizer, part))
     optimizer.resume(part["schedule"])
-    for name in CHANNELS:
-        getattr(optimizer, name).residuals.load(residuals[name] if residuals else {})
 
 
 def check_step(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> None:
@@ -116,6 +112,17 @@ def _own(optimizer: "ReplicatedOptimizer", part: dict[str, Any]) -> dict[str, An
     return None
 
 
+def _exchanges(optimizer: "ReplicatedOptimizer") -> list[tuple[str, Exchanges]]:
+    return [("full", optimizer.full), ("quantized", optimizer.quantized)]
+
+
+def _take_left(optimizer: "ReplicatedOptimizer", part: dict[str, Any], residuals: dict[str, Any] | None) -> None:
+    """Take over what compression left behind on this rank, nothing if that is not known, and what codecs have learnt on all."""
+    for name, exchanges in _exchanges(optimizer):
+        exchanges.load_choices(part.get(name, {}))
+        exchanges.residuals.load(residuals[name] if residuals else {})
+
+
 def _head(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
     return {
         "optimizer": type(optimizer).__name__,
@@ -132,7 +139,7 @@ def _residuals(optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]
     flat = optimizer._flat
     numels = {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
     residuals = {}
-    for name in CHANNELS:
+    for name, _ in _exchanges(optimizer):
         _, residuals[name] = residuals_of([part[name] for part in parts], optimizer.channel.transport)
         check_fit(residuals[name], numels)
     return residuals
@@ -150,8 +157,7 @@ def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     optimizer.facts = Facts()
     optimizer.lanes.follow(optimizer.steps_done, doubt=True)
     optimizer.resume(None)
-    for name in CHANNELS:
-        getattr(optimizer, name).residuals.load({})
+    _take_left(optimizer, {}, None)
     optimizer._taken.fill_(optimizer.steps_done)
 
 

@@ -124,11 +124,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._place(flat)
 
     def _check_codecs(self, flat: Flat) -> None:
-        """Rows are what an optimizer's messages are made of, on however many ranks."""
-        codecs: list[Any] = [self.codec.choose(n, numel) for n, (_, numel) in zip(flat.names, flat.places, strict=True)]
-        for codec in (*codecs, self.exact_codec, self.lanes.finer):
+        """Refuse what no round can send, on however many ranks."""
+        for option, codec in (("exact_codec", self.exact_codec), ("spiky_codec", self.lanes.finer)):
             if isinstance(codec, NotOfRows):
-                codec.refuse()
+                raise InvalidArgument(
+                    f"{option} is {codec.spec!r}, which compresses whole tensors: gradients travel in rows where every element "
+                    "counts for its variance. Choose a codec of rows such as 'int8'"
+                )
 
     # ------------------------------------------------------------ parameters
 
@@ -178,8 +180,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _count_shares(self) -> None:
         flat, size = self._flat, self.channel.size
-        numels = {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
-        self.counters.shares = {n: share(numel, self.lanes.choose(n, numel), size) for n, numel in numels.items()}
+        shapes = {name: p.shape for name, p in zip(flat.names, flat.parameters, strict=True)}
+        self.counters.shares = {n: share(s, self.lanes.choose(n, s.numel()), size) for n, s in shapes.items()}
 
     # ------------------------------------------------------------ what subclasses say
 

@@ -200,7 +200,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         if first:
             exact, size, workspace = policy_of(self.exact_codec, min_numel=256), self.channel.size, self.channel.workspace
             self.full = Exchanges(exact, size, workspace, feedback=self.error_feedback)
-            self.quantized = Exchanges(self.lanes, size, workspace, feedback=self.error_feedback)
+            self.quantized = Exchanges(self.lanes, size, workspace, feedback=self.error_feedback, seed=self.seed)
         self.full.recut()
         self.recut()
         self.allocate()

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from commpress.codecs import Policy, policy_of
+from commpress.codecs.whole_tensors import NotOfRows
 from commpress.collectives.scatter import Scatter
 from commpress.errors import InvalidArgument
 from commpress.optim import sharded_checkpoint
@@ -61,6 +62,17 @@ class ShardedOptimizer(CompressedOptimizer):
     full: Scatter
     quantized: Scatter
     states = sharded_checkpoint
+
+    def _check_codecs(self, flat: Flat) -> None:
+        super()._check_codecs(flat)
+        for name, (_, numel) in zip(flat.names, flat.places, strict=True):
+            codec = self.codec.choose(name, numel)
+            if isinstance(codec, NotOfRows):
+                raise InvalidArgument(
+                    f"codec is {codec.spec!r} for parameter {name!r}, which compresses whole tensors: {type(self).__name__} "
+                    "sends rows to their owners, and changes of weights back, which it cannot say. Choose a codec of rows such "
+                    "as 'int4', or the optimizer that has its state on every rank"
+                )
 
     def _place(self, flat: Flat) -> None:
         super()._place(flat)

@@ -6,6 +6,7 @@ turn up that the warm-up has not seen.
 
 import copy
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -29,7 +30,12 @@ OPTIMIZERS = {
     "ShardedOneBitAdam": lambda p, **options: commpress.ShardedOneBitAdam(p, lr=PEAK, warmup_steps=WARMUP, **options),
     "ShardedZeroOneAdam": lambda p, **options: commpress.ShardedZeroOneAdam(p, lr=PEAK, variance_updates=4, **options),
 }
-LAMBS = {name for name in OPTIMIZERS if "Lamb" in name}
+WHOLE = {  # codecs of whole tensors
+    f"{name}-{codec}": lambda p, make=make, codec=codec, **options: make(p, codec=codec, **options)
+    for name, make in OPTIMIZERS.items() if name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+    for codec in ("powersgd-4", "sketch-8")
+}  # fmt: skip
+LAMBS = {name for name in (*OPTIMIZERS, *WHOLE) if "Lamb" in name}
 
 
 def rate(step):
@@ -102,14 +108,15 @@ def test_the_scenario_wakes_tensors_rows_and_elements(name):
         assert any(woken[key].any() and not bool(woken[key].all()) for key in woken if key not in late(model_of(name)))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "name"), [*product(OPTIMIZERS, MODELS), *product(WHOLE, ("gpt2", "bert"))]
+)
 def test_no_weight_jumps_and_none_stands_still(optimizer, name):
     models = [copy.deepcopy(model_of(name)) for _ in range(RANKS)]
     unfrozen = late(models[0])
     parameters = [dict(model.named_parameters()) for model in models]
     optimizers = [
-        OPTIMIZERS[optimizer](parameters[rank].values(), transport=transport)
+        (OPTIMIZERS | WHOLE)[optimizer](parameters[rank].values(), transport=transport)
         for rank, transport in enumerate(Loopback(RANKS).transports())
     ]
     largest, moved, _ = moved_by_exact_steps(name, optimizer in LAMBS)

@@ -1,0 +1,300 @@
+"""PowerSGD and sketches as codecs of the optimizers: against DDP's hook, exact steps and what must add up."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.codecs import LowRankCodec
+from commpress.collectives.transports.loopback import Loopback
+from commpress.errors import InvalidArgument, StateMismatch
+from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
+from commpress.schedules import DoublingIntervals
+from optim_twin import Replicas, boundless, equal, flat, noise, start, state_of
+
+BETA1, BETA2, LR, WARMUP, AT, STEPS = 0.9, 0.99, 1e-2, 4, 7, 14
+SHAPES = ((40, 50), (24, 64), (40, 50), (600,), (7,))
+WHOLE = ["powersgd-2", "sketch-8"]
+COMMON = {"lr": LR, "betas": (BETA1, BETA2), "min_numel": 0, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are too small for two, which would wait for each other wherever the machine has something else to do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def named(parameters):
+    return [(f"p{i}", p) for i, p in enumerate(parameters)]
+
+
+def onebit(parameters, transport, **options):
+    return OneBitAdam(named(parameters), transport=transport, **COMMON | {"warmup_steps": WARMUP} | options)
+
+
+def lamb(parameters, transport, **options):
+    return OneBitLamb(named(parameters), transport=transport, **COMMON | {"warmup_steps": WARMUP} | options)
+
+
+def zero_one(parameters, transport, **options):
+    sync = DoublingIntervals(start=WARMUP, period=100)
+    return ZeroOneAdam(named(parameters), transport=transport, **COMMON | {"variance_updates": 1, "sync": sync} | options)
+
+
+MAKERS = [onebit, zero_one, lamb]
+every_kind = pytest.mark.parametrize("make", MAKERS)
+every_codec = pytest.mark.parametrize("codec", WHOLE)
+
+
+def replicas(make, size, shapes=SHAPES, **options):
+    return Replicas(lambda p, t: make(p, t, **options), size, shapes)
+
+
+def numbers(group):
+    """All that a step may change."""
+    learnt = [o.quantized.choices() for o in group.optimizers]
+    return [
+        state + [*each["bases"].values(), torch.tensor(list(each["quanta"].values()))]
+        for state, each in zip(state_of(group), learnt, strict=True)
+    ]
+
+
+def watched(make, codec):
+    """The optimizer, and what it gives to its compressed exchanges and gets from them."""
+    calls = []
+
+    def reduce(optimizer, kind, indices):
+        before = [optimizer._works[i].clone() for i in indices]
+        outcomes = yield from type(optimizer).reduce(optimizer, kind, indices)
+        if kind.value == "compressed":
+            calls.append((before, [optimizer._works[i].clone() for i in indices]))
+        return outcomes
+
+    optimizer = make([torch.nn.Parameter(p) for p in start(SHAPES)], None, codec=codec)
+    optimizer.reduce = lambda kind, indices: reduce(optimizer, kind, indices)
+    return optimizer, calls
+
+
+class Sum(torch.nn.Module):
+    """Gradients are what it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        for i, p in enumerate(start(SHAPES)):
+            self.register_parameter(f"p{i}", torch.nn.Parameter(p))
+
+    def forward(self, gradients):
+        return sum((p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True))
+
+
+def beside_ddp(make, codec):
+    """What the optimizer's exchanges make of momentum, and what DDP's hook makes of the same as gradients."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    optimizer, calls = watched(make, codec)
+    ddp = DistributedDataParallel(Sum())
+    commpress.compress(ddp, codec, min_numel=0)
+    means = []
+    for step in range(STEPS):
+        for p, g in zip(optimizer.flat.parameters, noise(size, step, SHAPES)[rank], strict=True):
+            p.grad = g
+        optimizer.step()
+    for inputs, outputs in calls:
+        ddp.zero_grad()
+        ddp(inputs).backward()
+        means.append(([p.grad.clone() for p in ddp.module.parameters()], outputs))
+    return means
+
+
+@pytest.mark.parametrize(
+    ("make", "codec", "size"), [(onebit, "powersgd-2", 3), (zero_one, "powersgd-2", 2), (lamb, "sketch-8", 2)]
+)
+def test_momentum_crosses_as_gradients_do_under_ddp(pool, make, codec, size):
+    """The same bits: bases, residuals and quanta follow from what was sent, whoever sends it."""
+    results = pool.run(beside_ddp, make, codec, size=size)
+    assert len(results[0]) >= 5
+    for means in results:
+        for theirs, ours in means:
+            assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    assert all(torch.equal(a, b) for (_, x), (_, y) in zip(*results[:2], strict=True) for a, b in zip(x, y, strict=True))
+
+
+@every_kind
+def test_at_full_rank_steps_are_exact(make):
+    moves = []
+    for codec in ("none", LowRankCodec(64, min_rate=0.01)):
+        group = replicas(make, 3, codec=codec, spiky_codec="none")
+        for step in range(STEPS):
+            assert group.step(noise(3, step, SHAPES)) == [True] * 3
+        moves.append(torch.cat([(p - q).detach().view(-1) for p, q in zip(group.parameters[0], start(SHAPES), strict=True)]))
+        assert "none" in str(codec) or set(group.optimizers[0].quantized.bases) == {"p0", "p1", "p2"}
+    assert not torch.equal(*moves), "nothing travelled as a product"
+    assert float((moves[0] - moves[1]).norm()) < 1e-4 * float(moves[0].norm())
+
+
+@boundless
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("exact_codec", ["none", "int8"])
+@every_codec
+def test_the_trajectory_telescopes(codec, exact_codec, size):
+    """(1 − β1)·Σ d_t + β1·d_T = R_0 − R_T, where R_0 is what the exact steps before the freeze left behind, in rows."""
+    group = replicas(onebit, size, codec=codec, exact_codec=exact_codec, variance_floor=0.0, weight_decay=0.0)
+    for step in range(WARMUP):
+        group.step(noise(size, step, SHAPES))
+    s, owed = group.divisor(), group.owed()
+    assert (np.abs(owed).max() > 0.01) == (exact_codec != "none")
+    exact, total = group.momentum() / s, 0.0
+    for step in range(WARMUP, WARMUP + 20):
+        gradients = noise(size, step, SHAPES)
+        group.step(gradients)
+        exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0) / s
+        difference = group.momentum() / s - exact
+        total = total + difference
+        assert group.agree()
+    np.testing.assert_allclose((1 - BETA1) * total + BETA1 * difference, owed - group.owed(), rtol=1e-5, atol=5e-5)
+    assert np.abs(group.owed()).max() > 1e-2, "nothing was compressed"
+
+
+@every_kind
+@every_codec
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(make, codec):
+    group = replicas(make, 3, codec=codec)
+    for step in range(WARMUP + 3):
+        group.step(noise(3, step, SHAPES))
+    if make is zero_one:
+        while group.optimizers[0].round().value != "compressed":
+            step += 1
+            group.step(noise(3, step, SHAPES))
+    before = copy.deepcopy(numbers(group))
+    bad = noise(3, step + 1, SHAPES)
+    bad[1][1][3, 3] = torch.nan
+    assert group.step(bad) == [False] * 3
+    assert equal(numbers(group), before)
+    assert group.step(noise(3, step + 1, SHAPES)) == [True] * 3
+    assert not equal(numbers(group), before)
+
+
+@every_kind
+@every_codec
+def test_resuming_continues_in_every_bit(make, codec, tmp_path):
+    group, other = (replicas(make, 3, codec=codec) for _ in range(2))
+    for step in range(AT):
+        group.step(noise(3, step, SHAPES))
+    for rank, (o, q) in enumerate(zip(group.optimizers, other.optimizers, strict=True)):
+        torch.save(o.state_dict(), tmp_path / f"{rank}.pt")
+        for p, theirs in zip(other.parameters[rank], group.parameters[rank], strict=True):
+            p.data.copy_(theirs)
+        q.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+    for step in range(AT, STEPS):
+        group.step(noise(3, step, SHAPES))
+        other.step(noise(3, step, SHAPES))
+    assert equal(numbers(group), numbers(other))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@every_codec
+def test_elastic_states_keep_what_is_owed_and_learnt(codec, size):
+    group = replicas(onebit, 3, codec=codec)
+    for step in range(AT):
+        group.step(noise(3, step, SHAPES))
+    other = replicas(onebit, size, codec=codec)
+    for step in range(AT - 1):  # a state replaces what was learnt meanwhile
+        other.step(noise(size, step, SHAPES))
+    parts = group.elastic()
+    for theirs, o in zip(other.parameters, other.optimizers, strict=True):
+        for q, p in zip(theirs, group.parameters[0], strict=True):
+            q.data.copy_(p)
+        o.load_state_dict(*parts)
+        mine, saved = o.quantized.choices(), group.optimizers[0].quantized.choices()
+        assert mine["quanta"] == saved["quanta"]
+        assert all(torch.equal(basis, saved["bases"][name]) for name, basis in mine["bases"].items())
+    np.testing.assert_allclose(other.owed(), group.owed(), atol=1e-6)
+    assert np.abs(group.owed()).max() > 0.01
+    for step in range(AT, STEPS):
+        assert other.step(noise(size, step, SHAPES)) == [True] * size
+        assert other.agree()
+
+
+def test_a_state_of_another_rank_of_matrices_is_refused():
+    group, other = replicas(onebit, 2, codec="powersgd-2"), replicas(onebit, 2, codec="powersgd-4")
+    for step in range(AT):
+        group.step(noise(2, step, SHAPES))
+        other.step(noise(2, step, SHAPES))
+    before = numbers(other)
+    with pytest.raises(StateMismatch, match=r"the basis of parameter .* has shape"):
+        other.optimizers[0].load_state_dict(group.optimizers[0].state_dict())
+    assert equal(numbers(other), before)
+
+
+@every_codec
+def test_torchs_tools_carry_all_but_what_is_owed_and_learnt(codec):
+    """Quanta that one rank knew and another did not would make them send different messages."""
+    models = [Sum(), Sum(), Sum()]
+    optimizers = [onebit(m.parameters(), t, codec=codec) for m, t in zip(models, Loopback(3).transports(), strict=True)]
+    group = replicas(onebit, 3, codec=codec)
+    group.optimizers, group.parameters = optimizers, [list(m.parameters()) for m in models]
+    for step in range(AT):
+        group.step(noise(3, step, SHAPES))
+    assert optimizers[0].frozen
+    carried = copy.deepcopy(get_optimizer_state_dict(models[0], optimizers[0]))
+    models[2] = Sum()  # a rank that begins anew, among ranks that go on
+    models[2].load_state_dict(models[0].state_dict())
+    optimizers[2] = onebit(models[2].parameters(), optimizers[2].channel.inner, codec=codec)
+    group.parameters[2] = list(models[2].parameters())
+    for model, o in zip(models, optimizers, strict=True):
+        set_optimizer_state_dict(model, o, copy.deepcopy(carried))
+        o.channel.take(100 - o.channel.take())  # who goes on and who begins number alike
+    for step in range(AT, STEPS):
+        assert group.step(noise(3, step, SHAPES)) == [True] * 3
+        assert group.agree()
+
+
+@every_codec
+def test_one_rank_can_ask_all_for_a_thaw(codec):
+    """In the headers of factors and cells: nothing else travels here."""
+    shapes = ((40, 50),)
+    group = replicas(onebit, 3, shapes, codec=codec, spiky_codec="none")
+    for step in range(WARMUP + 12):
+        gradients = noise(3, step, shapes)
+        if step >= WARMUP + 4:
+            gradients[2][0] *= 1e4
+        assert group.step(gradients) == [True] * 3
+        assert group.agree()
+    for o in group.optimizers:
+        assert o.counters.woken_tensors == 1
+        assert not o.lanes.frozen.any()
+    assert not group.owed().any()
+
+
+@every_codec
+def test_vectors_travel_exactly_and_what_is_spiky_in_eight_bits(codec):
+    shapes = ((300, 64), (40, 50), (600,))
+    group = replicas(onebit, 2, shapes, codec=codec, min_numel=256)
+    for step in range(WARMUP + 4):
+        gradients = noise(2, step, shapes)
+        for mine in gradients:
+            mine[0][12:] = 0.0
+        group.step(gradients)
+    counters = group.optimizers[0].counters
+    by_codec = {name.split("/")[0]: names for name, (names, _, _) in counters.by_codec().items()}
+    kind, vectors = codec.split("-")[0], {"powersgd-2": "none", "sketch-8": "sketch"}[codec]
+    assert by_codec["fp8"] == ["p0"]
+    assert "p1" in by_codec[kind]
+    assert "p2" in by_codec[vectors]
+    said = sum(s.bits * s.numel for s in counters.shares.values()) / sum(s.numel for s in counters.shares.values())
+    if codec == "powersgd-2":  # a sketch without a quantum goes densely
+        assert counters.bits == pytest.approx(said, rel=0.05), "headers are not in the shares"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("make", [commpress.ShardedOneBitAdam, commpress.ShardedZeroOneAdam])
+@every_codec
+def test_optimizers_with_divided_state_refuse_them(make, codec, size):
+    with pytest.raises(InvalidArgument, match=rf"codec is '{codec[:6]}.*for parameter '#00000'.* codec of rows"):
+        Replicas(lambda p, t: make(p, lr=LR, transport=t, codec=codec), size, SHAPES)
