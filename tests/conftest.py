@@ -1,5 +1,9 @@
 """Fixtures that several test files share."""
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait for each other leave the cores to others
+
 import pytest
 import torch
 
