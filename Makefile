@@ -6,6 +6,7 @@ TORCH  ?= $(PINNED)
 ASKED  := $(if $(filter 2.%,$(TORCH)),torch==$(TORCH),$(TORCH))
 VENV   := .venv$(if $(filter-out $(PINNED),$(ASKED)),-$(shell printf %s '$(ASKED)' | tr -cs '[:alnum:].' -))
 BIN    := $(VENV)/bin
+WORKERS ?= 2
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
@@ -25,8 +26,8 @@ $(VENV)/installed: pyproject.toml
 	@$(PIP) '$(ASKED)' --editable '.[dev]'
 	@touch $@
 
-test: venv ## run the tests; make test ARGS='-k sign' TORCH=2.15.0
-	@$(BIN)/pytest $(ARGS)
+test: venv ## run the tests; make test ARGS='-k sign' TORCH=2.15.0 WORKERS=8
+	@$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
 
 slow: venv ## run the tests that take long
 	@$(BIN)/pytest -m slow $(ARGS)
