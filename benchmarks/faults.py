@@ -304,22 +304,22 @@ def _wait(works: list[dist.Work | None]) -> None:
         work.wait()
 
 
-def _send(n: int, dtype: torch.dtype) -> None:
-    """Everybody sends to the last rank."""
+def _with_the_last(mine: Callable[..., object], its: Callable[..., dist.Work | None], n: int, dtype: torch.dtype) -> None:
     last = dist.get_world_size() - 1
     if dist.get_rank() < last:
-        dist.send(torch.ones(n, dtype=dtype), last)
+        mine(torch.ones(n, dtype=dtype), last)
     else:
-        _wait([dist.irecv(torch.ones(n, dtype=dtype), r) for r in range(last)])
+        _wait([its(torch.ones(n, dtype=dtype), r) for r in range(last)])
+
+
+def _send(n: int, dtype: torch.dtype) -> None:
+    """Everybody sends to the last rank."""
+    _with_the_last(dist.send, dist.irecv, n, dtype)
 
 
 def _recv(n: int, dtype: torch.dtype) -> None:
     """Everybody receives from the last rank."""
-    last = dist.get_world_size() - 1
-    if dist.get_rank() < last:
-        dist.recv(torch.ones(n, dtype=dtype), last)
-    else:
-        _wait([dist.isend(torch.ones(n, dtype=dtype), r) for r in range(last)])
+    _with_the_last(dist.recv, dist.isend, n, dtype)
 
 
 def _recv_any(n: int, dtype: torch.dtype) -> None:

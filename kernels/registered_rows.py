@@ -19,74 +19,59 @@ class WithRegistered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def encode(
-        self,
-        x: torch.Tensor,
-        wire: torch.Tensor,
-        flag: torch.Tensor,
-        pieces: Pieces,
-        *,
-        gain: float = 1.0,
-        residual: torch.Tensor | None = None,
-        new_residual: torch.Tensor | None = None,
-        **others: Any,
-    ) -> None:
-        if not pieces.registered:
-            self._kernels.encode(
-                x, wire, flag, pieces, gain=gain, residual=residual, new_residual=new_residual, **others
-            )
-            return
-        for line in pieces.table:
-            for row, (start, stop) in enumerate(_rows(line, pieces.rows)):
-                values = x[line[SOURCE] + start : line[SOURCE] + stop].float() * gain
-                kept = slice(line[KEPT] + start, line[KEPT] + stop) if line[KEPT] >= 0 else None
-                _encode(values, wire[row], flag, line, kept, residual, new_residual)
+    def encode(self, x: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, **options: Any) -> None:
+        (_encode_rows if pieces.registered else self._kernels.encode)(x, wire, flag, pieces, **options)
 
     def serve(
-        self,
-        wires: torch.Tensor,
-        wire: torch.Tensor,
-        flag: torch.Tensor,
-        pieces: Pieces,
-        rank: int,
-        *,
-        divisor: float = 0.0,
-        residual: torch.Tensor | None = None,
-        new_residual: torch.Tensor | None = None,
-        **others: Any,
+        self, wires: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, **options: Any
     ) -> None:
-        if not pieces.registered:
-            self._kernels.serve(
-                wires, wire, flag, pieces, rank, divisor=divisor, residual=residual, new_residual=new_residual, **others
-            )
-            return
-        for line in pieces.table:
-            mean = _mean(wires, line, rank, divisor)
-            kept = slice(line[SHARD], line[SHARD] + len(mean)) if line[KEPT] >= 0 else None
-            _encode(mean, wire[0], flag, line, kept, residual, new_residual)
+        (_serve if pieces.registered else self._kernels.serve)(wires, wire, flag, pieces, rank, **options)
 
-    def decode(self, wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False) -> None:
-        if not pieces.registered:
-            self._kernels.decode(wire, out, pieces, gain=gain, add=add)
-            return
-        for line in pieces.table:
-            for row, (start, stop) in enumerate(_rows(line, wire.shape[0])):
-                target = out[line[SOURCE] + start : line[SOURCE] + stop]
-                values = (_decode(wire[row], line, stop - start) * gain).to(target.dtype)
-                target.copy_(target + values if add else values)
+    def decode(self, wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, **options: Any) -> None:
+        (_decode_rows if pieces.registered else self._kernels.decode)(wire, out, pieces, **options)
 
     def decode_mean(self, wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> None:
-        if not pieces.registered:
-            self._kernels.decode_mean(wires, out, pieces, rank)
-            return
-        for line in pieces.table:
-            mean, row = _mean(wires, line, rank, 0.0), out[line[SHARD] : line[SHARD] + line[WIDTH]]
-            row[: len(mean)] = mean
-            row[len(mean) :] = 0
+        (_decode_mean if pieces.registered else self._kernels.decode_mean)(wires, out, pieces, rank)
 
-    def settle(self, value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False) -> None:
+    def settle(self, value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, **options: Any) -> None:
         if not pieces.registered:  # where nothing is lazy
-            self._kernels.settle(value, scale, pieces, shard=shard)
+            self._kernels.settle(value, scale, pieces, **options)
+
+
+def _encode_rows(
+    x: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, *, gain: float = 1.0,
+    residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None, **_: Any,
+) -> None:  # fmt: skip
+    for line in pieces.table:
+        for row, (start, stop) in enumerate(_rows(line, pieces.rows)):
+            values = x[line[SOURCE] + start : line[SOURCE] + stop].float() * gain
+            kept = slice(line[KEPT] + start, line[KEPT] + stop) if line[KEPT] >= 0 else None
+            _encode(values, wire[row], flag, line, kept, residual, new_residual)
+
+
+def _serve(
+    wires: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
+    residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None, **_: Any,
+) -> None:  # fmt: skip
+    for line in pieces.table:
+        mean = _mean(wires, line, rank, divisor)
+        kept = slice(line[SHARD], line[SHARD] + len(mean)) if line[KEPT] >= 0 else None
+        _encode(mean, wire[0], flag, line, kept, residual, new_residual)
+
+
+def _decode_rows(wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False) -> None:
+    for line in pieces.table:
+        for row, (start, stop) in enumerate(_rows(line, wire.shape[0])):
+            target = out[line[SOURCE] + start : line[SOURCE] + stop]
+            values = (_decode(wire[row], line, stop - start) * gain).to(target.dtype)
+            target.copy_(target + values if add else values)
+
+
+def _decode_mean(wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> None:
+    for line in pieces.table:
+        mean, row = _mean(wires, line, rank, 0.0), out[line[SHARD] : line[SHARD] + line[WIDTH]]
+        row[: len(mean)] = mean
+        row[len(mean) :] = 0
 
 
 def _rows(line: np.ndarray, rows: int) -> list[tuple[int, int]]:

@@ -182,9 +182,14 @@ def test_error_order_proves_that_codecs_ran():
     """1 bit > 4 bits > 8 bits > bf16 > exact = rounding only."""
     size, numel = 4, 20_000
     xs = gradients(size, numel, 5)
+    errors_are_in_order(xs, lambda name: Group(size, numel, name))
+
+
+def errors_are_in_order(xs, group):
+    """``group(codec)`` reduces ``xs``; every codec errs more than the finer one after it."""
     mean = torch.stack([x.double() for x in xs]).mean(0)
     errors = {
-        name: (Group(size, numel, name).reduce(xs)[0].double() - mean).norm().item()
+        name: (group(name).reduce(xs)[0].double() - mean).norm().item()
         for name in ("sign", "int4", "int8", "bf16", "none")
     }
     assert errors["sign"] > errors["int4"] > errors["int8"] > errors["bf16"] > errors["none"]

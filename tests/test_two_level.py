@@ -25,6 +25,7 @@ from commpress.collectives.two_level import (
 )
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.kernels.pieces import KEPT, NUMEL, SHARD, SOURCE, WIDTH, width_of
+from test_allreduce import errors_are_in_order
 
 EVEN = [
     (1,),
@@ -210,13 +211,7 @@ def test_compression_acts_on_averages_of_nodes():
 def test_error_order_proves_that_codecs_ran():
     topology, numel = Topology.of(2, 3), 20_000
     xs = gradients(5, numel, 5)
-    mean = torch.stack([x.double() for x in xs]).mean(0)
-    errors = {
-        name: (Group(topology, numel, name).reduce(xs)[0].double() - mean).norm().item()
-        for name in ("sign", "int4", "int8", "bf16", "none")
-    }
-    assert errors["sign"] > errors["int4"] > errors["int8"] > errors["bf16"] > errors["none"]
-    assert errors["none"] < 1e-4 < errors["bf16"]
+    errors_are_in_order(xs, lambda name: Group(topology, numel, name))
 
 
 # ---------------------------------------------------------------- pieces, bytes, faults

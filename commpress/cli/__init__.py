@@ -42,19 +42,13 @@ def parser() -> argparse.ArgumentParser:
         prog="commpress", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add(commands, "demo", demo)
-    add(commands, "doctor", doctor)
-    add(commands, "probe", probe)
-    add(commands, "plan", plan)
-    add(commands, "simulate", simulate)
+    for name, command in {"demo": demo, "doctor": doctor, "probe": probe, "plan": plan, "simulate": simulate}.items():
+        add(commands, name, command)
     about = "Measure; --check for CI, --json for programs, --plot for people."
     bench = commands.add_parser("bench", help="measure", description=about)
     benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
-    add(benches, "codec", bench_codec)
-    add(benches, "allreduce", bench_allreduce)
-    add(benches, "alltoall", bench_alltoall)
-    add(benches, "io", bench_io)
-    add(benches, "train", bench_train)
+    for module in (bench_codec, bench_allreduce, bench_alltoall, bench_io, bench_train):
+        add(benches, module.__name__.rpartition("bench_")[2], module)
     return top
 
 
