@@ -20,10 +20,11 @@ from commpress.work import Steps
 ON_NONFINITE = ("skip", "propagate", "raise")  # gradients become zeros, or NaN, or zeros and an error after backward
 
 
-def check_on_nonfinite(value: object) -> None:
-    """Of whoever hands gradients on; optimizers, which hand on none, cannot propagate."""
-    if value not in ON_NONFINITE:
-        raise InvalidArgument(f"on_nonfinite is {value!r}, expected 'skip', 'propagate' or 'raise'")
+def check_on_nonfinite(value: object, *, propagates: bool = True) -> None:
+    """``propagates``: of whoever hands gradients on; optimizers hand on none."""
+    if value not in ON_NONFINITE or (value == "propagate" and not propagates):
+        expected = "'skip', 'propagate' or 'raise'" if propagates else "'skip' or 'raise'"
+        raise InvalidArgument(f"on_nonfinite is {value!r}, expected {expected}")
 
 
 class Round:

@@ -36,6 +36,7 @@ _HOMES = {
     "ByName": "commpress.codecs",
     "by_role": "commpress.codecs",
     "register_codec": "commpress.codecs",
+    "Masha": "commpress.optim",
     "OneBitAdam": "commpress.optim",
     "ZeroOneAdam": "commpress.optim",
     "OneBitLamb": "commpress.optim",
@@ -99,7 +100,7 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.partitioned import Partitioned
     from commpress.integrations.zero.streamed import stream
     from commpress.integrations.zero.tiling import tile
-    from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+    from commpress.optim import Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
     from commpress.tiered_mem import TieredStore
     from commpress.timeline import Timeline, merge_timelines
 
@@ -127,6 +128,7 @@ __all__ = [
     "ByName",
     "by_role",
     "register_codec",
+    "Masha",
     "OneBitAdam",
     "Partitioned",
     "Offloaded",

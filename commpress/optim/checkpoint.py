@@ -85,7 +85,7 @@ def check_step(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> None:
         )
 
 
-def check_groups(optimizer: "CompressedOptimizer", groups: Sequence[dict[str, Any]]) -> None:
+def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
     sizes, mine = ([len(group["params"]) for group in every] for every in (groups, optimizer.param_groups))
     if sizes != mine:
         raise StateMismatch(
@@ -93,7 +93,7 @@ def check_groups(optimizer: "CompressedOptimizer", groups: Sequence[dict[str, An
         )
 
 
-def take_groups(optimizer: "CompressedOptimizer", groups: Sequence[dict[str, Any]]) -> None:
+def take_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
     """Hyperparameters as the state has them."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})

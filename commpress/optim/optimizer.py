@@ -10,7 +10,7 @@ replaced. A skipped step has changed nothing, on all ranks alike.
 import logging
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from commpress.collectives.buckets import Span, share
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchanges
+from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.scalars import gathered
 from commpress.collectives.scatter import Scatter
 from commpress.collectives.transports.transport import Transport
@@ -37,6 +38,7 @@ from commpress.optim.clipping import Clipping
 from commpress.optim.flat import Flat
 from commpress.optim.lanes import Lanes
 from commpress.optim.optimizer_counters import OptimizerCounters
+from commpress.optim.parameters import named_parameters
 from commpress.schedules import Facts
 from commpress.work import Steps
 
@@ -97,8 +99,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 f"max_grad_norm is {max_grad_norm!r} and agree_over is given: groups that communicate apart would each clip by "
                 "a factor of its own, and weights that all of them hold would drift apart. Leave max_grad_norm out"
             )
-        if on_nonfinite not in ("skip", "raise"):
-            raise InvalidArgument(f"on_nonfinite is {on_nonfinite!r}, expected 'skip' or 'raise'")
+        check_on_nonfinite(on_nonfinite, propagates=False)
         self.codec, self.exact_codec = policy_of(codec, min_numel=min_numel), codec_named(exact_codec)
         finer = None if spiky_codec is None else codec_named(spiky_codec)
         self.lanes = Lanes(self.codec, finer, self.exact_codec, min_numel, variance_floor)
@@ -135,14 +136,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     # ------------------------------------------------------------ parameters
 
     def named_parameters(self) -> tuple[list[torch.Tensor], list[str]]:
-        """All of them, group by group, and what they are called: their numbers if nobody gave names."""
-        parameters: list[torch.Tensor] = []
-        names: list[str] = []
-        for group in self.param_groups:
-            first = len(parameters)
-            parameters += group["params"]
-            names += group.get("param_names") or [f"#{i:05d}" for i in range(first, len(parameters))]
-        return parameters, names
+        """All of them, group by group, and what they are called."""
+        return named_parameters(self.param_groups)
 
     @property
     def _flat(self) -> Flat:
@@ -332,17 +327,10 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """Every rank holds the same parameters (mid-window: the same anchor), in every bit."""
         flat = self._flat
         sums = [0 if g is None else _bits(g) for g in map(flat.gradient, range(len(flat.parameters)))]
-        mine = zlib.crc32(np.array([_bits(w) for w in self.replicated()], np.int64).tobytes())
+        mine = checksum(self.replicated())
         gradients = zlib.crc32(np.array(sums, np.int64).tobytes()) if any(sums) else 0
         every = yield from self.gathered([mine, self.steps_done, gradients])
-        different = tuple(r for r in range(self.channel.size) if (every[r, :2] != every[0, :2]).any())
-        if different:
-            raise Mismatch(
-                f"after {self.steps_done} steps the parameters of ranks {list(different)} differ from those of rank 0 (steps "
-                f"done: {[int(s) for s in every[:, 1]]}). Start every rank from the same weights (DistributedDataParallel "
-                "broadcasts them) and change parameters only through this optimizer.",
-                ranks=different,
-            )
+        require_same(every[:, :2], self.steps_done)
         if self.bucket_rounds is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
             log.warning(
                 "gradients are the same in every bit on all ranks: somebody averaged them already, so compression saves "
@@ -350,18 +338,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             )
 
     def _report_skipped(self) -> None:
-        if self.on_nonfinite == "raise":
-            raise NonFiniteGradient(
-                f"the gradients of step {self.steps_done} hold NaN or infinity on some rank. Nothing was changed. Look for the "
-                "cause in the loss, or pass on_nonfinite='skip'."
-            )
-        count = self.counters.skipped_steps
-        if count <= 3 or count % 100 == 0:
-            log.warning(
-                "step %d was skipped on all ranks: gradients held NaN or infinity on some rank (%d so far)",
-                self.steps_done,
-                count,
-            )
+        report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite)
 
     def _update_scaler(self, *, taken: bool) -> None:
         if self.grad_scaler is not None and self.grad_scaler._scale is not None and hasattr(self, "found_inf"):
@@ -428,6 +405,35 @@ def _check_numbers(numbers: dict[str, float], betas: tuple[float, float]) -> Non
         raise InvalidArgument(
             f"betas is {betas!r}, expected the square of the first to be below the second: else a step of Adam has "
             "no bound, and what one bit says of momentum would be divided by next to nothing"
+        )
+
+
+def report_skipped(step: int, count: int, on_nonfinite: str) -> None:
+    """Raise, or warn at times, that the step was left out on all ranks, the ``count``-th."""
+    if on_nonfinite == "raise":
+        raise NonFiniteGradient(
+            f"the gradients of step {step} hold NaN or infinity on some rank. Nothing was changed. Look for the cause in the "
+            "loss, or pass on_nonfinite='skip'."
+        )
+    if count <= 3 or count % 100 == 0:
+        log.warning(
+            "step %d was skipped on all ranks: gradients held NaN or infinity on some rank (%d so far)", step, count
+        )
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    return zlib.crc32(np.array([_bits(x) for x in tensors], np.int64).tobytes())
+
+
+def require_same(every: np.ndarray, steps_done: int) -> None:
+    """Raise unless all ranks have the same checksum of parameters, and have done as many steps: the columns of ``every``."""
+    different = tuple(r for r in range(len(every)) if (every[r] != every[0]).any())
+    if different:
+        raise Mismatch(
+            f"after {steps_done} steps the parameters of ranks {list(different)} differ from those of rank 0 (steps "
+            f"done: {[int(s) for s in every[:, 1]]}). Start every rank from the same weights (DistributedDataParallel "
+            "broadcasts them) and change parameters only through this optimizer.",
+            ranks=different,
         )
 
 

@@ -1,5 +1,8 @@
 """Parameters that an optimizer refuses, each with one error that says what to do instead."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -7,6 +10,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from commpress.errors import InvalidArgument
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def named_parameters(groups: Iterable[dict[str, Any]]) -> tuple[list[torch.Tensor], list[str]]:
+    """All of them, group by group, and what they are called: their numbers if nobody gave names."""
+    parameters: list[torch.Tensor] = []
+    names: list[str] = []
+    for group in groups:
+        first = len(parameters)
+        parameters += group["params"]
+        names += group.get("param_names") or [f"#{i:05d}" for i in range(first, len(parameters))]
+    return parameters, names
 
 
 def check_parameter(name: str, parameter: torch.Tensor, *, cut: bool = False) -> None:
