@@ -104,6 +104,37 @@ def test_accumulation_without_no_sync(pool):
     assert all(error < 1e-4 for _, error in pool.run(reduced_every_time, 2))
 
 
+def with_errors(stage, options, at):
+    """``at``: steps before which a backward ends with an error in its middle, and counts for nothing."""
+    plan = Plan(partitioned={"bucket_mb": 0.004, **options})
+    model = made(plan)
+    optimizer = partitioned(plan, model, stage=stage)
+
+    def fail(gradient):
+        raise ValueError("an error in the middle of backward")
+
+    for step in range(4):
+        if step in at:
+            handle = model.middle[0].weight.register_hook(fail)
+            with pytest.raises(ValueError, match="middle"):
+                loss_of(model, model, dist.get_rank(), step, 7).backward()
+            handle.remove()
+            optimizer.zero_grad()
+        loss_of(model, model, dist.get_rank(), step, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return values(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": "int8"}, {"gradients": "powersgd-2"}], ids=["exact", "rows", "matrices"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_backward_that_ended_with_an_error_leaves_nothing_behind(pool, stage, options):
+    wanted = pool.run(with_errors, stage, options, ())
+    for own, other in zip(pool.run(with_errors, stage, options, (1, 2)), wanted, strict=True):
+        assert equal(own, other)
+
+
 # ---------------------------------------------------------------- half precision, AMP, what is not finite
 
 

@@ -320,6 +320,39 @@ def test_sharded_over_ranks_equals_ddp(pool, tmp_path, ranks, steps):
         assert all(torch.equal(state[name], other[name]) for name in other)
         assert rows < sum(p.numel() for p in made().parameters()) / ranks + 9 * 64
 
+def with_errors(folder, at):
+    """``at``: steps before which a backward ends with an error in its middle, and counts for nothing."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+
+    def fail(gradient):
+        raise ValueError("an error in the middle of backward")
+
+    def arm(module, arguments, result):
+        result.register_hook(fail)
+
+    with open_store(f"{folder}/{rank} {len(at)}") as store:
+        net = made()
+        streamed = commpress.stream(net, store=store, chunk_mb=0.01)
+        optimizer = offloaded(net, store)
+        for step in range(4):
+            if step in at:
+                handle = net.layers[1].qkv.register_forward_hook(arm)
+                with pytest.raises(ValueError, match="middle"):
+                    loss_of(net, step, 7, rank).backward()
+                handle.remove()
+            train(net, optimizer, step, step + 1, rank)
+        assert not any(group.present for group in streamed.groups)
+        return streamed.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_backward_that_ended_with_an_error_leaves_nothing_behind(pool, tmp_path, ranks):
+    wanted = pool.run(with_errors, str(tmp_path), (), size=ranks)
+    for state, other in zip(pool.run(with_errors, str(tmp_path), (1, 2), size=ranks), wanted, strict=True):
+        equal_states(state, other)
+
+
 @pytest.mark.parametrize("keep", [[], ["0"]], ids=["fetched", "kept"])
 @pytest.mark.parametrize(
     "change",

@@ -6,6 +6,7 @@ while the worker reads it, and a GradScaler finds the verdict of all ranks befor
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class Gradients:
         self.buckets, self._channel, self._stage, self._scaler, self._seed = buckets, channel, stage, scaler, seed
         self.syncing = True
         self.step = 0  # number of the step under way: noise of stochastic codecs
-        self._next, self._queued, self._local = 0, False, False
+        self._next, self._local = 0, False
+        self._ending: weakref.ref[Any] | None = None  # to what the backward under way calls at its end
         self._futures: list[torch.futures.Future[Any]] = []
         self._marker = min((m.parameter for b in buckets for m in b.members), key=torch.Tensor.numel)
         self._hooks = [self._hook(bucket, i) for bucket in buckets for i in range(len(bucket.members))]
@@ -65,14 +67,25 @@ class Gradients:
             if self._stage == 1:
                 self._place(bucket, i)
             return
-        if not self._queued:
-            Variable._execution_engine.queue_callback(self.finish)
-            self._queued = True
+        self.drop_aborted()
+        if self._ending is None:
+            ending = partial(self.finish)
+            self._ending = weakref.ref(ending)
+            Variable._execution_engine.queue_callback(ending)
         self._place(bucket, i)
         bucket.arrived.add(i)
         while self._next < len(self.buckets) and self._full(self.buckets[self._next]):
             self._launch(self.buckets[self._next])
             self._next += 1
+
+    def drop_aborted(self) -> None:
+        """A backward that ended with an error: autograd lets go of what it would have called, and nobody misses the rest."""
+        if self._ending is None or self._ending() is not None:
+            return
+        self._wait()
+        self._next, self._local, self._ending = 0, False, None
+        for bucket in self.buckets:
+            bucket.arrived.clear()
 
     def _full(self, bucket: FlatGroup) -> bool:
         return len(bucket.arrived) == len(bucket.members)
@@ -161,7 +174,7 @@ class Gradients:
 
     def finish(self) -> None:
         """Reduce what is left, parameters without a gradient as zeros, and wait for all of it."""
-        self._queued = False
+        self._ending = None
         for bucket in self.buckets[self._next :]:
             for i in range(len(bucket.members)):
                 if i not in bucket.arrived:
@@ -188,11 +201,13 @@ class Gradients:
 
     def synchronize(self) -> None:
         """Before a step: gradients that came under ``no_sync`` or without a backward are reduced now."""
+        self.drop_aborted()
         if self._local or any(bucket.reduction.times == 0 for bucket in self.buckets):
             self.finish()
 
     def forget(self, *, taken: bool) -> None:
         """The means are used up; residuals follow it only if the step was taken."""
+        self.drop_aborted()
         for bucket in self.buckets:
             settle(bucket.reduction.outcomes, taken=taken)
             bucket.reduction = Reduction()

@@ -216,6 +216,8 @@ class Offloaded(Wrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        if self.streamed is not None:
+            self.streamed.drop_aborted()
         if self._stored is not None:
             self._stored.clear()
 

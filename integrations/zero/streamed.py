@@ -8,10 +8,12 @@ averaged and scattered to the rows' owners.
 """
 
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +90,7 @@ class Streamed(NotCopied):
         self._stale = True  # what is kept in memory is not what the store has
         self._order: list[StreamedGroup] = []  # as they were fetched since the last step, and in the step before
         self._before: list[StreamedGroup] = []
-        self._graphs: set[int] = set()
+        self._endings: dict[int, weakref.ref[Any]] = {}  # to what each backward under way calls at its end
         self._gradients: Gradients | None = None
         self._followers: list[Callable[[str], None]] = []
         self._hooks = [model.register_forward_pre_hook(self._start, prepend=True)]
@@ -98,13 +100,22 @@ class Streamed(NotCopied):
     def _backward(self) -> int:
         """The number of the backward that runs; what it leaves held is released at its end."""
         graph = torch._C._current_graph_task_id()
-        if graph not in self._graphs:
-            self._graphs.add(graph)
-            Variable._execution_engine.queue_callback(lambda: self._end_backward(graph))
+        if graph not in self._endings:
+            self.drop_aborted()
+            ending = partial(self._end_backward, graph)
+            self._endings[graph] = weakref.ref(ending)
+            Variable._execution_engine.queue_callback(ending)
         return graph
 
+    def drop_aborted(self) -> None:
+        """Release what a backward left held that ended with an error: autograd lets go of what it would have called."""
+        if self._gradients is not None:
+            self._gradients.drop_aborted()
+        for graph in [graph for graph, ending in self._endings.items() if ending() is None]:
+            self._end_backward(graph)
+
     def _end_backward(self, graph: int) -> None:
-        self._graphs.discard(graph)
+        self._endings.pop(graph, None)
         for module in self.modules.values():
             module.end_backward(graph)
 
@@ -126,6 +137,7 @@ class Streamed(NotCopied):
 
     def _start(self, *_: Any) -> None:
         """Before the model's forward: what is kept in memory is as the last step left it, and is ours."""
+        self.drop_aborted()
         for group in self.groups:
             group.check()
         if self._stale:
@@ -136,6 +148,7 @@ class Streamed(NotCopied):
 
     def stepped(self) -> None:
         """The optimizer has changed what the store holds."""
+        self.drop_aborted()
         self._before, self._order, self._stale = self._order, [], True
 
     def send_gradients(self, sink: Callable[[StreamedGroup, torch.Tensor], None]) -> None:
