@@ -106,6 +106,23 @@ def test_backward_passes_do_not_meet_each_other(pool):
     assert pool.run(backward_in_another_order) == [[[1.0], [2.0]]] * 2
 
 
+def refused_codecs():
+    def said(**codecs):
+        with pytest.raises(InvalidArgument) as caught:
+            commpress.AllToAll(**codecs)
+        return str(caught.value)
+
+    return [said(codec="sign"), said(gradient_codec="topk-64"), said(codec="powersgd-2")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_codecs_that_leave_nothing_of_a_row_are_refused_at_construction(pool, ranks):
+    for first, second, third in pool.run(refused_codecs, size=ranks):
+        assert first.startswith("codec is 'sign")
+        assert second.startswith("gradient_codec is 'topk")
+        assert third.startswith("codec 'powersgd")
+
+
 def refused():
     exchange = commpress.AllToAll("int8")
     return [

@@ -128,6 +128,15 @@ def all_to_all(
     )
 
 
+def check_codec(codec: Codec, name: str = "codec") -> None:
+    if codec.lossless or codec.spec in _CASTS or codec.kind in _BLOCKWISE or known(codec.kind):
+        return
+    raise InvalidArgument(
+        f"{name} is {codec.spec!r}, expected int8, int4, fp8, bf16, fp16, none or a registered one: with one or two bits "
+        "nothing of a row is left, because no error feedback makes up for it"
+    )
+
+
 def compressed_all_to_all(
     out: torch.Tensor,
     inp: torch.Tensor,
@@ -149,6 +158,7 @@ def compressed_all_to_all(
     for name, tensor in (("inp", inp), ("out", out)):
         if tensor.dtype not in FLOATS:
             raise InvalidArgument(f"{name} has dtype {tensor.dtype}, expected float32, bfloat16 or float16")
+    check_codec(codec)
     how: dict[str, Any] = {
         "transport": transport, "out_splits": out_splits, "in_splits": in_splits, "way": way, "sequence": sequence,
     }  # fmt: skip
@@ -162,11 +172,6 @@ def compressed_all_to_all(
         out.copy_(received)
         scratch.give(*held)
         return
-    if codec.kind not in _BLOCKWISE and not known(codec.kind):
-        raise InvalidArgument(
-            f"codec is {codec.spec!r}, expected int8, int4, fp8, bf16, fp16, none or a registered one: with one or two bits "
-            "nothing of a row is left, because no error feedback makes up for it"
-        )
     outs, ins = _splits(out, inp, out_splits, in_splits, transport)
     width, device = _width(inp), inp.device
     pieces, answers = (_pieces(codec, [n * width for n in splits]) for splits in (ins, outs))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.codecs import Codec, codec_named
-from commpress.collectives.all_to_all.all_to_all import Order, Way, all_to_all, compressed_all_to_all
+from commpress.collectives.all_to_all.all_to_all import Order, Way, all_to_all, check_codec, compressed_all_to_all
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Transport
@@ -42,6 +42,8 @@ class AllToAll:
     ) -> None:
         self.codec = codec_named(codec)
         self.gradient_codec = self.codec if gradient_codec is None else codec_named(gradient_codec)
+        check_codec(self.codec)
+        check_codec(self.gradient_codec, "gradient_codec")
         self.way = Way(nodes, order, checksum)
         if transport is None and not dist.is_initialized():
             raise InvalidArgument("torch.distributed is not initialised: call init_process_group before AllToAll")
