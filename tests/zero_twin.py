@@ -1,7 +1,8 @@
 """A model trained by ``Partitioned`` on real ranks, and by DistributedDataParallel with the plain optimizer beside it."""
 
 import gc
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,8 +134,19 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@contextmanager
+def without_older_objects() -> Iterator[None]:
+    """Hide objects that are there from gc, which would walk through all of torch at each look at the few that come now."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def tensor_bytes() -> int:
-    """Of all tensors in this process, each storage once."""
+    """Of all tensors in this process that gc sees, each storage once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
