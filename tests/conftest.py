@@ -72,7 +72,7 @@ def job(compiled):
 @pytest.fixture
 def mortal(compiled):
     """Three rank processes for one test, which may kill them."""
-    ranks = Ranks(3)
+    ranks = Ranks(3, forked=True)
     yield ranks
     ranks.close()
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 SECONDS = 120  # until a rank that has not answered counts as silent: a loaded machine with two cores needs many
 GROUP = timedelta(seconds=60)
 TASKS = Path("/proc/self/task")  # Linux
+LOADED = ["torch.distributed.fsdp", "commpress.backend", "commpress.integrations.ddp"]  # with all of torch that ranks use
 CROWD = 40  # threads: a Gloo group that a forgotten cycle holds keeps three, one of which wakes every 10 ms
 
 
@@ -41,9 +42,15 @@ class SilentRank(AssertionError):
 
 
 class Ranks:
-    """``size`` processes; a call uses the first so many of them."""
+    """``size`` processes; a call uses the first so many of them.
 
-    def __init__(self, size: int) -> None:
+    ``forked`` from a process that has torch loaded they start in no time, and hash strings alike; else each is a new Python.
+    """
+
+    def __init__(self, size: int, *, forked: bool = False) -> None:
+        self._context = get_context("forkserver" if forked else "spawn")
+        if forked:
+            self._context.set_forkserver_preload(LOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._size, self._calls = size, 0
         self._processes: list[Any] = []
@@ -89,10 +96,9 @@ class Ranks:
     def _start(self) -> None:
         if self._processes:
             return
-        context = get_context("spawn")
         for rank in range(self._size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, str(self._stack(rank))), daemon=True)
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs, str(self._stack(rank))), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -28,7 +28,7 @@ WIDTH = 32
 
 @pytest.fixture
 def two(compiled):
-    ranks = Ranks(2)
+    ranks = Ranks(2, forked=True)
     yield ranks
     ranks.close()
 
