@@ -89,8 +89,10 @@ class Workspace:
 
     def residual(self, message: Message, device: torch.device) -> ErrorFeedback:
         """Messages laid out alike, such as those of a model's equal blocks, share what lies ready."""
-        free = self._free[message.pieces.residual_layout, device]
-        return free.pop() if free else ErrorFeedback.zeros(message.pieces, device)  # type: ignore[return-value]
+        try:  # another thread may settle what was proposed
+            return self._free[message.pieces.residual_layout, device].pop()  # type: ignore[return-value]
+        except IndexError:
+            return ErrorFeedback.zeros(message.pieces, device)
 
     def give_wires(self, *wires: torch.Tensor) -> None:
         if self.pooled:

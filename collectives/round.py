@@ -74,6 +74,14 @@ class Round:
         self._outcomes.clear()
         return True
 
+    def close(self) -> None:
+        """No more exchanges begin, where nobody knew which is the last: it closes now, or when all have ended."""
+        with self._lock:
+            self._complete = True
+            if not self._open:
+                settle(self._outcomes, taken=self.finite)
+                self._outcomes.clear()
+
     def deliver(self) -> None:
         """Set the futures."""
         for future, buffer in self._futures:

@@ -11,6 +11,7 @@ import commpress
 from fsdp_twin import WIDTH, Net, Plan, Session, Trained, both, equal, shard, train
 
 EXACT = {"gradients": "none", "weights": "none"}
+WITH_MATRICES = commpress.ByName({"up.weight": "sketch-4", "head": "none", "norm": "none"}, "powersgd-2")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,66 @@ def test_a_rank_that_is_not_finite(pool, policy, error, zeros):
     for result in pool.run(poisoned, policy, size=2):
         assert result[:4] == (error, True, zeros, not zeros)
         assert result[4] == result[4]
+
+
+def overflowing(gradients: Any, overlap: bool, bad: bool) -> tuple[Any, ...]:
+    """Two steps, one in which the gradient of the embedding alone overflows on a rank, and two more."""
+    torch.set_num_threads(1)
+    plan = Plan(gradients=gradients, weights=None, scale=1024.0, options={"overlap": overlap})
+    session = Session(plan)
+    session.step(0)
+    session.step(1)
+    before, same = session.state.state_dict(), True
+    if bad:
+        infinite = float("inf") if dist.get_rank() == 1 else 1.0
+        handle = session.model.tokens.register_forward_hook(lambda m, a, out: out.register_hook(lambda g: g * infinite) and out)
+        session.step(50)
+        handle.remove()
+        after = session.state.state_dict()
+        for kind in ("residuals", "bases"):
+            same = same and all(torch.equal(after[kind][k], v) for k, v in before[kind].items())
+        same = same and after["quanta"] == before["quanta"]
+    session.step(2)
+    session.step(3)
+    skipped = session.state.gradients.skipped_buckets
+    return session.trained(), session.state.state_dict(), same, skipped, session.scaler.get_scale()
+
+
+@pytest.mark.parametrize("gradients", ["int4", WITH_MATRICES], ids=["rows", "matrices"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_that_the_scaler_skips_leaves_no_trace_in_any_group(pool, gradients, overlap):
+    """Only one group's gradients are not finite; the others' are lost as well, so their residuals must not move on."""
+    disturbed, plain = (pool.run(overflowing, gradients, overlap, bad, size=2) for bad in (True, False))
+    for (ours, state, same, skipped, scale), (theirs, other, _, _, usual) in zip(disturbed, plain, strict=True):
+        assert same
+        assert skipped == 1
+        assert scale == usual / 2
+        for name, value in theirs.parameters.items():
+            assert torch.equal(ours.parameters[name], value)
+        assert any(kept.any() for kept in state["residuals"].values())
+        assert all(torch.equal(other["residuals"][key], kept) for key, kept in state["residuals"].items())
+
+
+def aborted() -> bool:
+    """A backward that ends with an error, after some groups were reduced, leaves nothing behind."""
+    session = Session(Plan(gradients="int4", weights=None, scale=1024.0))
+    session.step(0)
+    before = session.state.state_dict()["residuals"]
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise RuntimeError("stopped")
+
+    handle = session.model.blocks[0].register_forward_hook(lambda m, a, out: out.register_hook(stop) and out)
+    with pytest.raises(RuntimeError, match="stopped"):
+        session.backward(7)
+    handle.remove()
+    session.model(torch.zeros(2, dtype=torch.long))
+    after = session.state.state_dict()["residuals"]
+    return all(torch.equal(before[key], after[key]) for key in before) and bool(before)
+
+
+def test_an_aborted_backward_leaves_no_trace_with_a_scaler(pool):
+    assert all(pool.run(aborted, size=2))
 
 
 def refused() -> list[str]:

@@ -17,7 +17,7 @@ from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.reduce_scatter import Deal
-from commpress.collectives.round import check_on_nonfinite
+from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Divisible
 from commpress.errors import InvalidArgument, NonFiniteGradient
@@ -71,7 +71,8 @@ def compress_fsdp(
       residual changes.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward together, where these are
       more than share a group: they decide about each group together. Not the stages of a pipeline.
-    - ``grad_scaler``: pass AMP's, so that residuals are kept in unscaled units and infinities reach it.
+    - ``grad_scaler``: pass AMP's, so that residuals are kept in unscaled units, infinities reach it, and no group's residuals
+      change in a step that it skips.
     - ``regather``: send weights again before backward. Otherwise they are kept from forward to backward as they came, encoded,
       which costs a byte per parameter of the whole model on each rank with "int8", and saves a third of the traffic.
     - ``overlap``: on CPU, communicate on threads of their own: weights ahead of forward and backward, gradients behind it.
@@ -169,9 +170,13 @@ class ShardedState:
         self.background = overlap and self.device.type == "cpu" and not ordered
         self.prefetcher = Prefetcher(self.background)
         self.deferred = DeferredReductions() if self.background and self.reducers else None
-        if self.deferred is not None:
-            for each in self.param_groups:
+        self._rounds: dict[int, Round] = {}  # by backward, with a GradScaler
+        self._shared_verdict = len(self.reducing) == 1 or self.consensus is not None
+        for each in self.param_groups:
+            if self.deferred is not None:
                 each.module.register_forward_pre_hook(self.deferred.forget)  # type: ignore[attr-defined]
+            if self.grad_scaler is not None:
+                each.module.register_forward_pre_hook(self._abandon)  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------ setting up
 
@@ -247,6 +252,23 @@ class ShardedState:
 
     def gain(self) -> float:
         return 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
+
+    def round(self) -> Round | None:
+        """The round of the backward under way, if a GradScaler will skip the step where one of its groups is not finite."""
+        task = torch._C._current_graph_task_id()
+        if self.grad_scaler is None or not self._shared_verdict or task < 0:
+            return None
+        if task not in self._rounds:
+            self._rounds[task] = Round()
+            Variable._execution_engine.queue_callback(lambda: self._rounds.pop(task).close())
+        return self._rounds[task]
+
+    def _abandon(self, *_args: object) -> None:
+        """Before forward: a backward that ended with an error leaves nothing behind."""
+        if self._rounds and torch._C._current_graph_task_id() < 0:
+            for round in self._rounds.values():
+                round.abandon()
+            self._rounds.clear()
 
     def outside_backward(self) -> None:
         if not self._pipeline_logged:

@@ -13,6 +13,7 @@ from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import Deal, deals, reduce_rows, second_hop
+from commpress.collectives.round import Round
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.integrations.fsdp.param_groups import ParamGroup
@@ -99,7 +100,10 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         in_place = deferred is None and output_tensor.dtype == torch.float32
         out = output_tensor if in_place else workspace.borrow(output_tensor.numel(), torch.float32, output_tensor.device)
         vote = None if self.owner.consensus is None else self.owner.consensus.reserve()
-        steps = self._reduced(input_tensor, out, output_tensor.dtype, legs, key, factor, sequence, vote)
+        round = self.owner.round()
+        if round is not None:
+            round.begin(out)
+        steps = self._reduced(input_tensor, out, output_tensor.dtype, legs, key, factor, sequence, vote, round)
         if deferred is not None:
             output_tensor.zero_()
             deferred.submit(self.channel, steps, partial(self._add, out, output_tensor.dtype, legs))
@@ -141,8 +145,12 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         factor: float,
         sequence: int,
         vote: int | None,
+        round: Round | None,
     ) -> Steps[bool]:
-        """out := the reduced gradients, to be given out in ``dtype``; whether all ranks were finite, else residuals stay."""
+        """out := the reduced gradients, to be given out in ``dtype``; whether all ranks were finite, else residuals stay.
+
+        In a ``round`` they stay also where those of another exchange of it were not.
+        """
         gain, workspace, device = self.owner.gain(), self.channel.workspace, gradients.device
         if any(part.width * self.param_group.ranks != part.numel for part in self.parts):
             out.zero_()  # what lies behind the last slice of a parameter
@@ -163,7 +171,10 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             finite = not (yield from any_rank(not fits, self.channel, sequence, device))
         if self.owner.consensus is not None:
             finite = yield from self.owner.consensus.agreed(finite, device, number=vote)
-        settle(outcomes, taken=finite)
+        if round is None:
+            settle(outcomes, taken=finite)
+        else:
+            yield from round.end(out, finite, outcomes)
         if means is not None:
             workspace.give_back(means)
         if self._lends(gradients.numel(), device):
