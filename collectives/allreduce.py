@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from commpress.codecs.codec import Codec, codec_named
+from commpress.codecs.codec import Codec
+from commpress.codecs.registry import codec_named
 from commpress.collectives.buckets import Message, one_message
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, ASKS, FLAGS, HEADER, NOT_FINITE, Frame, stamp, verify
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import arithmetic
+from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import own_row
 from commpress.timeline import Timeline
 from commpress.work import Steps, Work, overlapped

@@ -30,7 +30,7 @@ from commpress.collectives.frame import HEADER
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import low_rank_arithmetic
+from commpress.kernels.devices import low_rank_arithmetic
 from commpress.kernels.matrices import LOW_RANK, MARK, PLACE, RIGHT, SOURCE, TALL, WIDE, Matrices, Matrix, stack
 from commpress.kernels.pieces import Pieces, width_of
 from commpress.work import Steps

@@ -25,7 +25,7 @@ from commpress.collectives.buckets import MESSAGE, PIECE, Message, describe
 from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import arithmetic
+from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import COLUMN, KEPT, SHARD, SOURCE, Piece, Pieces, cut
 from commpress.kernels.registered import known
 from commpress.work import Steps, overlapped

@@ -34,7 +34,7 @@ from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Transport, part_of
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import arithmetic
+from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import BLOCK, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH, Piece, Pieces, cut
 from commpress.kernels.reference import FP32
 from commpress.work import Steps, Work, overlapped

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.kernels import arithmetic
+from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import KEPT, NUMEL, SHARD, WIDTH, Pieces
 
 Key = tuple[str, int]  # parameter name, offset of the piece in it

@@ -54,17 +54,6 @@ class Segments:
             )
 
 
-def adam_arithmetic(device: torch.device) -> Any:
-    """The module that computes on ``device``: this one or ``cpu.adam``, same names and arguments."""
-    if device.type == "cpu":
-        from commpress.kernels.cpu import adam as cpu_adam
-
-        return cpu_adam
-    import commpress.kernels.adam as torch_path
-
-    return torch_path
-
-
 def divisor(v: torch.Tensor, line: Sequence[float]) -> torch.Tensor:
     """s of one segment."""
     k, low, eps, _ = line

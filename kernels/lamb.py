@@ -5,7 +5,6 @@ Every segment is a layer: x its parameters, g its gradient, p = m/s with the ``d
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +24,6 @@ class LayerRule:
     coefficient_beta: float
     factors: tuple[float, float]
     factor_change: float
-
-
-def lamb_arithmetic(device: torch.device) -> Any:
-    """The module that computes on ``device``: this one or ``cpu.lamb``, same names and arguments."""
-    if device.type == "cpu":
-        from commpress.kernels.cpu import lamb as cpu_lamb
-
-        return cpu_lamb
-    import commpress.kernels.lamb as torch_path
-
-    return torch_path
 
 
 def exact(

@@ -1,8 +1,12 @@
-"""Codecs that users wrote in plain torch, by the kind under which a piece names one."""
+"""Codecs that users wrote in plain torch, by the kind under which a piece names one.
 
-from typing import Protocol
+Imports no torch: pieces know kinds, and a wheel is built where there is no torch.
+"""
 
-import torch
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 REGISTERED = 64  # the family of kinds, see ``reference.kind_of``: far from those that kernels know
 
@@ -13,10 +17,10 @@ class PlainCodec(Protocol):
     def row_bytes(self, width: int) -> int:
         """Bytes of a row of ``width`` elements."""
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode(self, values: "torch.Tensor") -> "torch.Tensor":
         """uint8[row_bytes(len)] for float32[len], len ≤ width of the row: shorter rows are padded with zero bytes."""
 
-    def decode(self, row: torch.Tensor, numel: int) -> torch.Tensor:
+    def decode(self, row: "torch.Tensor", numel: int) -> "torch.Tensor":
         """float32[numel] from the bytes of a row: the same bits wherever it is called."""
 
 

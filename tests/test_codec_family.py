@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpress.codecs import BitsCodec, RandomKCodec, TernaryCodec, TopKCodec, codec_named
-from commpress.codecs.codec import EXAMPLES
 from commpress.codecs.family import NAMES
+from commpress.codecs.registry import EXAMPLES
 from commpress.codecs.whole_tensors import NotOfRows
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message

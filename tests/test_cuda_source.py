@@ -22,8 +22,8 @@ import cuda_shim
 import cuda_twin as twin
 import nvrtc
 from commpress.codecs import codec_named
-from commpress.codecs.codec import EXAMPLES
 from commpress.codecs.family import NAMES
+from commpress.codecs.registry import EXAMPLES
 from commpress.codecs.whole_tensors import NotOfRows
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.kernels import reference

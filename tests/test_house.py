@@ -2,6 +2,7 @@
 
 import ast
 from collections import defaultdict
+from fnmatch import fnmatch
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -17,6 +18,15 @@ TWINS = {  # files of one noun in two rooms: the same functions with the same ar
     "lamb.py": {"kernels", "kernels/cpu"},
     "low_rank.py": {"kernels", "kernels/cpu"},
     "row_codec.py": {"kernels/cpu", "kernels/cuda"},
+}
+LATE = {  # (importer, what it imports inside a function): why not at the top of the file
+    ("commpress", "commpress.errors"): "import commpress loads nothing before a name is asked for",
+    ("commpress.cli", "commpress.*"): "the commands' modules import this room, so it cannot import them back",
+    ("commpress.cli.*", "commpress.cli.charts"): "matplotlib is optional",
+    ("commpress.cli.doctor", "commpress.cli.bench_codec"): "kernels that cannot be imported are a finding",
+    ("commpress.cli.doctor", "commpress.codecs"): "likewise",
+    ("commpress.cli.doctor", "commpress.kernels.cpu.*"): "likewise",
+    ("commpress.kernels.cpu.compiled", "commpress.kernels.cpu.build"): "Numba is optional",
 }
 CALLBACKS = {"Compress"}  # hf.Compress and lightning.Compress: what each trainer's users expect to find
 
@@ -39,6 +49,20 @@ def imports(module: str) -> set[tuple[str, str]]:
 def needed(module: str) -> set[str]:
     names = {f"{package}.{name}" if f"{package}.{name}" in MODULES else package for package, name in imports(module)}
     return names & MODULES.keys()
+
+
+def late(module: str) -> set[str]:
+    """Modules of the package that functions of ``module`` import."""
+    functions = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = set()
+    for node in (inner for function in functions for inner in ast.walk(function)):
+        match node:
+            case ast.ImportFrom(module=str(package)) if package.split(".")[0] == "commpress":
+                names = [f"{package}.{alias.name}" for alias in node.names]
+                found |= {name if name in MODULES else package for name in names}
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names if alias.name.split(".")[0] == "commpress"}
+    return found
 
 
 def room(module: str) -> str:
@@ -97,6 +121,25 @@ def test_files_of_one_name_have_the_same_functions(name):
 
 def test_nobody_imports_in_a_circle():
     assert circle({module: needed(module) for module in MODULES}) == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_modules_of_ours_are_imported_at_the_top_of_a_file(module):
+    """But for ``LATE``: an import inside a function hides a circle."""
+    assert [name for name in late(module) if not allowed(module, name)] == []
+
+
+def test_what_may_be_imported_late_is():
+    found = [(module, name) for module in MODULES for name in late(module)]
+    assert [entry for entry in LATE if not any(fits(entry, *pair) for pair in found)] == []
+
+
+def allowed(module: str, name: str) -> bool:
+    return any(fits(entry, module, name) for entry in LATE)
+
+
+def fits(entry: tuple[str, str], module: str, name: str) -> bool:
+    return fnmatch(module, entry[0]) and fnmatch(name, entry[1])
 
 
 def test_a_circle_is_found():

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from commpress.codecs.codec import Codec, codec_named
+from commpress.codecs.codec import Codec
+from commpress.codecs.registry import codec_named
 from commpress.collectives.all_to_all.executor import Passage, Scratch
 from commpress.collectives.all_to_all.routes import (
     Lengths,
@@ -29,7 +30,7 @@ from commpress.collectives.frame import FLAT, Frame
 from commpress.collectives.transports.rows import LONGEST
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch
-from commpress.kernels import arithmetic
+from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import COLUMN, Piece, Pieces, cut
 from commpress.kernels.reference import FP8, INT4, INT8
 from commpress.kernels.registered import known

@@ -31,6 +31,7 @@ from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_a
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import own_transport
 from commpress.collectives.transports.loopback import Recorded
+from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.work import run as drive
@@ -96,13 +97,7 @@ def nodes_of(options: argparse.Namespace) -> tuple[tuple[int, ...], ...] | None:
 
 
 def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Report) -> list[DispatchedSize]:
-    inner: Any
-    if options.mpi:
-        from commpress.collectives.transports.mpi import MpiTransport
-
-        inner = MpiTransport(timeout=PATIENT)
-    else:
-        inner = own_transport(timeout=PATIENT)
+    inner: Any = MpiTransport(timeout=PATIENT) if options.mpi else own_transport(timeout=PATIENT)
     report(f"# {size} ranks")
     measured = []
     for nbytes in harness.sizes_of(options):

@@ -12,6 +12,7 @@ import torch
 from commpress.collectives.links import load_links
 from commpress.documents import read_json
 from commpress.errors import InvalidArgument
+from commpress.integrations.trainers.hf_model import model_from_config
 from commpress.plan.cluster import UNLIMITED, Cluster, Node, measured_cluster, parse_link, parse_nodes
 from commpress.plan.costs import Costs, device_costs, measure_costs
 from commpress.plan.model import Model, transformer
@@ -153,8 +154,6 @@ def configured(path: str) -> Model:
     content = read_json(path, _CONFIG_LIMIT, "the config.json of a model")
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise InvalidArgument(f"{path} names no model_type, expected the config.json of a Hugging Face model")
-    from commpress.integrations.trainers.hf_model import model_from_config
-
     with torch.device("meta"):
         return Model.of(model_from_config(content))
 

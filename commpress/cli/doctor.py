@@ -117,10 +117,10 @@ def packages() -> list[Finding]:
 
 def kernels() -> list[Finding]:
     """Encode, residual and decode of the sign codec against the reference, bit for bit: compiled on the first call."""
-    from commpress.cli.bench_codec import check_bytes
-    from commpress.codecs import SignCodec
-
     try:
+        from commpress.cli.bench_codec import check_bytes
+        from commpress.codecs import SignCodec
+
         check_bytes(SignCodec(), 4099)
     except Exception as error:
         cure = "pip install --upgrade llvmlite; if that does not help, install commpress again"

@@ -37,7 +37,7 @@ from commpress.collectives.topology import Topology, agree
 from commpress.collectives.transports.transport import Transport, part_of
 from commpress.collectives.two_level import Hierarchy, hierarchy_of
 from commpress.errors import InvalidArgument
-from commpress.kernels import arithmetic, instead
+from commpress.kernels.devices import arithmetic, instead
 from commpress.plan.costs import ROWS, encoding
 from commpress.tiered_mem import parse_bytes
 from commpress.work import Steps, overlapped

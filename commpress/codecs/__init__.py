@@ -1,10 +1,9 @@
 """Codecs: rows of floats to rows of bytes of a size known in advance."""
 
-from commpress.codecs.codec import Codec, codec_named
-from commpress.codecs.family import BlockCodec, CastCodec, SignCodec, TernaryCodec
+from commpress.codecs.codec import Codec
+from commpress.codecs.family import BitsCodec, BlockCodec, CastCodec, RandomKCodec, SignCodec, TernaryCodec, TopKCodec
 from commpress.codecs.policy import ByName, ByRole, BySize, Policy, by_role, policy_of
-from commpress.codecs.sparse import BitsCodec, RandomKCodec, TopKCodec
-from commpress.codecs.user import register_codec
+from commpress.codecs.registry import codec_named, register_codec
 from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
 
 __all__ = [

@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
-from commpress.codecs.codec import Codec, codec_named
+from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
+from commpress.codecs.registry import codec_named
 
 
 class Policy(Protocol):

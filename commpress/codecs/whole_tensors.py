@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 from commpress.codecs.codec import Codec
-from commpress.codecs.sparse import TopKCodec
+from commpress.codecs.family import TopKCodec
 from commpress.errors import InvalidArgument
 
 

@@ -24,7 +24,8 @@ from typing import Any, Literal
 import torch
 
 from commpress.errors import InvalidArgument
-from commpress.kernels.lamb import LayerRule, lamb_arithmetic
+from commpress.kernels.devices import lamb_arithmetic
+from commpress.kernels.lamb import LayerRule
 from commpress.optim.onebit_adam import OneBitAdam
 
 

@@ -33,7 +33,7 @@ from commpress.collectives.scatter import Scatter
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from commpress.feedback import check_feedback
-from commpress.kernels.adam import adam_arithmetic
+from commpress.kernels.devices import adam_arithmetic
 from commpress.optim.clipping import Clipping
 from commpress.optim.flat import Flat
 from commpress.optim.lanes import Lanes

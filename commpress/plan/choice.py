@@ -18,7 +18,7 @@ import torch
 from commpress.codecs import codec_named
 from commpress.collectives.buckets import one_message
 from commpress.errors import InvalidArgument
-from commpress.kernels import arithmetic
+from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import width_of
 
 OPTIONS = ("sign", "bits2", "bits3", "bits4", "int4", "bits6", "int8", "topk-64", "topk-16", "none")

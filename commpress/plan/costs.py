@@ -16,7 +16,7 @@ import torch
 from commpress.codecs import Codec, codec_named
 from commpress.collectives.buckets import one_message
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import arithmetic, low_rank_arithmetic
+from commpress.kernels.devices import arithmetic, low_rank_arithmetic
 from commpress.kernels.matrices import RANK, TALL, WIDE, Matrices, Matrix, stack
 from commpress.kernels.pieces import KIND, NUMEL, WIDTH, Pieces
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Message
 from commpress.feedback import ErrorFeedback
-from commpress.kernels import instead
+from commpress.kernels.devices import instead
 from commpress.plan.clock import Clock, Process, Signal
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs, SizedKernels

@@ -19,7 +19,7 @@ from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.integrations.fsdp.policies import Lossless, check_dtype
 from commpress.integrations.fsdp.whole_parameters import WholeParameters, travels_whole
-from commpress.kernels import knows
+from commpress.kernels.devices import knows
 from commpress.kernels.rotation import rotate
 from commpress.torch_private import fsdp_communication
 from commpress.work import Steps, overlapped

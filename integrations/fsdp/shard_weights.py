@@ -12,7 +12,7 @@ from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.reduce_scatter import Deal, deals, decode_rows, gather_rows
 from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.integrations.fsdp.policies import Lossless, check_dtype
-from commpress.kernels import knows
+from commpress.kernels.devices import knows
 from commpress.torch_private import all_gather_single, fsdp_communication
 from commpress.work import Steps
 

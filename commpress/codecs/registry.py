@@ -1,5 +1,6 @@
-"""Codecs of users, written in plain torch, under a name like any other."""
+"""Registry of codecs by name: those of the family, patterns such as ``topk-64``, and codecs of users in plain torch."""
 
+import difflib
 import re
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,12 +8,52 @@ from typing import ClassVar
 import torch
 
 from commpress.codecs.codec import Codec
+from commpress.codecs.family import NAMES, BitsCodec, RandomKCodec, TernaryCodec, TopKCodec
+from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
 from commpress.errors import InvalidArgument
 from commpress.kernels import registered
 from commpress.kernels.reference import CHUNK
 from commpress.kernels.registered import PlainCodec
 
-REGISTERED: dict[str, "UserCodec"] = {}
+EXAMPLES = ("terngrad", "bits3", "shift8", "topk-64", "randk-32", "sketch-64", "powersgd-4")  # of names that are patterns
+REGISTERED: dict[str, Codec] = {}
+
+
+def codec_named(codec: str | Codec) -> Codec:
+    """The codec a string stands for; a codec stays itself."""
+    if not isinstance(codec, str):
+        if not hasattr(codec, "row_bytes"):
+            raise InvalidArgument(f"codec is {codec!r}, expected a name or a codec such as SignCodec(scale='rms')")
+        return codec
+    if codec in NAMES:
+        return NAMES[codec]
+    if codec in REGISTERED:
+        return REGISTERED[codec]
+    if (numbered := _numbered(codec)) is not None:
+        return numbered
+    every = [*NAMES, *REGISTERED, *EXAMPLES]
+    close = difflib.get_close_matches(codec, every, n=1)
+    raise InvalidArgument(
+        f"codec is {codec!r}, expected one of {', '.join(map(repr, every))} (the numbers may differ)"
+        + (f": did you mean {close[0]!r}?" if close else "")
+    )
+
+
+def _numbered(name: str) -> Codec | None:
+    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 and sketch-64 likewise, powersgd-4 (rank 4)."""
+    if name == "terngrad":
+        return TernaryCodec(clip=2.5)
+    match = re.fullmatch(r"(bits|shift|topk-|randk-|sketch-|powersgd-)([1-9]\d{0,3})", name)
+    if not match:
+        return None
+    number = int(match[2])
+    if match[1] == "bits":
+        return BitsCodec(number)
+    if match[1] == "shift":
+        return BitsCodec(number, shifted=True)
+    if match[1] in ("topk-", "sketch-"):
+        return TopKCodec(1 / number) if match[1] == "topk-" else SketchCodec(1 / number)
+    return RandomKCodec(number) if match[1] == "randk-" else LowRankCodec(number)
 
 
 @dataclass(frozen=True)
@@ -52,8 +93,6 @@ def register_codec(name: str, codec: PlainCodec, *, feedback: bool = True) -> Co
 
 
 def _refuse_known(name: str) -> None:
-    from commpress.codecs.codec import codec_named
-
     try:
         codec_named(name)
     except InvalidArgument:

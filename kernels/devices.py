@@ -1,0 +1,61 @@
+"""Kernels of a device: modules of the same functions, arguments and results, chosen by where the tensors are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from commpress.errors import InvalidArgument
+from commpress.kernels import adam, lamb, low_rank, registered
+from commpress.kernels.cpu import adam as cpu_adam
+from commpress.kernels.cpu import lamb as cpu_lamb
+from commpress.kernels.cpu import low_rank as cpu_low_rank
+from commpress.kernels.cpu import row_codec as cpu
+from commpress.kernels.cuda import row_codec as cuda
+from commpress.kernels.registered_rows import WithRegistered
+
+_INSTEAD: ContextVar[Any] = ContextVar("kernels instead of the real ones", default=None)
+
+
+@contextmanager
+def instead(kernels: Any) -> Iterator[None]:
+    """In this thread, within this block, ``kernels`` in place of those of any device: a simulation does not compute."""
+    token = _INSTEAD.set(kernels)
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
+
+
+def arithmetic(device: torch.device) -> Any:
+    """The codecs of rows on ``device``: the same bytes everywhere."""
+    if (given := _INSTEAD.get()) is not None:
+        return given
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"tensors are on {device}, expected a CPU or CUDA device: move them there")
+    kernels = cpu if device.type == "cpu" else cuda
+    return WithRegistered(kernels) if registered.some() else kernels
+
+
+def knows(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if the kernels of ``device`` encode from, decode to and add to tensors of ``dtype``; all know float32."""
+    return dtype == torch.float32 or (device.type == "cpu" and dtype == torch.bfloat16)
+
+
+def low_rank_arithmetic(device: torch.device) -> Any:
+    """PowerSGD's products of matrices: Numba on the CPU, torch's batched products elsewhere."""
+    if (given := _INSTEAD.get()) is not None:
+        return given
+    return cpu_low_rank if device.type == "cpu" else low_rank
+
+
+def adam_arithmetic(device: torch.device) -> Any:
+    """Adam's passes over flat buffers: loops of our own on the CPU, torch's operations elsewhere."""
+    return cpu_adam if device.type == "cpu" else adam
+
+
+def lamb_arithmetic(device: torch.device) -> Any:
+    """LAMB's passes over layers, as ``adam_arithmetic``."""
+    return cpu_lamb if device.type == "cpu" else lamb
