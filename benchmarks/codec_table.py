@@ -97,7 +97,7 @@ def _rows(name: str, codec: Codec, found: dict[str, torch.Tensor]) -> Line:
         at += g.numel()
     layout = cut(pieces, ROWS)
     wire, flag, out = torch.zeros(ROWS, layout.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), x.clone()
-    residual, left = torch.zeros(layout.kept), torch.zeros(layout.kept)
+    residual, left = torch.zeros(layout.residual_numel), torch.zeros(layout.residual_numel)
     encode = _seconds(lambda: cpu.encode(x, wire, flag, layout, residual=residual, new_residual=left))
     decode = _seconds(lambda: cpu.decode(wire, out, layout))
     gigabytes = 4e-9 * x.numel()

@@ -315,7 +315,7 @@ def encode_and_send(
     Returns the flag of this rank, and residuals as they were and as they will be, if the message leaves any behind.
     """
     pieces, device = message.pieces, buffer.device
-    old = feedback if feedback is not None and pieces.kept else None
+    old = feedback if feedback is not None and pieces.residual_numel else None
     new = workspace.residual(message, device) if old is not None else None
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
     start = perf_counter()

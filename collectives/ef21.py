@@ -54,9 +54,9 @@ def reduce_changes(
     others |= {"message": message, "gain": gain, "scale": scale}
     if feedback is None:
         return (yield from reduce_message(buffer, None, **others))
-    pieces, scratch = message.pieces, workspace.rows(4 * message.pieces.kept, 1, buffer.device)
+    pieces, scratch = message.pieces, workspace.rows(4 * message.pieces.residual_numel, 1, buffer.device)
     given = scratch.view(torch.float32).view(-1)
-    for source, numel, kept in pieces.kept_runs:
+    for source, numel, kept in pieces.residual_runs:
         given[kept : kept + numel].copy_(buffer[source : source + numel])
     outcome = yield from reduce_message(buffer, feedback, **others)
     if outcome.finite and outcome.proposed is not None:
@@ -79,7 +79,7 @@ def _take_up(
     new.settle(pieces)
     new.sent.add_(given, alpha=-gain * scale)
     new.known = torch.empty_like(old.known) if new.known is None else new.known
-    for source, numel, kept in pieces.kept_runs:
+    for source, numel, kept in pieces.residual_runs:
         change, known = buffer[source : source + numel], new.known[kept : kept + numel]
         torch.add(old.known[kept : kept + numel], change, alpha=gain, out=known)
         torch.div(known, gain, out=change)

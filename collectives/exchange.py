@@ -108,7 +108,7 @@ class Reduce(Exchange):
         for message, feedback in zip(self.messages, self.feedbacks, strict=True):
             if feedback is not None and not self.changes:
                 feedback.settle(message.pieces)
-                for start, numel, kept in message.pieces.kept_runs:
+                for start, numel, kept in message.pieces.residual_runs:
                     c[start : start + numel] += feedback.sent[kept : kept + numel]
         return c
 

@@ -19,7 +19,7 @@ from commpress.collectives.transports.loopback import Recorded, Timed
 from commpress.collectives.transports.transport import Transport
 from commpress.collectives.two_level import Hierarchy, hierarchy_of, routes
 from commpress.feedback import Key, ResidualStore
-from commpress.kernels.pieces import KEPT, NUMEL, WIDTH
+from commpress.kernels.pieces import NUMEL, RESIDUAL, WIDTH
 from commpress.work import run
 
 log = logging.getLogger("commpress")
@@ -109,7 +109,7 @@ class Levels:
             for route in routes([Span(name, 0, numel)], policy_of("sign"), self.hierarchy):
                 for index, message in route.between.items():
                     for key, line in zip(message.keys, message.pieces.table, strict=True):
-                        if line[KEPT] >= 0:
+                        if line[RESIDUAL] >= 0:
                             found.append((key, index, int(line[NUMEL]), int(line[WIDTH]), key[1]))
         return found
 

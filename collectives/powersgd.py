@@ -170,7 +170,7 @@ def reduce_matrices(
     if finite:
         start = perf_counter()
         kernels.orthonormalize_left(p, matrices)
-        kernels.fold(proposed.sent, p, q, matrices, keep=feedback is not None)
+        kernels.fold(proposed.sent, p, q, matrices, subtract=feedback is not None)
         workspace.encoded(start)
         finite = yield from mean(q, plan.right, sequence + 1)
     if finite:

@@ -26,7 +26,7 @@ from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.pieces import COLUMN, KEPT, SHARD, SOURCE, Piece, Pieces, cut
+from commpress.kernels.pieces import COLUMN, RESIDUAL, SHARD, SOURCE, Piece, Pieces, cut
 from commpress.kernels.registered import known
 from commpress.work import Steps, overlapped
 
@@ -136,10 +136,10 @@ def _deal(
     mine = list(dealt_to(rank))
     own = cut([line.piece for line in mine], 1, widths=[line.width for line in mine])
     table = own.table.copy()
-    for column in (SOURCE, KEPT, SHARD):  # the row lies in memory as it is, without padding between its parts
+    for column in (SOURCE, RESIDUAL, SHARD):  # the row lies in memory as it is, without padding between its parts
         table[:, column] = [line.place for line in mine]
     numel = len(bases[rank]) * stride
-    own = replace(own, table=table, kept=numel, shard=numel)
+    own = replace(own, table=table, residual_numel=numel, shard=numel)
 
     lines = [line for destination in range(len(bases)) for line in dealt_to(destination)]
     every = cut([line.piece for line in lines], 1, widths=[line.width for line in lines])

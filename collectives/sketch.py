@@ -33,7 +33,7 @@ from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.cpu import cells as cpu_cells
 from commpress.kernels.cpu import row_codec as cpu
-from commpress.kernels.pieces import BLOCK, HASH, KEPT, KIND, NUMEL, SOURCE, Piece, Pieces, cut
+from commpress.kernels.pieces import BLOCK, HASH, KIND, NUMEL, RESIDUAL, SOURCE, Piece, Pieces, cut
 from commpress.work import Steps, overlapped
 
 Quanta = dict[str, float]  # parameter → a power of two, the same on every rank
@@ -99,7 +99,7 @@ def _plan(codec: SketchCodec, spans: Sequence[Span], ranks: int, quanta: Quanta)
     columns = message.pieces.table[:, [SOURCE, NUMEL, KIND, BLOCK, HASH]].tolist()
     lines = [Piece(source, length, kind, block, mark) for source, length, kind, block, mark in columns]
     starts = np.cumsum([0, *(span.numel for span in spans)])
-    side_by_side = [piece._replace(source=int(at)) for piece, at in zip(lines, message.pieces.table[:, KEPT], strict=True)]
+    side_by_side = [piece._replace(source=int(at)) for piece, at in zip(lines, message.pieces.table[:, RESIDUAL], strict=True)]
     label = ",".join(f"{span.name}+{span.numel}" for span in spans)
 
     def exact(numel: int, name: str) -> Message:
@@ -156,7 +156,7 @@ def reduce_sketch(
     if finite and mean is not None:
         start = perf_counter()
         quanta = next_quanta(mean, plan)
-        for source, numel, at in plan.message.pieces.kept_runs:
+        for source, numel, at in plan.message.pieces.residual_runs:
             torch.div(mean[at : at + numel], gain, out=buffer[source : source + numel])
         workspace.decoded(start)
     if feedback is None:

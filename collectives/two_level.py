@@ -35,7 +35,7 @@ from commpress.collectives.transports.transport import Transport, part_of
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.pieces import BLOCK, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH, Piece, Pieces, cut
+from commpress.kernels.pieces import BLOCK, HASH, KIND, NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH, Piece, Pieces, cut
 from commpress.kernels.reference import FP32
 from commpress.work import Steps, Work, overlapped
 
@@ -112,7 +112,8 @@ class Route:
 
     def zeros(self, device: torch.device | str = "cpu") -> Feedbacks:
         return {
-            index: ErrorFeedback.zeros(m.pieces, device) if m.pieces.kept else None for index, m in self.between.items()
+            index: ErrorFeedback.zeros(m.pieces, device) if m.pieces.residual_numel else None
+            for index, m in self.between.items()
         }
 
 
@@ -137,7 +138,7 @@ def route(message: Message, hierarchy: Hierarchy) -> Route:
             start, first = index * slice_, (index % count) * slice_
             numel = min(max(int(line[NUMEL]) - start, 0), slice_)
             mark = int(line[HASH]) ^ (index * 0x9E3779B1 & 0xFFFFFFFF)
-            keep = bool(line[KEPT] >= 0) and numel > 0
+            keep = bool(line[RESIDUAL] >= 0) and numel > 0
             pieces.append(Piece(int(sum_[SHARD]) + first, numel, int(line[KIND]), int(line[BLOCK]), mark, keep))
             keys.append((name, offset + start))
         label = zlib.crc32(index.to_bytes(4, "little"), message.label)
@@ -237,7 +238,7 @@ def reduce_route(
     ``changes``: ``feedbacks`` hold estimates, of what all know of this message.
     """
     inside, message, flag = hierarchy.inside, route.message, torch.zeros(1, dtype=torch.uint8, device=buffer.device)
-    changes = changes and message.pieces.kept > 0
+    changes = changes and message.pieces.residual_numel > 0
     sums = yield from _sum_inside(buffer, flag, route, inside, workspace, sequence)
     total = _floats(sums[0])
     jobs: list[tuple[ErrorFeedback | None, dict[str, Any]]] = []
@@ -248,7 +249,7 @@ def reduce_route(
             "sequence": sequence * hierarchy.slices + index, "divisor": hierarchy.divisor,
         }))  # fmt: skip
     scale = hierarchy.scale
-    if changes and message.pieces.kept:
+    if changes and message.pieces.residual_numel:
         outcomes = yield from _abreast([reduce_changes(total, f, gain=gain, scale=scale, **o) for f, o in jobs])
         back, reply, lent, gain = route.inside, sums[:1], [sums], 1.0  # the means themselves
     else:

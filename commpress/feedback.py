@@ -19,7 +19,7 @@ import torch
 
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.pieces import KEPT, NUMEL, SHARD, WIDTH, Pieces
+from commpress.kernels.pieces import NUMEL, RESIDUAL, SHARD, WIDTH, Pieces
 
 Key = tuple[str, int]  # parameter name, offset of the piece in it
 Residual = tuple[torch.Tensor, ...]  # sent, reduced and, with EF21, known
@@ -29,11 +29,11 @@ Residual = tuple[torch.Tensor, ...]  # sent, reduced and, with EF21, known
 class ErrorFeedback:
     """For one message on one rank; float32, laid out as ``pieces`` says."""
 
-    sent: torch.Tensor  # [pieces.kept]: residual of what this rank sent
+    sent: torch.Tensor  # [pieces.residual_numel]: residual of what this rank sent
     reduced: torch.Tensor  # [pieces.shard]: residual of the rows that this rank reduces and sends back
     sent_scale: torch.Tensor | None = None  # [pieces · rows], lazy scales
     reduced_scale: torch.Tensor | None = None  # [pieces]
-    known: torch.Tensor | None = None  # [pieces.kept], the same on every rank; EF21 only
+    known: torch.Tensor | None = None  # [pieces.residual_numel], the same on every rank; EF21 only
     joined: bool = False  # see ``join``
 
     @classmethod
@@ -43,13 +43,13 @@ class ErrorFeedback:
                 return torch.from_numpy(np.zeros(numel, np.float32))
             return torch.zeros(numel, dtype=torch.float32, device=device)
 
-        feedback = cls(new(pieces.kept), new(pieces.shard if pieces.kept else 0))
-        if pieces.row_scales and pieces.kept:
+        feedback = cls(new(pieces.residual_numel), new(pieces.shard if pieces.residual_numel else 0))
+        if pieces.row_scales and pieces.residual_numel:
             count = len(pieces.table)
             feedback.sent_scale = new(count * pieces.rows)
             feedback.reduced_scale = new(count)
         if ef21:
-            feedback.known = new(pieces.kept)
+            feedback.known = new(pieces.residual_numel)
         return feedback
 
     def settle(self, pieces: Pieces) -> None:
@@ -102,7 +102,7 @@ class _Place:
 
     def sent(self) -> torch.Tensor:
         line = self.pieces.table[self.index]
-        return self.feedback.sent[line[KEPT] : line[KEPT] + line[NUMEL]]
+        return self.feedback.sent[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
 
     def reduced(self) -> torch.Tensor:
         line = self.pieces.table[self.index]
@@ -110,7 +110,7 @@ class _Place:
 
     def known(self) -> torch.Tensor | None:
         line = self.pieces.table[self.index]
-        return None if self.feedback.known is None else self.feedback.known[line[KEPT] : line[KEPT] + line[NUMEL]]
+        return None if self.feedback.known is None else self.feedback.known[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
 
     def every(self) -> "Residual":
         known = self.known()
@@ -130,11 +130,11 @@ class ResidualStore:
         self._loaded: dict[Key, Residual] = {}
 
     def attach(self, keys: Sequence[Key], pieces: Pieces, device: torch.device) -> ErrorFeedback | None:
-        if not pieces.kept:
+        if not pieces.residual_numel:
             return None
         feedback = ErrorFeedback.zeros(pieces, device, ef21=self.ef21)
         for i, key in enumerate(keys):
-            if pieces.table[i, KEPT] < 0:
+            if pieces.table[i, RESIDUAL] < 0:
                 continue
             place = _Place(feedback, pieces, i)
             if key in self._places:

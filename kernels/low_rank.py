@@ -56,12 +56,12 @@ def project(
         torch.bmm(right, new.transpose(1, 2), out=left)
 
 
-def fold(m: torch.Tensor, p: torch.Tensor, q: torch.Tensor, matrices: Matrices, *, keep: bool = True) -> None:
+def fold(m: torch.Tensor, p: torch.Tensor, q: torch.Tensor, matrices: Matrices, *, subtract: bool = True) -> None:
     for group in _groups(matrices):
         whole, left = group.all(m, PLACE, group.tall, group.wide), group.all(p, LEFT, group.rank, group.tall)
         right = group.all(q, RIGHT, group.rank, group.wide)
         torch.bmm(left, whole, out=right)
-        if keep:
+        if subtract:
             whole.baddbmm_(left.transpose(1, 2), right, alpha=-1)
 
 

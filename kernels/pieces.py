@@ -15,7 +15,7 @@ import numpy as np
 from commpress.kernels import registered
 from commpress.kernels.reference import CASTS, CHUNK, SIGN_L1, SIGN_RMS, code_bits, row_bytes
 
-SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, KEPT, SHARD, HASH = range(10)  # KEPT < 0: no feedback
+SOURCE, NUMEL, WIDTH, KIND, BLOCK, BITS, COLUMN, RESIDUAL, SHARD, HASH = range(10)  # RESIDUAL < 0: no feedback
 
 
 class Piece(NamedTuple):
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     kind: int
     block: int  # elements per scale, 0: one scale per row
     hash: int = 0  # makes the noise of stochastic codecs independent between pieces
-    feedback: bool = True  # keep what compression leaves behind
+    feedback: bool = True  # what compression leaves behind is sent later
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Pieces:
     rows: int
     row_bytes: int
     numel: int  # elements of all pieces
-    kept: int  # elements of those with feedback: the length of a residual of what was sent
+    residual_numel: int  # elements of those with feedback: the length of a residual of what was sent
     shard: int  # elements of one row of all pieces, padding included: the length of a residual of what was reduced
     row_scales: bool  # some sign piece has one scale per row, so its residual can be lazy
 
     @cached_property
-    def kept_runs(self) -> list[tuple[int, int, int]]:
+    def residual_runs(self) -> list[tuple[int, int, int]]:
         """(first element in the buffer, elements, first element in the sent residual) of what has feedback, joined up."""
         runs: list[tuple[int, int, int]] = []
-        for source, numel, kept in self.table[self.table[:, KEPT] >= 0][:, [SOURCE, NUMEL, KEPT]].tolist():
+        for source, numel, start in self.table[self.table[:, RESIDUAL] >= 0][:, [SOURCE, NUMEL, RESIDUAL]].tolist():
             first, length, at = runs[-1] if runs else (-1, 0, 0)
-            if (source, kept) == (first + length, at + length):
+            if (source, start) == (first + length, at + length):
                 runs[-1] = (first, length + numel, at)
             else:
-                runs.append((source, numel, kept))
+                runs.append((source, numel, start))
         return runs
 
     @cached_property
@@ -64,7 +64,7 @@ class Pieces:
     @cached_property
     def residual_layout(self) -> bytes:
         """Equal where one tensor can hold the residual of either."""
-        return self.table[:, [NUMEL, WIDTH, BLOCK, KEPT, SHARD]].tobytes() + f"{self.rows} {self.row_scales}".encode()
+        return self.table[:, [NUMEL, WIDTH, BLOCK, RESIDUAL, SHARD]].tobytes() + f"{self.rows} {self.row_scales}".encode()
 
     @cached_property
     def blocks(self) -> int:
@@ -82,22 +82,22 @@ def cut(pieces: Sequence[Piece], rows: int, *, widths: Sequence[int] = ()) -> Pi
 
     ``widths``: elements of a row of each piece, multiples of 8, where they are not the least that hold it.
     """
-    lines, column, numel, kept, shard, row_scales = [], 0, 0, 0, 0, False
+    lines, column, numel, residual_numel, shard, row_scales = [], 0, 0, 0, 0, False
     for piece, width in zip(pieces, widths or [width_of(p.numel, rows) for p in pieces], strict=True):
         users = registered.known(piece.kind)
         bits = 0 if users else code_bits(piece.kind)
         size = registered.size_of(piece.kind, width) if users else row_bytes(piece.kind, width, piece.block)
-        at = kept if piece.feedback else -1
+        at = residual_numel if piece.feedback else -1
         lines.append((piece.source, piece.numel, width, piece.kind, piece.block, bits, column, at, shard, piece.hash))
         column += -(-size // 8) * 8
         numel += piece.numel
-        kept += piece.numel if piece.feedback else 0
+        residual_numel += piece.numel if piece.feedback else 0
         shard += width
         row_scales = row_scales or (piece.block == 0 and piece.kind <= SIGN_RMS)
         if piece.block == 0 and piece.kind > SIGN_RMS and piece.kind not in CASTS:
             raise ValueError("one scale per row exists for the sign codec only")
     table = np.array(lines, np.int64).reshape(-1, 10)
-    return Pieces(table, rows, column, numel, kept, shard, row_scales)
+    return Pieces(table, rows, column, numel, residual_numel, shard, row_scales)
 
 
 def own_row(pieces: Pieces, rank: int) -> Pieces:
@@ -105,5 +105,5 @@ def own_row(pieces: Pieces, rank: int) -> Pieces:
     table = pieces.table.copy()
     table[:, SOURCE] = table[:, SHARD]
     table[:, NUMEL] = np.clip(pieces.table[:, NUMEL] - rank * table[:, WIDTH], 0, table[:, WIDTH])
-    table[:, KEPT] = np.where(table[:, KEPT] >= 0, table[:, SHARD], -1)
-    return replace(pieces, table=table, rows=1, numel=int(table[:, NUMEL].sum()), kept=pieces.shard)
+    table[:, RESIDUAL] = np.where(table[:, RESIDUAL] >= 0, table[:, SHARD], -1)
+    return replace(pieces, table=table, rows=1, numel=int(table[:, NUMEL].sum()), residual_numel=pieces.shard)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from commpress.kernels.pieces import COLUMN, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH, Pieces
+from commpress.kernels.pieces import COLUMN, KIND, NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH, Pieces
 from commpress.kernels.registered import PlainCodec, of_kind
 
 
@@ -45,7 +45,7 @@ def _encode_rows(
     for line in pieces.table:
         for row, (start, stop) in enumerate(_rows(line, pieces.rows)):
             values = x[line[SOURCE] + start : line[SOURCE] + stop].float() * gain
-            kept = slice(line[KEPT] + start, line[KEPT] + stop) if line[KEPT] >= 0 else None
+            kept = slice(line[RESIDUAL] + start, line[RESIDUAL] + stop) if line[RESIDUAL] >= 0 else None
             _encode(values, wire[row], flag, line, kept, residual, new_residual)
 
 
@@ -55,7 +55,7 @@ def _serve(
 ) -> None:  # fmt: skip
     for line in pieces.table:
         mean = _mean(wires, line, rank, divisor)
-        kept = slice(line[SHARD], line[SHARD] + len(mean)) if line[KEPT] >= 0 else None
+        kept = slice(line[SHARD], line[SHARD] + len(mean)) if line[RESIDUAL] >= 0 else None
         _encode(mean, wire[0], flag, line, kept, residual, new_residual)
 
 

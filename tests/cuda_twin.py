@@ -8,7 +8,7 @@ import torch
 
 from commpress.kernels import reference
 from commpress.kernels.cuda import row_codec as cuda
-from commpress.kernels.pieces import COLUMN, KEPT, SHARD, WIDTH, Piece, Pieces, cut, width_of
+from commpress.kernels.pieces import COLUMN, RESIDUAL, SHARD, WIDTH, Piece, Pieces, cut, width_of
 from commpress.kernels.reference import BITS, LOG, RANDOM, SHIFTED, TERNARY, TOP, UNBIASED, family_of, kind_of
 
 KINDS = sorted(reference.CODE_BITS)
@@ -239,10 +239,10 @@ def check_pieces(device, repeat: int = 1):
         for i, (s, n, k) in enumerate(zip(sources, lengths, kinds, strict=True))
     ]
     pieces, flag = cut(items, rows), torch.zeros(1, dtype=torch.uint8, device=device)
-    x, residual = sample(int(max(sources + lengths)) + 3, 1), sample(pieces.kept, 2)
+    x, residual = sample(int(max(sources + lengths)) + 3, 1), sample(pieces.residual_numel, 2)
     stale = np.where([k == (0, 0) or k == (1, 0) for k in kinds], 0.25, 0).astype(np.float32).repeat(rows)
     value, scale = floats(residual, device), torch.full((len(stale),), 7.0, device=device)
-    wire, left = Wire(rows, pieces, 64, device), torch.full((pieces.kept,), 7.0, device=device)
+    wire, left = Wire(rows, pieces, 64, device), torch.full((pieces.residual_numel,), 7.0, device=device)
     cuda.encode(
         floats(x, device), wire.rows, flag, pieces, key=5, residual=value, residual_scale=floats(stale, device),
         new_residual=left, new_scale=scale,
@@ -253,7 +253,7 @@ def check_pieces(device, repeat: int = 1):
     for i, (item, line) in enumerate(zip(items, pieces.table, strict=True)):
         width, lazy = int(line[WIDTH]), item.block == 0 and item.kind <= reference.SIGN_RMS
         span = slice(item.source, item.source + item.numel)
-        kept = slice(int(line[KEPT]), int(line[KEPT]) + item.numel)
+        kept = slice(int(line[RESIDUAL]), int(line[RESIDUAL]) + item.numel)
         old = residual[kept] if item.feedback else None
         if lazy and item.feedback:
             old = old - np.where(old >= 0, np.float32(0.25), np.float32(-0.25))

@@ -6,7 +6,7 @@ from commpress.codecs.family import EXACT, NAMES
 from commpress.codecs.policy import ByName, Same
 from commpress.collectives import buckets
 from commpress.collectives.buckets import Span, messages, one_message
-from commpress.kernels.pieces import KEPT, NUMEL, SOURCE
+from commpress.kernels.pieces import NUMEL, RESIDUAL, SOURCE
 
 SIGN = Same(NAMES["sign"])
 
@@ -46,7 +46,7 @@ def test_every_element_travels_once():
         at += numel
     assert at == 250 + 7 + 333 + 100 + 1
     assert sum(m.pieces.numel for m in plan) == at
-    assert {key[0] for m in plan for key, line in zip(m.keys, m.pieces.table, strict=True) if line[KEPT] < 0} == {"c"}
+    assert {key[0] for m in plan for key, line in zip(m.keys, m.pieces.table, strict=True) if line[RESIDUAL] < 0} == {"c"}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_description_tells_which_tensor_has_which_codec():
 def test_a_whole_buffer_is_one_message_however_long():
     message = one_message(1000, NAMES["sign"], 2)
     assert message.keys == (("", 0),)
-    assert message.pieces.numel == message.pieces.kept == 1000
-    assert one_message(1000, EXACT, 2).pieces.kept == 0
-    assert one_message(1000, NAMES["sign"], 2, feedback=False).pieces.kept == 0
+    assert message.pieces.numel == message.pieces.residual_numel == 1000
+    assert one_message(1000, EXACT, 2).pieces.residual_numel == 0
+    assert one_message(1000, NAMES["sign"], 2, feedback=False).pieces.residual_numel == 0
     assert one_message(8, EXACT, 2, name="a").label != one_message(8, EXACT, 2, name="b").label

@@ -210,7 +210,7 @@ def test_noise_is_not_kept():
     """No residual for codecs whose error has no mean to send later."""
     assert [name for name, codec in EVERY.items() if not codec.feedback] == ["terngrad", "randk-8-unbiased"]
     message = one_message(100, codec_named("terngrad"), 2)
-    assert message.pieces.kept == 0
+    assert message.pieces.residual_numel == 0
 
 
 # ---------------------------------------------------------------- nothing is lost
@@ -222,7 +222,7 @@ def test_telescoping(codec, ranks):
     """Σ outputs + R = Σ mean inputs, for any codec with feedback; ranks agree in every bit for all."""
     numel = 1337
     message = one_message(numel, codec, ranks)
-    feedbacks = [ErrorFeedback.zeros(message.pieces) if message.pieces.kept else None for _ in range(ranks)]
+    feedbacks = [ErrorFeedback.zeros(message.pieces) if message.pieces.residual_numel else None for _ in range(ranks)]
     sent, wanted = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
     for step in range(25):
         buffers = [heavy(numel, step * 10 + r) for r in range(ranks)]

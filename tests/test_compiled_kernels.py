@@ -110,7 +110,7 @@ def test_the_user_s_cache_comes_first_and_then_a_temporary_one(monkeypatch, tmp_
 
 
 def test_nowhere_to_write_is_said_once(monkeypatch, caplog):
-    object_cache._say_that_nothing_is_kept.cache_clear()
+    object_cache._warn_without_cache.cache_clear()
     monkeypatch.setenv("COMMPRESS_CACHE_DIR", "/proc/nowhere")
     with caplog.at_level(logging.WARNING, "commpress"):
         assert not object_cache.store("a", b"code")
@@ -206,8 +206,8 @@ def test_the_smaller_kernel_for_signs_and_casts_gives_the_same_bytes(monkeypatch
     for mixed in (None, True):
         monkeypatch.setattr(cpu, "_mixed", lambda pieces, mixed=mixed: mixed)
         wire, flag, out = torch.zeros(2, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), x.clone()
-        left = torch.zeros(pieces.kept)
-        cpu.encode(x, wire, flag, pieces, residual=torch.ones(pieces.kept), new_residual=left)
+        left = torch.zeros(pieces.residual_numel)
+        cpu.encode(x, wire, flag, pieces, residual=torch.ones(pieces.residual_numel), new_residual=left)
         cpu.decode(wire, out, pieces)
         results.append((wire, left, out))
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))

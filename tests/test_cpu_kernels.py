@@ -189,7 +189,7 @@ def test_pieces_side_by_side_are_the_pieces_one_by_one():
         Piece(int(s), n, k, b, hash=i) for i, (s, n, (k, b)) in enumerate(zip(sources, lengths, kinds, strict=True))
     ]
     pieces, flag = cut(items, rows), torch.zeros(1, dtype=torch.uint8)
-    wire, left = framed(rows, pieces.row_bytes, 64), torch.empty(pieces.kept)
+    wire, left = framed(rows, pieces.row_bytes, 64), torch.empty(pieces.residual_numel)
     cpu.encode(x, wire, flag, pieces, key=5, residual=residual, new_residual=left)
     out = torch.full((30_000,), -1.0)
     cpu.decode(wire, out, pieces)

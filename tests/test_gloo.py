@@ -51,7 +51,7 @@ class Rank:
     def __init__(self, rank, transport, plan, checksum=True):
         self.rank, self.transport, self.plan = rank, Recorded(transport), plan
         self.workspace = Workspace(checksum=checksum)
-        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.kept else None for m in plan]
+        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.residual_numel else None for m in plan]
         self.outputs = []
 
     def steps(self, step):

@@ -171,7 +171,7 @@ class Run:
         """The mean of the ranks' residuals, in the places of the inputs."""
         owed = torch.zeros(self.numel, dtype=torch.float64)
         mean = torch.stack([f.sent for f in self.feedbacks]).double().mean(0)
-        for start, numel, kept in self.plans[0].message.pieces.kept_runs:
+        for start, numel, kept in self.plans[0].message.pieces.residual_runs:
             owed[start : start + numel] = mean[kept : kept + numel]
         return owed
 

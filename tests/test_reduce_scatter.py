@@ -52,7 +52,8 @@ class World:
             deals(self.parts, policy_of(codec), rank=r, ranks=ranks, feedback=feedback) for r in range(ranks)
         ]
         self.feedbacks = [
-            [ErrorFeedback.zeros(d.every.pieces) if d.every.pieces.kept else None for d in plan] for plan in self.plans
+            [ErrorFeedback.zeros(d.every.pieces) if d.every.pieces.residual_numel else None for d in plan]
+            for plan in self.plans
         ]
         self.workspaces = [Workspace(checksum=True) for _ in range(ranks)]
         self.transports = [Recorded(t) for t in Loopback(ranks).transports()]

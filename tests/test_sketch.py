@@ -163,7 +163,7 @@ def test_tensors_of_other_codecs_are_left_alone():
     spans = [Span("body", 0, 500), Span("head", 500, 100), Span("tail", 600, 200)]
     (plan,) = plan_sketches(spans, policy, 2, {})
     assert plan.names == ("body", "tail")
-    assert [tuple(run) for run in plan.message.pieces.kept_runs] == [(0, 500, 0), (600, 200, 500)]
+    assert [tuple(run) for run in plan.message.pieces.residual_runs] == [(0, 500, 0), (600, 200, 500)]
 
 
 def test_too_few_cells_and_other_mistakes_are_refused():

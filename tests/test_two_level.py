@@ -24,7 +24,7 @@ from commpress.collectives.two_level import (
     routes,
 )
 from commpress.errors import InvalidArgument, Mismatch
-from commpress.kernels.pieces import KEPT, NUMEL, SHARD, SOURCE, WIDTH, width_of
+from commpress.kernels.pieces import NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH, width_of
 from test_allreduce import errors_are_in_order
 
 EVEN = [
@@ -79,9 +79,9 @@ class Group:
                     message, mine = route.between[index], h.between[index].rank
                     feedback.settle(message.pieces)
                     for (_, at), line in zip(message.keys, message.pieces.table, strict=True):
-                        if line[KEPT] < 0:
+                        if line[RESIDUAL] < 0:
                             continue
-                        sent = feedback.sent[line[KEPT] : line[KEPT] + line[NUMEL]]
+                        sent = feedback.sent[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
                         total[at : at + line[NUMEL]] += sent.double().numpy() / h.divisor
                         first = min(mine * line[WIDTH], line[NUMEL])
                         last = min(first + line[WIDTH], line[NUMEL])

@@ -137,7 +137,7 @@ class Checked(Reduced):
             if feedback is None:
                 continue
             feedback.settle(message.pieces)
-            for start, numel, kept in message.pieces.kept_runs:
+            for start, numel, kept in message.pieces.residual_runs:
                 owed[start : start + numel] += feedback.sent[kept : kept + numel]
             for line in message.pieces.table:
                 first = min(rank * line[WIDTH], line[NUMEL])

@@ -38,7 +38,7 @@ class Reduced:
 
     def forget(self) -> None:
         """Let go of what compression has left behind."""
-        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.kept else None for m in self.messages]
+        self.feedbacks = [ErrorFeedback.zeros(m.pieces) if m.pieces.residual_numel else None for m in self.messages]
         self.rounds = 0
 
     def fill(self) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
-from commpress.documents import Document
 from commpress.codecs.registry import codec_named
+from commpress.documents import Document
 from commpress.errors import InvalidArgument
 
 FILE = Document("commpress plan", 1, 1 << 22, "commpress plan")

@@ -78,7 +78,7 @@ def measure_costs(names: Sequence[str] = CODECS, *, numel: int = BEYOND) -> Cost
 def encoding(x: torch.Tensor, wire: torch.Tensor, pieces: Pieces) -> Callable[[], None]:
     """A kernel call on the CPU, always the same."""
     kernels, flag = arithmetic(x.device), torch.zeros(1, dtype=torch.uint8)
-    old, new = (ErrorFeedback.zeros(pieces, x.device) if pieces.kept else None for _ in range(2))
+    old, new = (ErrorFeedback.zeros(pieces, x.device) if pieces.residual_numel else None for _ in range(2))
     return lambda: kernels.encode(
         x, wire, flag, pieces, residual=old and old.sent, residual_scale=old and old.sent_scale,
         new_residual=new and new.sent, new_scale=new and new.sent_scale,

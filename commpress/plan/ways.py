@@ -84,7 +84,7 @@ def _flat(
             plan = plan_matrices(matrices, transport.size, {}, device=buffer.device)
             steps.append(reduce_matrices(buffer, no_residual(), plan=plan, sequence=sequence + len(rows), **options))
         if rows:
-            residuals = [no_residual() if m.pieces.kept else None for m in rows]
+            residuals = [no_residual() if m.pieces.residual_numel else None for m in rows]
             steps.append(reduce_bucket(buffer, residuals, messages=rows, sequence=sequence, **options))
         jobs.append(overlapped(steps, limit=2) if len(steps) > 1 else steps[0])
         sequence += len(rows) + (MatrixPlan.MESSAGES if matrices else 0)
@@ -99,7 +99,7 @@ def _layered(
     sequence = 0
     for bucket in buckets:
         plan = routes(bucket.spans, RowsOnly(policy), hierarchy)
-        residuals = [{i: no_residual() if m.pieces.kept else None for i, m in r.between.items()} for r in plan]
+        residuals = [{i: no_residual() if m.pieces.residual_numel else None for i, m in r.between.items()} for r in plan]
         jobs.append(
             reduce_routes(
                 buffer, residuals, plan=plan, hierarchy=hierarchy, workspace=workspace, sequence=sequence

@@ -15,7 +15,7 @@ from commpress.collectives.reduce_scatter import deals, reduce_rows
 from commpress.errors import StateMismatch
 from commpress.feedback import Key, ResidualStore
 from commpress.integrations.fsdp.whole_parameters import WholeParameters
-from commpress.kernels.pieces import KEPT, NUMEL
+from commpress.kernels.pieces import NUMEL, RESIDUAL
 from commpress.work import run
 
 _FORMAT = 1
@@ -124,7 +124,7 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
             values[part.name] = torch.cat([each.reshape(-1) for each in slices])
         for deal in plan:
             for (name, offset), line in zip(deal.every.keys, deal.every.pieces.table, strict=True):
-                if line[KEPT] >= 0:
+                if line[RESIDUAL] >= 0:
                     residuals[name, offset] = (values[name][offset : offset + int(line[NUMEL])].clone(), _NONE)
         if reducer.whole is not None:
             for (name, offset), sent, reduced in state.residuals.places():

@@ -12,7 +12,7 @@ from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.buckets import Message, Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import Deal
-from commpress.kernels.pieces import KEPT, KIND, NUMEL, SOURCE
+from commpress.kernels.pieces import KIND, NUMEL, RESIDUAL, SOURCE
 from commpress.kernels.reference import CASTS, FP32
 
 
@@ -111,8 +111,8 @@ def relative_errors(before: torch.Tensor, spans: Sequence[Span], outcomes: Seque
             continue
         outcome.proposed.settle(outcome.message.pieces)
         for (name, _), line in zip(outcome.message.keys, outcome.message.pieces.table, strict=True):
-            if line[KEPT] >= 0:
-                part = outcome.proposed.sent[line[KEPT] : line[KEPT] + line[NUMEL]]
+            if line[RESIDUAL] >= 0:
+                part = outcome.proposed.sent[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
                 if outcome.proposed.known is not None:
                     part = part + before[line[SOURCE] : line[SOURCE] + line[NUMEL]]
                 left[name] = left.get(name, 0.0) + float(part.square().sum())

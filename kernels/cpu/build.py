@@ -21,7 +21,7 @@ from numba.core import config, types
 from numba.core.compiler_lock import global_compiler_lock
 
 from commpress.kernels.cpu import object_cache
-from commpress.kernels.cpu.digest import FAMILIES, FOLDER, digest, kept_name
+from commpress.kernels.cpu.digest import FAMILIES, FOLDER, cached_name, digest
 from commpress.kernels.cpu.kinds import FLAG, NOTHING, Kind
 from commpress.kernels.cpu.sources.kernel import KERNELS
 
@@ -184,9 +184,9 @@ def write(folder: Path) -> None:
     for old in folder.glob("*.bc"):
         old.unlink()
     for family in FAMILIES:
-        if (made := object_cache.load(kept_name(family))) is None:
+        if (made := object_cache.load(cached_name(family))) is None:
             made = bitcode(family)
-            object_cache.store(kept_name(family), made)
+            object_cache.store(cached_name(family), made)
         (folder / f"{family}.bc").write_bytes(made)
 
 

@@ -1,7 +1,7 @@
 """Kernels as machine code: bitcode that Numba made when the package was built, finished by LLVM for this very processor.
 
-A kernel is compiled when it is first called, and what came of it is kept (``object_cache``). Without bitcode of these very
-sources (a checkout in which somebody works) Numba makes it now.
+A kernel is compiled when it is first called, and its machine code cached on disk (``object_cache``). Without bitcode of these
+very sources (a checkout in which somebody works) Numba makes it now.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ import torch
 
 from commpress.errors import MissingPackage
 from commpress.kernels.cpu import object_cache
-from commpress.kernels.cpu.digest import FOLDER, LLVM, digest, kept_name
+from commpress.kernels.cpu.digest import FOLDER, LLVM, cached_name, digest
 from commpress.kernels.cpu.kinds import HALVES, NOTHING, Kind
 
 log = logging.getLogger("commpress")
@@ -172,11 +172,11 @@ def _packed(name: str) -> bytes | None:
 
 
 def _of_these_sources(name: str) -> bytes:
-    kept = kept_name(name)
-    if (file := object_cache.load(kept)) is not None:
+    file_name = cached_name(name)
+    if (file := object_cache.load(file_name)) is not None:
         return file
-    with object_cache.lock(kept):  # one process compiles, others wait for what it keeps
-        if (file := object_cache.load(kept)) is None:
+    with object_cache.lock(file_name):  # one process compiles, the others wait for its file
+        if (file := object_cache.load(file_name)) is None:
             log.warning(
                 "commpress: %s was not made from these sources of kernels: Numba compiles %s now, which takes up to half a "
                 "minute; python -m commpress.kernels.cpu.build makes it", FOLDER, name,
@@ -190,7 +190,7 @@ def _of_these_sources(name: str) -> bytes:
                     "Install commpress again from a wheel, upgrade llvmlite, or install Numba."
                 ) from error
             file = build.bitcode(name)
-            object_cache.store(kept, file)
+            object_cache.store(file_name, file)
     return file
 
 
@@ -230,13 +230,13 @@ def _function(family: str, symbol: str) -> Any:
 
 def machine_code(family: str, symbol: str) -> bytes:
     """An object file with the kernel that has this name, for this processor."""
-    kept = f"{digest()}-{LLVM}-{_host().name}-{symbol}.o"
-    code = object_cache.load(kept)
+    file_name = f"{digest()}-{LLVM}-{_host().name}-{symbol}.o"
+    code = object_cache.load(file_name)
     if code is None:
         started = time.thread_time()
         code = _optimised(_family(family).module, symbol)
         log.debug("commpress: compiled %s in %.2f s", symbol, time.thread_time() - started)
-        object_cache.store(kept, code)
+        object_cache.store(file_name, code)
     return code
 
 

@@ -25,6 +25,6 @@ def digest() -> str:
     return found.hexdigest()
 
 
-def kept_name(family: str) -> str:
+def cached_name(family: str) -> str:
     """Of a family's bitcode in a cache."""
     return f"{digest()}-{LLVM}-{family}.bc"

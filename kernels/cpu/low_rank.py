@@ -25,10 +25,10 @@ def project(x, residual, m, p, q, matrices: Matrices, *, gain=1.0):
            q.numpy(), matrices.table, units)  # fmt: skip
 
 
-def fold(m, p, q, matrices: Matrices, *, keep=True):
-    """Q := mᵀ·P; with ``keep`` m −= P·Qᵀ: what this rank's own part of the approximation leaves behind."""
+def fold(m, p, q, matrices: Matrices, *, subtract=True):
+    """Q := mᵀ·P; with ``subtract`` m −= P·Qᵀ: what this rank's own part of the approximation leaves behind."""
     units = matrices.column_units
-    split(loops.fold, len(units), m.numel(), m.numpy(), p.numpy(), q.numpy(), keep, matrices.table, units)
+    split(loops.fold, len(units), m.numel(), m.numpy(), p.numpy(), q.numpy(), subtract, matrices.table, units)
 
 
 def expand(p, q, x, matrices: Matrices, *, gain=1.0):

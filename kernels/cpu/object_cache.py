@@ -44,12 +44,12 @@ def load(name: str) -> bytes | None:
 
 
 def store(name: str, content: bytes) -> bool:
-    """Keep a file in the first folder that takes it; whether one does. Others see it whole or not at all."""
+    """Write a file to the first folder that takes it; True if one does. Others see it whole or not at all."""
     for folder in folders():
         with contextlib.suppress(OSError), _made(folder) as place:
             _write(name, blake2b(content, digest_size=_CHECK).digest() + content, place)
             return True
-    _say_that_nothing_is_kept()
+    _warn_without_cache()
     return False
 
 
@@ -125,7 +125,7 @@ def _say_that_others_may_write(folder: Path) -> None:
 
 
 @cache
-def _say_that_nothing_is_kept() -> None:
+def _warn_without_cache() -> None:
     log.warning(
         "commpress: no folder for a cache of compiled kernels can be written (%s): every process compiles what it uses, some "
         "2 seconds; COMMPRESS_CACHE_DIR names another", ", ".join(map(str, folders()))

@@ -65,8 +65,9 @@ def encode(
     """wire := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
 
     x float32[n] or bfloat16[n]; wire uint8[rows, row_bytes], gaps between rows allowed; residual, new_residual
-    float32[pieces.kept], which may be one tensor. With ``new_scale`` float32[pieces · rows] the residual of pieces with one
-    scale per row is lazy: new_residual := c there, and c − scale · sgn(c) is formed when it comes back with ``residual_scale``.
+    float32[pieces.residual_numel], which may be one tensor. With ``new_scale`` float32[pieces · rows] the residual of pieces
+    with one scale per row is lazy: new_residual := c there, and c − scale · sgn(c) is formed when it comes back with
+    ``residual_scale``.
     """
     _encode_any(x, gain, None, wire, flag, pieces, 0, key, residual, new_residual, residual_scale, new_scale)
 

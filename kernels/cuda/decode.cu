@@ -55,5 +55,5 @@ decode_mean(const byte *wires, int64 stride, int senders, float *out, const int6
     const Tile tile = this_tile<TILE>(Table{columns, lines, tiles, rows, rank});
     f32 c[ITEMS];
     read_mean<APART>(c, wires, stride, senders, f32{(float)senders}, tile);
-    write_floats<APART>((f32 *)out + tile.kept, c, tile.real);
+    write_floats<APART>((f32 *)out + tile.residual_at, c, tile.real);
 }

@@ -45,7 +45,7 @@ __device__ __forceinline__ void compensate(f32 (&c)[ITEMS], const Job &job, cons
         return;
     }
     f32 old[ITEMS];
-    read_floats<STRIDE>(old, job.residual + tile.kept, tile.real);
+    read_floats<STRIDE>(old, job.residual + tile.residual_at, tile.real);
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
         const f32 plain = old[j] - signed_as(old[j], lazy);

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from commpress.errors import InvalidArgument, MissingPackage
-from commpress.kernels.pieces import BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH, Pieces
+from commpress.kernels.pieces import BLOCK, COLUMN, HASH, KIND, NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH, Pieces
 from commpress.kernels.reference import BITS, CHUNK, SIGN_L1, SIGN_RMS, head_bytes
 
 THREADS, FINISH_THREADS = 256, 1024
@@ -149,7 +149,7 @@ def _upload(table_bytes: bytes, device: torch.device) -> list[Group]:
         heads = [head_bytes(int(line[KIND]), int(line[WIDTH]), int(line[BLOCK])) for line in lines]
         columns = [
             np.cumsum(tiles) - tiles, np.cumsum(decode_tiles) - decode_tiles, numbers, lines[:, SOURCE],
-            lines[:, NUMEL], lines[:, WIDTH], shifts, lines[:, KIND] >> 8, heads, lines[:, COLUMN], lines[:, KEPT],
+            lines[:, NUMEL], lines[:, WIDTH], shifts, lines[:, KIND] >> 8, heads, lines[:, COLUMN], lines[:, RESIDUAL],
             lines[:, SHARD], lines[:, HASH],
         ]  # fmt: skip
         on_device = torch.from_numpy(np.array(columns, np.int64)).to(device)
@@ -247,7 +247,7 @@ def encode(
     _check_wire(wire, pieces)
     _check_floats(
         wire.device, x=(x, _buffer_numel(pieces)),
-        residual=(residual, pieces.kept), new_residual=(new_residual, pieces.kept),
+        residual=(residual, pieces.residual_numel), new_residual=(new_residual, pieces.residual_numel),
         residual_scale=(residual_scale, scales), new_scale=(new_scale, scales),
     )  # fmt: skip
     yield from _encode_any(
@@ -307,7 +307,7 @@ def decode_mean(wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: in
 def settle(value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False) -> Iterator[Launch]:
     """Turn a lazy residual into a plain one, in place: v −= scale · sgn(v)."""
     rows, rank = (1, 0) if shard else (pieces.rows, EVERY_ROW)
-    numel = pieces.shard if shard else pieces.kept
+    numel = pieces.shard if shard else pieces.residual_numel
     _check_floats(value.device, value=(value, numel), scale=(scale, len(pieces.table) * rows))
     for group in _groups(pieces, value.device):
         if group.row_scale:

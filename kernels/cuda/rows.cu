@@ -8,7 +8,7 @@ __device__ __forceinline__ void measure(const Job &job) {
     const Tile tile = this_tile<TILE>(job.table);
     f32 c[ITEMS];
     compensate<MEAN, THREADS>(c, job, tile);
-    if (job.new_residual && tile.feedback) write_floats<THREADS>(job.new_residual + tile.kept, c, tile.real);
+    if (job.new_residual && tile.feedback) write_floats<THREADS>(job.new_residual + tile.residual_at, c, tile.real);
     collect_signs<THREADS>(c, tile.real, words);
     total_terms<THREADS>(c, TILE_SHIFT, job.totals + blockIdx.x);
     store_signs(job.codes(tile), words, tile.padded);
@@ -77,7 +77,7 @@ settle(float *value, const float *scale, const int64 *columns, int lines, int ti
     if (!tile.feedback) return;
     const f32 s = f32{scale[tile.scale]};
     const int real = whole ? tile.padded : tile.real;
-    f32 *at = (f32 *)value + tile.kept;
+    f32 *at = (f32 *)value + tile.residual_at;
     f32 v[ITEMS];
     read_floats<THREADS>(v, at, real);
 #pragma unroll

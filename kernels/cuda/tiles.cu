@@ -13,7 +13,7 @@ constexpr int DECODE_TILE = THREADS * DECODE_ITEMS;
 
 // The pieces of one family: columns[c * lines + line]. Kernels find their tile in it, cuda.py writes it.
 enum {
-    TILES_BEFORE, DECODE_TILES_BEFORE, PIECE, SOURCE, NUMEL, WIDTH, SHIFT, PARAMETER, HEAD, COLUMN, KEPT, SHARD, HASH
+    TILES_BEFORE, DECODE_TILES_BEFORE, PIECE, SOURCE, NUMEL, WIDTH, SHIFT, PARAMETER, HEAD, COLUMN, RESIDUAL, SHARD, HASH
 };
 
 struct Table {
@@ -31,7 +31,7 @@ struct Tile {
     int64 start;      // first element, in its row
     int64 at;         // the same in the whole piece: counts the noise
     int64 source;     // the same in the buffer
-    int64 kept;       // the same in the residual: of what was sent (all rows) or of what was reduced (one row)
+    int64 residual_at; // the same in the residual: of what was sent (all rows) or of what was reduced (one row)
     bool feedback;    // the piece has a residual
     int64 column;     // bytes of the row before the piece
     int row, scale;   // scale: place of the row's scale among the lazy ones
@@ -63,8 +63,8 @@ __device__ __forceinline__ Tile this_tile(const Table &table) {
     tile.start = (tile_of_row - table.get(BEFORE, line)) * SIZE;
     tile.at = table.row_of_piece(tile.row) * width + tile.start;
     tile.source = table.get(SOURCE, line) + tile.at;
-    tile.feedback = table.get(KEPT, line) >= 0;
-    tile.kept = table.rank < 0 ? table.get(KEPT, line) + tile.at : table.get(SHARD, line) + tile.start;
+    tile.feedback = table.get(RESIDUAL, line) >= 0;
+    tile.residual_at = table.rank < 0 ? table.get(RESIDUAL, line) + tile.at : table.get(SHARD, line) + tile.start;
     tile.scale = (int)table.get(PIECE, line) * table.rows + tile.row;
     tile.column = table.get(COLUMN, line);
     tile.head = table.get(HEAD, line);

@@ -107,7 +107,7 @@ template <int STRIDE>
 __device__ __forceinline__ void emit(const f32 (&c)[ITEMS], const Job &job, const Tile &tile, const Scale *table) {
     const int base = item_base<STRIDE, ITEMS>();
     byte *codes = job.codes(tile);
-    f32 *left = job.new_residual && tile.feedback ? job.new_residual + tile.kept : nullptr;
+    f32 *left = job.new_residual && tile.feedback ? job.new_residual + tile.residual_at : nullptr;
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
         const int element = base + j * STRIDE;

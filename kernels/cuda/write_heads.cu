@@ -292,7 +292,7 @@ __device__ __forceinline__ void encode_tile(const Job &job) {
     else if (KIND == LOG) encode_powers(c, job, tile, block, team);
     else if (KIND == TOP) encode_top(c, job, tile, block, team);
     else encode_random(c, job, tile, block, team);
-    if (job.new_residual && tile.feedback) write_floats<1>(job.new_residual + tile.kept, c, tile.real);
+    if (job.new_residual && tile.feedback) write_floats<1>(job.new_residual + tile.residual_at, c, tile.real);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) encode_blocks(PARAMETERS) { encode_tile<false>(JOB); }

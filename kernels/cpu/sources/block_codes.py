@@ -203,7 +203,7 @@ def cast(c, n, kind, work, left, codes):
     """Codes of bf16, fp16 and fp32 blocks, ``left`` := c − decoded; returns the largest |c|, NaN if not finite."""
     pattern = peak_bits(c, n)
     finite = np.float32(np.nan) if pattern >= INFINITY else np.float32(0)
-    source, kept = c.view(np.uint32), work.view(np.uint32)
+    source, decoded = c.view(np.uint32), work.view(np.uint32)
     if kind == FP32:
         raw = c.view(np.uint8)
         for i in range(4 * n):
@@ -215,10 +215,10 @@ def cast(c, n, kind, work, left, codes):
         bits = source[i]
         if kind == BF16:
             code = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            kept[i] = code << np.uint32(16)
+            decoded[i] = code << np.uint32(16)
         else:
             code = _to_fp16(c[i], bits)
-            kept[i] = _shift_fp16(code)
+            decoded[i] = _shift_fp16(code)
             work[i] = work[i] * _FP16_BIAS
         codes[2 * i] = np.uint8(code)
         codes[2 * i + 1] = np.uint8(code >> np.uint32(8))

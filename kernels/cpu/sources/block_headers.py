@@ -1,4 +1,4 @@
-"""Blocks with a head: any number of bits with outliers kept, top-k, one at random, powers of four."""
+"""Blocks with a head: any number of bits with outliers apart, top-k, one at random, powers of four."""
 
 import numpy as np
 

@@ -60,9 +60,9 @@ def project(x, gain, residual, m, p, q, table, units, start, stop):
                 k += 1
 
 
-@kernel(m=FLOATS, p=FLOATS, q=FLOATS, keep=FLAG, table=TABLE, units=TABLE, start=I64, stop=I64)
+@kernel(m=FLOATS, p=FLOATS, q=FLOATS, subtract=FLAG, table=TABLE, units=TABLE, start=I64, stop=I64)
 @jit
-def fold(m, p, q, keep, table, units, start, stop):
+def fold(m, p, q, subtract, table, units, start, stop):
     for u in range(start, stop):
         line = table[units[u, 0]]
         first, last = units[u, 1], units[u, 2]
@@ -89,7 +89,7 @@ def fold(m, p, q, keep, table, units, start, stop):
                 e = p[line[LEFT] + k * tall + i]
                 for j in range(total.size):
                     total[j] = total[j] + a[j] * e
-        if keep:
+        if subtract:
             for i in range(tall):
                 a = m[at + i * wide + first : at + i * wide + last]
                 _product(a, p[line[LEFT] + i :], tall, q[line[RIGHT] + first :], wide, rank, np.float32(-1), True)

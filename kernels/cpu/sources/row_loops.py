@@ -22,7 +22,7 @@ from commpress.kernels.cpu.sources.block_headers import HEADS, block_head, decod
 from commpress.kernels.cpu.sources.decorators import jit
 from commpress.kernels.cpu.sources.kernel import kernel
 from commpress.kernels.cpu.sources.signs import encode_signs, mean_signs, pack_signs, stream_signs, unpack_signs
-from commpress.kernels.pieces import BITS, BLOCK, COLUMN, HASH, KEPT, KIND, NUMEL, SHARD, SOURCE, WIDTH
+from commpress.kernels.pieces import BITS, BLOCK, COLUMN, HASH, KIND, NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH
 from commpress.kernels.reference import BF16, CHUNK, SIGN_RMS
 
 # ``wire`` is one flat byte array; row r starts at r · stride. Blocks are numbered piece by piece, row by row.
@@ -164,14 +164,14 @@ def encode(
             scale_at, code_at = _head_at(line, step, k, mixed), k * step * bits // 8
             size = _head_size(kind, min(step, width - k * step), step, mixed)
             codes = row[head + code_at : head + code_at + span * bits // 8]
-            kept = line[SHARD] + k * step if senders > 0 else line[KEPT] + at
-            feedback = line[KEPT] >= 0
-            old = residual[kept : kept + n] if residual.size and feedback else residual[:0]
+            residual_at = line[SHARD] + k * step if senders > 0 else line[RESIDUAL] + at
+            feedback = line[RESIDUAL] >= 0
+            old = residual[residual_at : residual_at + n] if residual.size and feedback else residual[:0]
             lazy = stale[p * rows + r] if stale.size else np.float32(0)
             scale = np.float32(0)
             if n == step and kind <= SIGN_RMS and step >= 256:
-                keeps = new_residual.size > 0 and feedback
-                keep, keep_at = (new_residual, kept) if keeps else (left, 0)
+                writes = new_residual.size > 0 and feedback
+                new, new_at = (new_residual, residual_at) if writes else (left, 0)
                 source, factor = work[:n], np.float32(1)
                 if senders > 0:
                     for s in range(senders):
@@ -180,8 +180,8 @@ def encode(
                 else:
                     source, factor = widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work), gain
                 scale = encode_signs(
-                    source, factor, residual if old.size else residual[:0], kept, lazy, keep, keep_at, wire,
-                    r * stride + line[COLUMN] + head + code_at, step, kind == SIGN_RMS, whole_row, keeps, c, tree,
+                    source, factor, residual if old.size else residual[:0], residual_at, lazy, new, new_at, wire,
+                    r * stride + line[COLUMN] + head + code_at, step, kind == SIGN_RMS, whole_row, writes, c, tree,
                 )  # fmt: skip
             elif n > 0:
                 if senders > 0:
@@ -196,13 +196,13 @@ def encode(
                             c[i] = c[i] + (old[i] - (lazy if old[i] >= 0 else -lazy))
                 else:
                     _load(widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work), gain, old, lazy, c)
-                keep = new_residual[kept : kept + n] if new_residual.size and feedback else left
+                new = new_residual[residual_at : residual_at + n] if new_residual.size and feedback else left
                 noise = key ^ np.uint32(line[HASH])
                 if mixed is not None and headed:
                     first = row[scale_at : scale_at + size]
-                    scale = encode_headed(c, n, kind, at, noise, work, keep, first, codes)
+                    scale = encode_headed(c, n, kind, at, noise, work, new, first, codes)
                 else:
-                    scale = _quantize(c, n, kind, step, at, noise, tree, flags, work, keep, whole_row, codes, mixed)
+                    scale = _quantize(c, n, kind, step, at, noise, tree, flags, work, new, whole_row, codes, mixed)
             elif headed:
                 row[scale_at : scale_at + size] = 0
             for i in range((n * bits + 7) // 8, span * bits // 8):
@@ -315,9 +315,9 @@ def settle(value, scale, table, rows, shard):
         line = table[p]
         for r in range(rows):
             s = scale[p * rows + r]
-            if s == 0 or line[KEPT] < 0:
+            if s == 0 or line[RESIDUAL] < 0:
                 continue
-            first = line[SHARD] if shard else line[KEPT] + r * line[WIDTH]
-            last = first + line[WIDTH] if shard else line[KEPT] + min((r + 1) * line[WIDTH], line[NUMEL])
+            first = line[SHARD] if shard else line[RESIDUAL] + r * line[WIDTH]
+            last = first + line[WIDTH] if shard else line[RESIDUAL] + min((r + 1) * line[WIDTH], line[NUMEL])
             for i in range(first, last):
                 value[i] = value[i] - (s if value[i] >= 0 else -s)

@@ -108,7 +108,7 @@ def _unpack_64(typing, codes, byte, scale, out, at, add, past):
 
 
 @intrinsic(prefer_literal=True)
-def _load_64(typing, x, gain, residual, kept, stale, c, tree, at, codes, byte, i, kind, squares, more):
+def _load_64(typing, x, gain, residual, residual_at, stale, c, tree, at, codes, byte, i, kind, squares, more):
     """c[i : i + 64] := gain · x + residual; signs packed; tree[at : at + 64] := or, if ``more``, += c² or |c|."""
 
     def generate(*call):
@@ -138,12 +138,12 @@ def _load_64(typing, x, gain, residual, kept, stale, c, tree, at, codes, byte, i
 
 
 @jit
-def _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, kind, squares):
+def _load(x, gain, residual, residual_at, stale, c, tree, codes, byte, half, kind, squares):
     """Of a block of two halves. In the order of memory: processors fetch ahead what is read in order."""
     for i in range(0, half, 64):
-        _load_64(x, gain, residual, kept, stale, c, tree, i, codes, byte, i, kind, squares, False)
+        _load_64(x, gain, residual, residual_at, stale, c, tree, i, codes, byte, i, kind, squares, False)
     for i in range(0, half, 64):
-        _load_64(x, gain, residual, kept, stale, c, tree, i, codes, byte, half + i, kind, squares, True)
+        _load_64(x, gain, residual, residual_at, stale, c, tree, i, codes, byte, half + i, kind, squares, True)
 
 
 @intrinsic
@@ -197,7 +197,7 @@ def _fetch_64(typing, array, at):
 
 
 @jit
-def encode_signs(x, gain, residual, kept, stale, left, left_at, codes, byte, step, squares, whole_row, past, c, tree):
+def encode_signs(x, gain, residual, residual_at, stale, left, left_at, codes, byte, step, squares, whole_row, past, c, tree):
     """A full block of ``step`` elements (a power of two, at least 256): its codes, ``left`` := what stays behind; its scale.
 
     As ``_load``, ``tree_sum``, ``pack_signs`` and a subtraction, in two passes instead of five. ``whole_row``: one scale
@@ -210,17 +210,17 @@ def encode_signs(x, gain, residual, kept, stale, left, left_at, codes, byte, ste
     how = 0 if residual.size == 0 else PLAIN if stale == 0 else LAZY
     if squares:
         if how == 0:
-            _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 0, True)
+            _load(x, gain, residual, residual_at, stale, c, tree, codes, byte, half, 0, True)
         elif how == PLAIN:
-            _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 1, True)
+            _load(x, gain, residual, residual_at, stale, c, tree, codes, byte, half, 1, True)
         else:
-            _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 2, True)
+            _load(x, gain, residual, residual_at, stale, c, tree, codes, byte, half, 2, True)
     elif how == 0:
-        _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 0, False)
+        _load(x, gain, residual, residual_at, stale, c, tree, codes, byte, half, 0, False)
     elif how == PLAIN:
-        _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 1, False)
+        _load(x, gain, residual, residual_at, stale, c, tree, codes, byte, half, 1, False)
     else:
-        _load(x, gain, residual, kept, stale, c, tree, codes, byte, half, 2, False)
+        _load(x, gain, residual, residual_at, stale, c, tree, codes, byte, half, 2, False)
     while half > 128:
         half //= 2
         for i in range(half):
@@ -231,12 +231,12 @@ def encode_signs(x, gain, residual, kept, stale, left, left_at, codes, byte, ste
     if past:
         for i in range(0, step, 64):
             _fetch_64(x, step + i)
-            _fetch_64(residual, kept + step + i)
+            _fetch_64(residual, residual_at + step + i)
             _leave_64(c, i, scale, left, left_at + i, True)
     else:
         for i in range(0, step, 64):
             _fetch_64(x, step + i)
-            _fetch_64(residual, kept + step + i)
+            _fetch_64(residual, residual_at + step + i)
             _leave_64(c, i, scale, left, left_at + i, False)
     return total if whole_row else scale
 
