@@ -246,7 +246,7 @@ def reduce_message(
     )  # fmt: skip
     start = perf_counter()
     if outcome.finite:
-        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, message.mean, gain=1.0 / gain)
+        arithmetic(buffer.device, message.mean).decode(rows[:, HEADER:], buffer, message.mean, gain=1.0 / gain)
     workspace.decoded(start)
     workspace.give_wires(rows)
     return outcome
@@ -270,7 +270,7 @@ def average_rows(
     The average is the sum over the ranks divided by ``divisor`` (0: by their number). Give the rows back to the workspace.
     """
     pieces, device, ranks = message.pieces, buffer.device, transport.size
-    kernels = arithmetic(device)
+    kernels = arithmetic(device, pieces)
     outbox, inbox = workspace.wires(message, ranks, device), workspace.wires(message, ranks, device)
     back = HEADER + message.mean.row_bytes
     reply, every = workspace.rows(back, 1, device), outbox
@@ -319,7 +319,7 @@ def encode_and_send(
     new = workspace.residual(message, device) if old is not None else None
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
     start = perf_counter()
-    arithmetic(device).encode(
+    arithmetic(device, pieces).encode(
         buffer, codes, flag, pieces, gain=gain, key=noise(key, transport.rank, 0),
         residual=old and old.sent, residual_scale=old and old.sent_scale,
         new_residual=new and new.sent, new_scale=new and new.sent_scale,

@@ -217,7 +217,7 @@ def decode_rows(kept: Sequence[torch.Tensor], out: torch.Tensor, *, plan: Sequen
     """out := what ``gather_rows`` left in it when it kept these rows."""
     start = perf_counter()
     for deal, rows in zip(plan, kept, strict=True):
-        arithmetic(out.device).decode(rows.view(1, -1), out, deal.every.pieces)
+        arithmetic(out.device, deal.every.pieces).decode(rows.view(1, -1), out, deal.every.pieces)
     workspace.decoded(start)
 
 
@@ -244,7 +244,7 @@ def _reduce(
     )  # fmt: skip
 
     start = perf_counter()
-    arithmetic(device).decode_mean(inbox[:, HEADER:], out, deal.own, 0)
+    arithmetic(device, deal.every.pieces).decode_mean(inbox[:, HEADER:], out, deal.own, 0)
     finite, asks = not bool(any_flag(inbox)), bool(any_flag(inbox, ASKS))
     workspace.decoded(start)
     workspace.give_wires(outbox, inbox)
@@ -264,7 +264,7 @@ def _gather(
     kept: torch.Tensor | None,
 ) -> Steps[bool]:
     device, ranks, seed = row.device, deal.ranks, noise(key, transport.rank, 0)
-    kernels = arithmetic(device)
+    kernels = arithmetic(device, deal.every.pieces)
     wire = workspace.rows(deal.size, 1, device)
     every = workspace.rows(deal.size, ranks, device) if kept is None else kept
     flag = torch.zeros(1, dtype=torch.uint8, device=device)

@@ -269,7 +269,7 @@ def reduce_route(
     finite = not bool(any_flag(every))
     if finite:
         rows = every.view(-1, HEADER + back.row_bytes)[: back.rows]
-        arithmetic(buffer.device).decode(rows[:, HEADER:], buffer, back, gain=1.0 / gain)
+        arithmetic(buffer.device, back).decode(rows[:, HEADER:], buffer, back, gain=1.0 / gain)
     workspace.decoded(start)
     workspace.give_wires(every)
     for outcome in outcomes:
@@ -284,7 +284,7 @@ def _sum_inside(
     size = HEADER + route.inside.row_bytes
     outbox, inbox = (workspace.rows(size, inside.size, buffer.device) for _ in range(2))
     start = perf_counter()
-    arithmetic(buffer.device).encode(buffer, outbox[:, HEADER:], flag, route.inside)
+    arithmetic(buffer.device, route.inside).encode(buffer, outbox[:, HEADER:], flag, route.inside)
     workspace.encoded(start)
     frame = Frame(
         ALL_TO_ALL, inside.size, route.message.codec, route.message.pieces.numel, sequence, route.message.label

@@ -55,7 +55,7 @@ class ErrorFeedback:
     def settle(self, pieces: Pieces) -> None:
         """Make lazy residuals plain."""
         if self.sent_scale is not None and self.reduced_scale is not None:
-            kernels = arithmetic(self.sent.device)
+            kernels = arithmetic(self.sent.device, pieces)
             kernels.settle(self.sent, self.sent_scale, pieces)
             kernels.settle(self.reduced, self.reduced_scale, pieces, shard=True)
             self.sent_scale.zero_()

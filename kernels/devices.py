@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from commpress.errors import InvalidArgument
-from commpress.kernels import adam, lamb, low_rank, registered
+from commpress.kernels import adam, lamb, low_rank, registered_rows
 from commpress.kernels.cpu import adam as cpu_adam
 from commpress.kernels.cpu import lamb as cpu_lamb
 from commpress.kernels.cpu import low_rank as cpu_low_rank
 from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.cuda import row_codec as cuda
-from commpress.kernels.registered_rows import WithRegistered
+from commpress.kernels.pieces import Pieces
 
 _INSTEAD: ContextVar[Any] = ContextVar("kernels instead of the real ones", default=None)
 
@@ -29,14 +29,15 @@ def instead(kernels: Any) -> Iterator[None]:
         _INSTEAD.reset(token)
 
 
-def arithmetic(device: torch.device) -> Any:
-    """The codecs of rows on ``device``: the same bytes everywhere."""
+def arithmetic(device: torch.device, pieces: Pieces | None = None) -> Any:
+    """The codecs of rows on ``device``, the same bytes everywhere: those of ``pieces``, without them the package's own."""
     if (given := _INSTEAD.get()) is not None:
         return given
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"tensors are on {device}, expected a CPU or CUDA device: move them there")
-    kernels = cpu if device.type == "cpu" else cuda
-    return WithRegistered(kernels) if registered.some() else kernels
+    if pieces is not None and pieces.registered:
+        return registered_rows
+    return cpu if device.type == "cpu" else cuda
 
 
 def knows(device: torch.device, dtype: torch.dtype) -> bool:

@@ -44,8 +44,3 @@ def size_of(kind: int, width: int) -> int:
 
 def known(kind: int) -> bool:
     return kind & 255 == REGISTERED
-
-
-def some() -> bool:
-    """True if there is any."""
-    return bool(_codecs)

@@ -10,56 +10,29 @@ from commpress.kernels.pieces import COLUMN, KIND, NUMEL, RESIDUAL, SHARD, SOURC
 from commpress.kernels.registered import PlainCodec, of_kind
 
 
-class WithRegistered:
-    """The kernels of a device, which know messages in registered codecs as well: same names, same arguments."""
-
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
-
-    def encode(self, x: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, **options: Any) -> None:
-        (_encode_rows if pieces.registered else self._kernels.encode)(x, wire, flag, pieces, **options)
-
-    def serve(
-        self, wires: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, **options: Any
-    ) -> None:
-        (_serve if pieces.registered else self._kernels.serve)(wires, wire, flag, pieces, rank, **options)
-
-    def decode(self, wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, **options: Any) -> None:
-        (_decode_rows if pieces.registered else self._kernels.decode)(wire, out, pieces, **options)
-
-    def decode_mean(self, wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> None:
-        (_decode_mean if pieces.registered else self._kernels.decode_mean)(wires, out, pieces, rank)
-
-    def settle(self, value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, **options: Any) -> None:
-        if not pieces.registered:  # where nothing is lazy
-            self._kernels.settle(value, scale, pieces, **options)
-
-
-def _encode_rows(
+def encode(
     x: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, *, gain: float = 1.0,
     residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None, **_: Any,
 ) -> None:  # fmt: skip
+    """As the kernels of a device: what else they take is for codecs that draw, and for one scale per row."""
     for line in pieces.table:
         for row, (start, stop) in enumerate(_rows(line, pieces.rows)):
             values = x[line[SOURCE] + start : line[SOURCE] + stop].float() * gain
-            kept = slice(line[RESIDUAL] + start, line[RESIDUAL] + stop) if line[RESIDUAL] >= 0 else None
-            _encode(values, wire[row], flag, line, kept, residual, new_residual)
+            place = slice(line[RESIDUAL] + start, line[RESIDUAL] + stop) if line[RESIDUAL] >= 0 else None
+            _encode(values, wire[row], flag, line, place, residual, new_residual)
 
 
-def _serve(
+def serve(
     wires: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
     residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None, **_: Any,
 ) -> None:  # fmt: skip
     for line in pieces.table:
         mean = _mean(wires, line, rank, divisor)
-        kept = slice(line[SHARD], line[SHARD] + len(mean)) if line[RESIDUAL] >= 0 else None
-        _encode(mean, wire[0], flag, line, kept, residual, new_residual)
+        place = slice(line[SHARD], line[SHARD] + len(mean)) if line[RESIDUAL] >= 0 else None
+        _encode(mean, wire[0], flag, line, place, residual, new_residual)
 
 
-def _decode_rows(wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False) -> None:
+def decode(wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False) -> None:
     for line in pieces.table:
         for row, (start, stop) in enumerate(_rows(line, wire.shape[0])):
             target = out[line[SOURCE] + start : line[SOURCE] + stop]
@@ -67,11 +40,15 @@ def _decode_rows(wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain:
             target.copy_(target + values if add else values)
 
 
-def _decode_mean(wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> None:
+def decode_mean(wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> None:
     for line in pieces.table:
         mean, row = _mean(wires, line, rank, 0.0), out[line[SHARD] : line[SHARD] + line[WIDTH]]
         row[: len(mean)] = mean
         row[len(mean) :] = 0
+
+
+def settle(value: torch.Tensor, scale: torch.Tensor, pieces: Pieces, *, shard: bool = False) -> None:
+    """No residual of such a codec is lazy."""
 
 
 def _rows(line: np.ndarray, rows: int) -> list[tuple[int, int]]:
@@ -91,31 +68,31 @@ def _encode(
     row: torch.Tensor,
     flag: torch.Tensor,
     line: np.ndarray,
-    kept: slice | None,
+    place: slice | None,
     residual: torch.Tensor | None,
     new_residual: torch.Tensor | None,
 ) -> None:
-    codec, place = _codec(line)
-    row[place.start - 1 : place.stop] = 0
+    codec, columns = _codec(line)
+    row[columns.start - 1 : columns.stop] = 0
     if not len(values):
         return
-    if kept is not None and residual is not None:
-        values = values + residual[kept]
+    if place is not None and residual is not None:
+        values = values + residual[place]
     if not torch.isfinite(values).all():
         flag.fill_(1)
-        row[place.start - 1] = 1
+        row[columns.start - 1] = 1
         return
     codes = codec.encode(values)
-    row[place][: codes.numel()] = codes
-    if kept is not None and new_residual is not None:
-        torch.sub(values, codec.decode(row[place], len(values)), out=new_residual[kept])
+    row[columns][: codes.numel()] = codes
+    if place is not None and new_residual is not None:
+        torch.sub(values, codec.decode(row[columns], len(values)), out=new_residual[place])
 
 
 def _decode(row: torch.Tensor, line: np.ndarray, numel: int) -> torch.Tensor:
-    codec, place = _codec(line)
-    if not numel or row[place.start - 1]:
+    codec, columns = _codec(line)
+    if not numel or row[columns.start - 1]:
         return torch.full((numel,), torch.nan, device=row.device)
-    return codec.decode(row[place], numel)
+    return codec.decode(row[columns], numel)
 
 
 def _mean(wires: torch.Tensor, line: np.ndarray, rank: int, divisor: float) -> torch.Tensor:

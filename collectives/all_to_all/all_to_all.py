@@ -178,17 +178,17 @@ def compressed_all_to_all(
     pieces, answers = (_pieces(codec, [n * width for n in splits]) for splits in (ins, outs))
     held += [scratch.take(pieces.row_bytes, device), scratch.take(answers.row_bytes, device)]
     wire, inbox = held
-    kernels = arithmetic(device)
     if pieces.numel:
         floats = inp if inp.dtype == torch.float32 else _like(scratch, inp, torch.float32, held).copy_(inp)
-        kernels.encode(floats.view(-1), wire[None], torch.zeros(1, dtype=torch.uint8, device=device), pieces)
+        flag = torch.zeros(1, dtype=torch.uint8, device=device)
+        arithmetic(device, pieces).encode(floats.view(-1), wire[None], flag, pieces)
     what = Frame(FLAT, transport.size, codec.spec, 0, sequence, way.label(f"{tuple(inp.shape[1:])}{inp.dtype}"))
     even = out_splits is None and in_splits is None
     lengths = Lengths(transport.rank, _lengths(pieces, ins), _lengths(answers, outs))
     yield from way.carry(_encoded(inbox, answers), _encoded(wire, pieces), lengths, what, transport, even=even)
     if answers.numel:
         floats = out if out.dtype == torch.float32 else _like(scratch, out, torch.float32, held)
-        kernels.decode(inbox[None], floats.view(-1), answers)
+        arithmetic(device, answers).decode(inbox[None], floats.view(-1), answers)
         if floats is not out:
             out.copy_(floats)
     scratch.give(*held)

@@ -131,12 +131,13 @@ def _rounded(
 def errors_of(gradient: torch.Tensor, codecs: Sequence[str]) -> list[float]:
     """‖g − Q(g)‖² of each codec, computed by the kernels that production runs, without error feedback."""
     flat = gradient.detach().float().reshape(-1).contiguous()
-    kernels, flag = arithmetic(flat.device), torch.zeros(1, dtype=torch.uint8, device=flat.device)
+    flag = torch.zeros(1, dtype=torch.uint8, device=flat.device)
     found = []
     for name in codecs:
         message = one_message(flat.numel(), codec_named(name), 1, feedback=False)
         wire = torch.zeros(1, message.pieces.row_bytes, dtype=torch.uint8, device=flat.device)
         out = torch.empty_like(flat)
+        kernels = arithmetic(flat.device, message.pieces)
         kernels.encode(flat, wire, flag, message.pieces)
         kernels.decode(wire, out, message.pieces)
         found.append(float((out.double() - flat.double()).square().sum()))

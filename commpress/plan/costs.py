@@ -77,7 +77,7 @@ def measure_costs(names: Sequence[str] = CODECS, *, numel: int = BEYOND) -> Cost
 
 def encoding(x: torch.Tensor, wire: torch.Tensor, pieces: Pieces) -> Callable[[], None]:
     """A kernel call on the CPU, always the same."""
-    kernels, flag = arithmetic(x.device), torch.zeros(1, dtype=torch.uint8)
+    kernels, flag = arithmetic(x.device, pieces), torch.zeros(1, dtype=torch.uint8)
     old, new = (ErrorFeedback.zeros(pieces, x.device) if pieces.residual_numel else None for _ in range(2))
     return lambda: kernels.encode(
         x, wire, flag, pieces, residual=old and old.sent, residual_scale=old and old.sent_scale,
@@ -86,7 +86,8 @@ def encoding(x: torch.Tensor, wire: torch.Tensor, pieces: Pieces) -> Callable[[]
 
 
 def _cost(codec: Codec, numel: int) -> Cost:
-    kernels, pieces = arithmetic(torch.device("cpu")), one_message(numel, codec, ROWS).pieces
+    pieces = one_message(numel, codec, ROWS).pieces
+    kernels = arithmetic(torch.device("cpu"), pieces)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     wire = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8)
     encode = encoding(x, wire, pieces)
