@@ -1,1 +1,41 @@
 """Algorithms over ranks."""
+
+from typing import TYPE_CHECKING
+
+from commpress.lazy import lazily
+
+if TYPE_CHECKING:
+    from commpress.collectives.all_to_all.all_to_all import compressed_all_to_all
+    from commpress.collectives.allreduce import Outcome, Workspace, compressed_allreduce
+    from commpress.collectives.channel import Channel
+    from commpress.collectives.exchange import Exchange, Exchanges, Reduce, ReduceInLevels
+    from commpress.collectives.links import Links, load_links
+    from commpress.collectives.round import Round
+    from commpress.collectives.scatter import Scatter
+    from commpress.collectives.topology import Topology
+    from commpress.collectives.transports.factory import own_transport
+    from commpress.collectives.transports.loopback import Loopback, simulate
+    from commpress.collectives.transports.mpi import MpiTransport
+    from commpress.collectives.transports.transport import Transport
+    from commpress.collectives.two_level import hierarchical_allreduce
+
+__all__ = [
+    "Channel", "Exchange", "Exchanges", "Links", "Loopback", "MpiTransport", "Outcome", "Reduce", "ReduceInLevels",
+    "Round", "Scatter", "Topology", "Transport", "Workspace", "compressed_all_to_all", "compressed_allreduce",
+    "hierarchical_allreduce", "load_links", "own_transport", "simulate",
+]  # fmt: skip
+__getattr__ = lazily(__name__, {
+    "all_to_all.all_to_all": ("compressed_all_to_all",),
+    "allreduce": ("Outcome", "Workspace", "compressed_allreduce"),
+    "channel": ("Channel",),
+    "exchange": ("Exchange", "Exchanges", "Reduce", "ReduceInLevels"),
+    "links": ("Links", "load_links"),
+    "round": ("Round",),
+    "scatter": ("Scatter",),
+    "topology": ("Topology",),
+    "transports.factory": ("own_transport",),
+    "transports.loopback": ("Loopback", "simulate"),
+    "transports.mpi": ("MpiTransport",),
+    "transports.transport": ("Transport",),
+    "two_level": ("hierarchical_allreduce",),
+})  # fmt: skip

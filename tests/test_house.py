@@ -48,7 +48,14 @@ def imports(module: str) -> set[tuple[str, str]]:
 
 def needed(module: str) -> set[str]:
     names = {f"{package}.{name}" if f"{package}.{name}" in MODULES else package for package, name in imports(module)}
-    return names & MODULES.keys()
+    rooms = {outer for name in names for outer in packages_of(name)} - {module, *packages_of(module)}
+    return (names | rooms) & MODULES.keys()
+
+
+def packages_of(name: str) -> set[str]:
+    """Packages that are imported before a module of theirs."""
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
 def late(module: str) -> set[str]:

@@ -1,10 +1,13 @@
 """`import commpress` has no effect, and `kernels` goes on meaning other people's package."""
 
+import importlib
 import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import sources
 
@@ -45,6 +48,37 @@ def test_importing_loads_registers_and_starts_nothing(tmp_path):
     assert OPTIONAL & (set(after.pop("modules")) - set(before.pop("modules"))) == set()
     assert after == before
     assert seen["seconds"] < 0.5, "processor seconds of `import commpress`, torch not counted"
+
+
+ROOMS = ["commpress", *(
+    f"commpress.{room}" for room in (
+        "codecs", "collectives", "integrations.ddp", "integrations.experts", "integrations.fsdp", "integrations.observe",
+        "integrations.process_group", "integrations.trainers", "integrations.zero", "kernels", "optim", "tiered_mem",
+    )
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_of_a_room_is_there(room):
+    package = importlib.import_module(room)
+    assert len(package.__all__) == len(set(package.__all__)) > 0
+    assert [name for name in package.__all__ if getattr(package, name, None) is None] == []
+    with pytest.raises(AttributeError, match="nothing"):
+        package.nothing  # noqa: B018
+
+
+LIGHT = """
+import sys
+import commpress.collectives, commpress.kernels, commpress.integrations.trainers, commpress.integrations.zero
+print(*(name for name in sys.modules if name.startswith("commpress.") or name in ("torch", "numpy", "llvmlite")))
+"""
+
+
+def test_a_room_with_much_in_it_loads_nothing_before_a_name_is_asked_for(tmp_path):
+    ran = python(LIGHT, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    rooms = {"collectives", "kernels", "integrations", "integrations.trainers", "integrations.zero", "lazy"}
+    assert set(ran.stdout.split()) == {f"commpress.{room}" for room in rooms}
 
 
 def spec_of_kernels_lies_outside(origin: str | None) -> bool:

@@ -12,8 +12,8 @@ import pytest
 import sources
 
 LEAVES = (
-    "commpress.work", "commpress.errors", "commpress.timeline", "commpress.torch_private", "commpress.checksum",
-    "commpress.documents",
+    "commpress.work", "commpress.errors", "commpress.lazy", "commpress.timeline", "commpress.torch_private",
+    "commpress.checksum", "commpress.documents",
 )  # fmt: skip
 MEANING = ("commpress.codecs", "commpress.feedback", "commpress.schedules")
 USES = ("commpress.optim", "commpress.plan")
@@ -23,6 +23,7 @@ BELOW_USES = ("commpress.collectives", *MEANING, "commpress.kernels", *LEAVES)
 MAY_IMPORT = {
     "commpress.work": LEAVES,
     "commpress.errors": LEAVES,
+    "commpress.lazy": LEAVES,
     "commpress.timeline": LEAVES,
     "commpress.torch_private": LEAVES,
     "commpress.checksum": LEAVES,

@@ -1,1 +1,19 @@
 """Optimizers whose state is spread over the ranks of a group."""
+
+from typing import TYPE_CHECKING
+
+from commpress.lazy import lazily
+
+if TYPE_CHECKING:
+    from commpress.integrations.zero.offloaded import Offloaded
+    from commpress.integrations.zero.partitioned import Partitioned
+    from commpress.integrations.zero.streamed import Streamed, stream
+    from commpress.integrations.zero.tiling import tile
+
+__all__ = ["Offloaded", "Partitioned", "Streamed", "stream", "tile"]
+__getattr__ = lazily(__name__, {
+    "offloaded": ("Offloaded",),
+    "partitioned": ("Partitioned",),
+    "streamed": ("Streamed", "stream"),
+    "tiling": ("tile",),
+})  # fmt: skip
