@@ -11,8 +11,9 @@ from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.levels import Levels, levels_of
 from commpress.collectives.links import Links
 from commpress.collectives.topology import Topology
+from commpress.collectives.transports.counted import Counted
 from commpress.collectives.transports.factory import own_transport
-from commpress.collectives.transports.loopback import Loopback, Recorded, Timed
+from commpress.collectives.transports.loopback import Loopback
 from commpress.collectives.transports.transport import Transport
 from commpress.work import Steps, Worker, run
 
@@ -48,8 +49,7 @@ class Channel:
         workspace: Workspace | None = None,
         numbers: "Numbers | None" = None,
     ) -> None:
-        self._clock = Timed(transport)
-        self.transport = Recorded(self._clock)
+        self.transport = Counted(transport)
         self.rank, self.size = transport.rank, transport.size
         self.workspace = Workspace() if workspace is None else workspace
         self.at_once = 1 if transport.ordered else at_once
@@ -73,7 +73,7 @@ class Channel:
     @property
     def inner(self) -> Transport:
         """The transport itself, without clock and counters."""
-        return self._clock.inner
+        return self.transport.inner
 
     def divide(self, topology: Topology | str | Links, numel: int, codec: Codec) -> None:
         """Two levels from here on, unless one is all there is, or faster for ``numel`` elements; collective, before work."""
@@ -122,7 +122,7 @@ class Channel:
     @property
     def waited(self) -> float:
         """Seconds spent waiting for peers and the network."""
-        return self._clock.seconds + (0.0 if self.levels is None else self.levels.waited)
+        return self.transport.seconds + (0.0 if self.levels is None else self.levels.waited)
 
 
 def any_rank(

@@ -15,7 +15,7 @@ from commpress.collectives.buckets import PIECE, Span
 from commpress.collectives.links import Links, choose
 from commpress.collectives.residual_state import Residuals
 from commpress.collectives.topology import Topology, agree
-from commpress.collectives.transports.loopback import Recorded, Timed
+from commpress.collectives.transports.counted import Counted
 from commpress.collectives.transports.transport import Transport
 from commpress.collectives.two_level import Hierarchy, hierarchy_of, routes
 from commpress.feedback import Key, ResidualStore
@@ -29,9 +29,8 @@ class Levels:
     """A hierarchy whose bytes are counted and whose waits are timed."""
 
     def __init__(self, hierarchy: Hierarchy) -> None:
-        self._timed = [Timed(t) for t in (hierarchy.inside, *hierarchy.between.values())]
-        self._inside, *between = (Recorded(t) for t in self._timed)
-        self._between = dict(zip(hierarchy.between, between, strict=True))
+        self._inside = Counted(hierarchy.inside)
+        self._between = {index: Counted(transport) for index, transport in hierarchy.between.items()}
         self.hierarchy = replace(hierarchy, inside=self._inside, between=self._between)
 
     def __str__(self) -> str:
@@ -49,7 +48,7 @@ class Levels:
     @property
     def waited(self) -> float:
         """Seconds spent waiting for peers and the network."""
-        return sum(transport.seconds for transport in self._timed)
+        return sum(transport.seconds for transport in (self._inside, *self._between.values()))
 
     # ------------------------------------------------------------ checkpoints
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.errors import NonFiniteGradient
 from commpress.kernels.pieces import width_of
 from commpress.optim import lanes
@@ -60,7 +60,7 @@ class Replicas:
         self.size, self.shapes = size, shapes
         self.parameters = [[torch.nn.Parameter(p.to(dtype)) for p in start(shapes)] for _ in range(size)]
         self.optimizers = [
-            make(p, t) for p, t in zip(self.parameters, Loopback(size).transports(), strict=True)
+            make(p, Recorded(t)) for p, t in zip(self.parameters, Loopback(size).transports(), strict=True)
         ]
 
     def step(self, gradients: Gradients) -> list[bool]:

@@ -12,8 +12,10 @@ from commpress.codecs import BlockCodec, CastCodec, RandomKCodec, SignCodec, Ter
 from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message
+from commpress.collectives.channel import Channel
 from commpress.collectives.frame import HEADER
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
+from commpress.collectives.transports.rows import Rows
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.pieces import width_of
@@ -331,3 +333,18 @@ def test_wrong_codec_name_says_which_exist():
         codec_named("sing")
     with pytest.raises(InvalidArgument, match="power of two"):
         SignCodec(block=100)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_channel_counts_every_byte_that_leaves(size):
+    """As the wrapper of the tests does, which looks at each peer's row."""
+    recorded = [Recorded(t) for t in Loopback(size).transports()]
+    channels = [Channel(t) for t in recorded]
+    simulate([compressed_allreduce(torch.ones(500), codec="sign", transport=c.transport) for c in channels])
+    rows = {r: torch.zeros(10 * r, dtype=torch.uint8) for r in range(size)}
+    for channel in channels:
+        headers, wanted = torch.zeros(size, HEADER, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+        channel.transport.exchange(Rows(headers.clone(), {}), Rows(headers, rows), wanted, 99)
+    assert [c.sent_bytes for c in channels] == [t.sent_bytes for t in recorded]
+    assert min(c.sent_bytes for c in channels) > 0
+    assert min(c.waited for c in channels) > 0

@@ -134,9 +134,9 @@ def test_a_tensor_that_outgrows_its_variance_thaws_on_all_ranks(name, only, capl
     operations = []
     with caplog.at_level(logging.WARNING, "commpress"):
         for step in range(LATE + 12):
-            before, moved = len(group.optimizers[0].channel.transport.operations), group.parameters[0][1].detach().clone()
+            before, moved = len(group.optimizers[0].channel.inner.operations), group.parameters[0][1].detach().clone()
             assert group.step(grown(step, only=only)) == [True] * 2
-            operations.append(len(group.optimizers[0].channel.transport.operations) - before)
+            operations.append(len(group.optimizers[0].channel.inner.operations) - before)
             bound = 20 * LR / (1 - 0.9 ** (step + 1)) if name != "lamb" else 1.0
             assert float((group.parameters[0][1].detach() - moved).abs().max()) < bound
             assert group.agree()

@@ -226,7 +226,7 @@ def test_bytes_are_those_of_one_bit_each_way():
     for step in range(4):
         group.step(noise(4, step, shapes))
     o = group.optimizers[0]
-    assert o.channel.transport.operations == ["all_to_all", "all_gather"] * 4
+    assert o.channel.inner.operations == ["all_to_all", "all_gather"] * 4
     assert o.counters.exact_bytes == pytest.approx(2 * 8 * 3 / 4 * (1 << 16), rel=0.01)
     assert o.counters.compressed_bytes == pytest.approx(2 * 2 / 8 * 3 / 4 * (1 << 16), rel=0.05)
     assert owed(group.optimizers).any()

@@ -3,7 +3,6 @@
 ``simulate`` steps one generator per rank in lockstep: what it runs is the production code, bit for bit.
 """
 
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -182,35 +181,3 @@ class Faulty(InFront):
             if isinstance(self.fault, Exception):
                 raise self.fault
             self.fault(inp)
-
-
-@dataclass
-class Timed(InFront):
-    """Adds up the seconds spent waiting for the network."""
-
-    inner: Transport
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.stand_for(self.inner)
-
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return _TimedWork(self, self.inner.all_to_all(out, inp, tag))
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        return _TimedWork(self, self.inner.all_gather(out, inp, tag))
-
-    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        return _TimedWork(self, self.inner.exchange(out, inp, wanted, tag))
-
-
-class _TimedWork:
-    def __init__(self, timed: Timed, work: Work) -> None:
-        self.timed, self.work = timed, work
-
-    def wait(self) -> None:
-        start = time.perf_counter()
-        try:
-            self.work.wait()
-        finally:
-            self.timed.seconds += time.perf_counter() - start
