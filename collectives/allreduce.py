@@ -11,9 +11,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 
@@ -186,33 +185,30 @@ def compressed_allreduce(
     return outcome.finite
 
 
+class Call(TypedDict, total=False):
+    """Arguments that are the same for all messages of a buffer; ``reduce_message`` says what they are."""
+
+    transport: Required[Transport]
+    workspace: Required[Workspace]
+    key: int
+    gain: float
+    asks: bool
+
+
 def reduce_bucket(
     buffer: torch.Tensor,
     feedbacks: Sequence[ErrorFeedback | None],
     *,
     messages: Sequence[Message],
-    transport: Transport,
-    workspace: Workspace,
     sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
-    asks: bool = False,
     reduce: Callable[..., Steps[Outcome]] | None = None,
+    **call: Unpack[Call],
 ) -> Steps[list[Outcome]]:
     """All messages of one bucket, pipelined; ``sequence`` numbers the first. ``reduce``: in place of ``reduce_message``."""
-    reduce = reduce or partial(reduce_message, asks=asks)
+    one = reduce or reduce_message
     return overlapped(
         (
-            reduce(
-                buffer,
-                feedback,
-                message=message,
-                transport=transport,
-                workspace=workspace,
-                sequence=sequence + i,
-                key=key,
-                gain=gain,
-            )
+            one(buffer, feedback, message=message, sequence=sequence + i, **call)
             for i, (message, feedback) in enumerate(zip(messages, feedbacks, strict=True))
         ),
         limit=ALONGSIDE,
@@ -308,7 +304,8 @@ def average_rows(
 
 def encode_and_send(
     buffer: torch.Tensor, codes: torch.Tensor, outbox: torch.Tensor, inbox: torch.Tensor, feedback: ErrorFeedback | None, *,
-    message: Message, transport: Transport, workspace: Workspace, sequence: int, key: int, gain: float, asks: bool,
+    message: Message, transport: Transport, workspace: Workspace, sequence: int, key: int = 0, gain: float = 1.0,
+    asks: bool = False,
 ) -> Steps[tuple[torch.Tensor, ErrorFeedback | None, ErrorFeedback | None]]:  # fmt: skip
     """Encode ``buffer`` and what is owed into ``codes``, a view of ``outbox``, and send a row to every rank.
 

@@ -14,13 +14,22 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 
 from commpress.codecs import Codec, Policy
-from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, any_flag, encode_and_send, exchange, noise
+from commpress.collectives.allreduce import (
+    ALONGSIDE,
+    Call,
+    Outcome,
+    Workspace,
+    any_flag,
+    encode_and_send,
+    exchange,
+    noise,
+)
 from commpress.collectives.buckets import MESSAGE, PIECE, Message, describe
 from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
@@ -160,12 +169,8 @@ def reduce_rows(
     feedbacks: Sequence[ErrorFeedback | None],
     *,
     plan: Sequence[Deal],
-    transport: Transport,
-    workspace: Workspace,
     sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
-    asks: bool = False,
+    **call: Unpack[Call],
 ) -> Steps[list[Outcome]]:
     """out := ``gain`` · the mean over the ranks of what this rank owns of ``buffer``, pipelined.
 
@@ -176,7 +181,7 @@ def reduce_rows(
     """
     return overlapped(
         (
-            _reduce(buffer, out, feedback, deal, transport, workspace, sequence + i, key, gain, asks)
+            _reduce(buffer, out, feedback, deal, sequence + i, **call)
             for i, (deal, feedback) in enumerate(zip(plan, feedbacks, strict=True))
         ),
         limit=ALONGSIDE,
@@ -229,19 +234,14 @@ def _reduce(
     out: torch.Tensor,
     feedback: ErrorFeedback | None,
     deal: Deal,
-    transport: Transport,
-    workspace: Workspace,
     sequence: int,
-    key: int,
-    gain: float,
-    asks: bool,
+    **call: Unpack[Call],
 ) -> Steps[Outcome]:
-    device, ranks = buffer.device, deal.ranks
+    device, ranks, workspace = buffer.device, deal.ranks, call["workspace"]
     outbox, inbox = workspace.rows(deal.size, ranks, device), workspace.rows(deal.size, ranks, device)
     _, old, new = yield from encode_and_send(
-        buffer, outbox.view(1, -1), outbox, inbox, feedback, message=deal.every, transport=transport, workspace=workspace,
-        sequence=sequence, key=key, gain=gain, asks=asks,
-    )  # fmt: skip
+        buffer, outbox.view(1, -1), outbox, inbox, feedback, message=deal.every, sequence=sequence, **call
+    )
 
     start = perf_counter()
     arithmetic(device, deal.every.pieces).decode_mean(inbox[:, HEADER:], out, deal.own, 0)

@@ -202,21 +202,17 @@ def reduce_routes(
     feedbacks: Sequence[Feedbacks],
     *,
     plan: Sequence[Route],
-    hierarchy: Hierarchy,
-    workspace: Workspace,
     sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
-    changes: bool = False,
+    **call: Any,
 ) -> Steps[list[Outcome]]:
-    """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome for each slice."""
+    """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome for each slice.
+
+    ``call``: the other arguments of ``reduce_route``.
+    """
     jobs = (
-        reduce_route(
-            buffer, feedback, route=route, hierarchy=hierarchy, workspace=workspace, sequence=sequence + i, key=key, gain=gain,
-            changes=changes,
-        )
+        reduce_route(buffer, feedback, route=route, sequence=sequence + i, **call)
         for i, (route, feedback) in enumerate(zip(plan, feedbacks, strict=True))
-    )  # fmt: skip
+    )
     every = yield from overlapped(jobs, limit=ALONGSIDE)
     return [outcome for outcomes in every for outcome in outcomes]
 

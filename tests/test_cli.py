@@ -135,7 +135,7 @@ def test_demo(tmp_path, capsys):
     assert {"plain", "bf16", "commpress"} <= rows.keys()
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "step 6/6" in said.err, "progress where there is no terminal"
-    runs = {(r["settings"]["run"], r["settings"]["seed"]): r for r in json.loads(measured.read_text())}
+    runs = {(r["settings"]["run"], r["settings"]["seed"]): r for r in json.loads(measured.read_text())["rows"]}
     assert len(runs) == 6
     for seed in (0, 1):
         plain, bf16, ours = (runs[name, seed] for name in ("plain", "bf16", "commpress"))

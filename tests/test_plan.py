@@ -83,7 +83,7 @@ def test_the_command_writes_what_hook_and_backend_read(tmp_path, capsys):
     plan = load_plan(out)
     assert plan.compresses
     assert plan.why in said
-    rows = json.loads((tmp_path / "all.json").read_text())["candidates"]
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
     assert {"plain", "sign", "0/1 Adam, every 16", "ZeRO-2 int8", "offload to disk int8"} <= {row["name"] for row in rows}
     if plan.codec != "powersgd-4":
         assert group_options_from(str(out)).codec == plan.codec

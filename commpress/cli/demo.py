@@ -133,9 +133,7 @@ def run(options: argparse.Namespace) -> int:
     print(summary(results))
     draw(results, options.out)
     print(f"\nplot: {options.out}")
-    if options.json:
-        harness.write_json(options.json, [harness.row(result) for result in results])
-    return 0
+    return harness.deliver(options, results)
 
 
 def _plan(options: argparse.Namespace) -> list[DemoRun]:

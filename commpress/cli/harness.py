@@ -51,10 +51,11 @@ def run(
 # ---------------------------------------------------------------- options
 
 
-def add_options(parser: argparse.ArgumentParser, *, check: str) -> None:
-    """``check`` goes on from "exit status 1 unless"."""
-    parser.add_argument("--check", action="store_true", help=f"exit status 1 unless {check.replace('%', '%%')}")
-    parser.add_argument("--json", metavar="FILE", help="everything measured, with settings and versions")
+def add_options(parser: argparse.ArgumentParser, *, check: str | None = None) -> None:
+    """``check`` goes on from "exit status 1 unless"; commands without bars have none."""
+    if check is not None:
+        parser.add_argument("--check", action="store_true", help=f"exit status 1 unless {check.replace('%', '%%')}")
+    parser.add_argument("--json", metavar="FILE", help="all rows, with settings and versions")
     parser.add_argument("--plot", metavar="FILE", help="a picture of it: .png, .svg or .pdf (needs matplotlib)")
 
 
@@ -214,19 +215,19 @@ def deliver(
     options: argparse.Namespace,
     rows: Collection[Any],
     *,
-    judge: Callable[[Any], Bars],
-    draw: Callable[[str, Any], None],
+    judge: Callable[[Any], Bars] | None = None,
+    draw: Callable[[str, Any], None] | None = None,
     **more: Any,
 ) -> int:
     """The exit status, after what --check, --json and --plot ask for.
 
     ``rows`` are dataclasses or dictionaries; ``more`` goes beside them into the file.
     """
-    bars = list(judge(rows)) if options.check else []
+    bars = list(judge(rows)) if judge is not None and options.check else []
     if options.json:
         content = {**machine(), "settings": settings(options), **more, "rows": list(map(row, rows)), "bars": bars}
         write_json(options.json, content)
-    if options.plot:
+    if draw is not None and options.plot:
         draw(options.plot, rows)
         print(f"plot: {options.plot}")
     if bars:

@@ -24,6 +24,7 @@ docs/planning.md compares them with measurements.
 
 import argparse
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
@@ -47,8 +48,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gradients", metavar="FILE", help="measured ones, for a codec of its own for every layer")
     parser.add_argument("--uniform", default="int4", metavar="CODEC", help="whose error bounds that choice (default int4)")
     parser.add_argument("--out", default="plan.json", metavar="FILE", help="where to write the plan (default plan.json)")
-    parser.add_argument("--json", metavar="FILE", help="all candidates")
-    parser.add_argument("--plot", metavar="FILE", help="seconds and memory of all candidates")
+    harness.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,12 +82,8 @@ def run(options: argparse.Namespace) -> int:
     plan.save(options.out)
     print(plan.why)
     print(f"saved: {options.out}")
-    if options.json:
-        harness.write_json(options.json, {"candidates": [asdict(c) for c in found], "plan": asdict(plan)})
-    if options.plot:
-        draw(found, chosen, options.plot, f"{model.numel / 1e6:.4g} M parameters, {cluster.size} ranks")
-        print(f"saved: {options.plot}")
-    return 0
+    title = f"{model.numel / 1e6:.4g} M parameters, {cluster.size} ranks"
+    return harness.deliver(options, found, draw=partial(draw, chosen=chosen, title=title), plan=asdict(plan))
 
 
 def memory_of(text: str | None) -> dict[str, float]:
@@ -119,7 +115,8 @@ def cells(c: Candidate, plain: Candidate) -> list[str]:
     ]  # fmt: skip
 
 
-def draw(found: list[Candidate], chosen: Candidate, path: str, title: str) -> None:
+def draw(path: str, found: list[Candidate], *, chosen: Candidate, title: str) -> None:
+    """Seconds and memory of all candidates."""
     from commpress.cli import charts
 
     names = [c.name + ("" if c.fits else " (does not fit)") for c in found]

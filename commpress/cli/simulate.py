@@ -20,7 +20,8 @@ them those that leave its node (of the rank that sends most); against plain.
 """
 
 import argparse
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -61,8 +62,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scaling", metavar="A,B", help="numbers of nodes of the first kind, one after the other")
     cluster_options.add_cluster(parser)
     cluster_options.add_model(parser)
-    parser.add_argument("--json", metavar="FILE", help="everything simulated")
-    parser.add_argument("--plot", metavar="FILE", help="time against ranks, or one bar for each way")
+    harness.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,12 +84,7 @@ def run(options: argparse.Namespace) -> int:
     rows = [row for one in clusters if one.size > 1 for row in simulated(one, costs, ways, options, model, numel)]
     print(harness.render(HEAD, [cells(row) for row in rows]))
     print(f"simulated in {perf_counter() - start:.1f} s")
-    if options.json:
-        harness.write_json(options.json, {"options": vars(options) | {"run": None}, "rows": [asdict(row) for row in rows]})
-    if options.plot:
-        draw(rows, options.plot, title(options, model))
-        print(f"saved: {options.plot}")
-    return 0
+    return harness.deliver(options, rows, draw=partial(draw, title=title(options, model)))
 
 
 def scaled(cluster: Cluster, nodes: int) -> Cluster:
@@ -140,7 +135,8 @@ def title(options: argparse.Namespace, model: Model | None) -> str:
     return f"Simulated {what}, links {' and '.join(options.link or ['1gbit,100us'])}"
 
 
-def draw(rows: list[Row], path: str, title: str) -> None:
+def draw(path: str, rows: list[Row], *, title: str) -> None:
+    """Time against ranks, or one bar for each way."""
     sizes = sorted({row.ranks for row in rows})
     if len(sizes) == 1:
         title += f", {sizes[0]} ranks"

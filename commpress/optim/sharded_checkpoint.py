@@ -17,7 +17,7 @@ from commpress.schedules import Facts
 from commpress.work import Steps
 
 if TYPE_CHECKING:
-    from commpress.optim.sharded_adam import ShardedOptimizer
+    from commpress.optim.sharded import ShardedOptimizer
 
 log = logging.getLogger("commpress")
 

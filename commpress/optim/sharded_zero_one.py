@@ -24,7 +24,7 @@ import torch
 
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import RoundKind
-from commpress.optim.sharded_adam import ShardedOptimizer
+from commpress.optim.sharded import ShardedOptimizer
 from commpress.optim.windows import WindowedOptimizer, decay_of, rate_of
 from commpress.work import Steps
 

@@ -1,0 +1,280 @@
+"""Optimizers whose state is partitioned over the ranks (ZeRO-1): master weights, variance and momentum of 1/P each.
+
+Each rank owns an equal part of every tensor (``Scatter``); what goes to the owners and comes back is compressed both ways.
+
+Note: no second residual. What the all-gather could not say is w − x itself, the gap between master weights and the
+parameters that all ranks hold; the next step sends it.
+
+Note: what everybody knows of the variance. s is about √v̂, which only the owner has. Divided by it all elements are of one
+size, as one bit for each and one scale for a block assume; else an element with a small variance would get its neighbours'
+magnitude and move by that over its own √v. So owners tell v to everybody, in bfloat16, whenever it has moved and is to be
+divided by.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commpress.codecs import Policy, policy_of
+from commpress.codecs.whole_tensors import NotOfRows
+from commpress.collectives.scatter import Scatter
+from commpress.errors import InvalidArgument
+from commpress.optim import sharded_checkpoint
+from commpress.optim.flat import Flat
+from commpress.optim.optimizer import ENDLESS, CompressedOptimizer, RoundKind
+from commpress.torch_private import adam
+from commpress.work import Steps
+
+
+@dataclass(frozen=True)
+class Owned:
+    """This rank's part of a parameter: ``numel`` elements from ``begin`` on, in row buffers from ``at`` on."""
+
+    parameter: int
+    begin: int
+    numel: int
+    at: int
+
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        return row[self.at : self.at + self.numel]
+
+    def of_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1)[self.begin : self.begin + self.numel]
+
+
+class ShardedOptimizer(CompressedOptimizer):
+    """Optimizer of which each rank has the state of an equal part of every tensor: rows go to their owners and come back."""
+
+    full: Scatter
+    quantized: Scatter
+    states = sharded_checkpoint
+
+    def _check_codecs(self, flat: Flat) -> None:
+        super()._check_codecs(flat)
+        for name, (_, numel) in zip(flat.names, flat.places, strict=True):
+            codec = self.codec.choose(name, numel)
+            if isinstance(codec, NotOfRows):
+                raise InvalidArgument(
+                    f"codec is {codec.spec!r} for parameter {name!r}, which compresses whole tensors: {type(self).__name__} "
+                    "sends rows to their owners, and changes of weights back, which it cannot say. Choose a codec of rows such "
+                    "as 'int4', or the optimizer that has its state on every rank"
+                )
+
+    def _place(self, flat: Flat) -> None:
+        super()._place(flat)
+        self.known = torch.zeros(flat.numel, dtype=torch.bfloat16, device=flat.device)  # v, as far as it is to be divided by
+        self.lanes.lay_out(flat, [g for g in self.param_groups for _ in g["params"]], self.known, self.channel.size)
+        self.full = self._scatter(policy_of(self.exact_codec, min_numel=256), feedback=self.error_feedback)
+        self.quantized = self._scatter(self.lanes, feedback=self.error_feedback)
+        self.rounded = self._scatter(policy_of("bf16"), feedback=False)
+        self._count_shares()
+        self.parts: list[Owned] = []
+        for i, (_, at, width, numel, _) in enumerate(self.full.parts):
+            begin = min(self.channel.rank * width, numel)
+            self.parts.append(Owned(i, begin, min(width, numel - begin), at))
+        self.master, self.momentum, self.variance, self.mean = (
+            torch.zeros(self.full.numel, device=flat.device) for _ in range(4)
+        )
+        for part, p in zip(self.parts, flat.parameters, strict=True):
+            part.of(self.master).copy_(part.of_whole(p.detach()))
+        self.unknown = False  # whether ``known`` is out of date and about to be divided by
+        self.missing = ""  # what an incomplete state lacks
+
+    def _scatter(self, policy: Policy, *, feedback: bool) -> Scatter:
+        flat = self._flat
+        return Scatter(self.spans(range(len(flat.places))), policy, self.channel, flat.device, feedback=feedback)
+
+    def owned(self, indices: Iterable[int]) -> Iterator[Owned]:
+        """Parts of these parameters, where this rank has one."""
+        return (part for part in map(self.parts.__getitem__, indices) if part.numel)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.flat is not None:
+            raise InvalidArgument(
+                "add_param_group after construction: rows are dealt to the ranks already. Pass all groups to the constructor, "
+                f"or make a second {type(self).__name__} for the new parameters"
+            )
+        super().add_param_group(param_group)
+
+    # ------------------------------------------------------------ one step
+
+    def before(self, kind: RoundKind) -> Steps[None]:
+        sharded_checkpoint.check_complete(self)
+        if self.unknown and kind is not RoundKind.EXACT:  # a state was loaded
+            yield from self.learn()
+
+    def take(self, kind: RoundKind) -> Steps[bool]:
+        if kind is RoundKind.LOCAL:
+            if self.consensus is not None and not (
+                yield from self.consensus.agreed(math.isfinite(self.squares()), self._flat.device)
+            ):
+                return False
+            self.local()
+            return True
+        exact = kind is RoundKind.EXACT
+        scatter = self.full if exact else self.quantized
+        gain = yield from self.clipping.agreed(self, self.gain(), exact=exact)
+        self.prepare(kind, gain)
+        outcomes = yield from scatter.reduce(self.work, self.mean, key=self._key(), asks=self.asks())
+        finite = all(outcome.finite for outcome in outcomes)
+        if finite and exact:
+            finite = yield from self._clip()
+        taken = yield from self.settled(outcomes, finite)
+        if taken:
+            self.update(kind)
+            yield from self._publish(scatter, whole=exact and self.exact_codec.lossless)
+        return taken
+
+    def local(self) -> None:
+        """A step without communication, for those whose ``round`` may say LOCAL."""
+        raise TypeError(f"{type(self).__name__}.round() said LOCAL: the class must have local(), a step that sends nothing")
+
+    @abstractmethod
+    def update(self, kind: RoundKind) -> None:
+        """Momentum, variance and master weights of the own rows, from ``mean``."""
+
+    @abstractmethod
+    def schedule(self, kind: RoundKind) -> Steps[None]:
+        """Change for the steps to come what this one tells."""
+
+    @abstractmethod
+    def sort(self) -> None:
+        """Divisors and codecs of the variance as it is ``known`` now."""
+
+    def _publish(self, scatter: Scatter, *, whole: bool) -> Steps[None]:
+        """Parameters := master weights, or x := x + w − x as far as that can be said."""
+        self.mean.zero_()
+        trained = [(i, self._flat.parameters[i]) for _, at in self.groups() for i in at]
+        for i, p in trained:
+            part = self.parts[i]
+            w, change = part.of(self.master), part.of(self.mean)
+            if whole:
+                change.copy_(w)
+            else:
+                most = self.longest(i)
+                torch.sub(w, part.of_whole(p), out=change).clamp_(-most, most)
+        yield from scatter.gather(self.mean, self.work, key=self._key())
+        for i, p in trained:
+            (p.copy_ if whole else p.add_)(self._flat.view(self.work, i))
+
+    def longest(self, i: int) -> float:
+        """The longest way that parameters go in one step: Adam's own bound. What is more of w − x goes in the next."""
+        group = self.lanes.group(i)
+        rate = float(group["lr"]) or self.facts.peak_lr
+        return self.lanes.bound(i) * rate / self.correction(group) / math.sqrt(self.lanes.share_of_variance(i))
+
+    def correction(self, group: dict[str, Any]) -> float:
+        """m̂ = m / this, in this step."""
+        return 1 - group["betas"][0] ** (self.steps_done + 1) if group["bias_correction"] else 1.0
+
+    def _clip(self) -> Steps[bool]:
+        if self.clipping.max_norm is None:
+            return True
+        squares = sum(float(part.of(self.mean).square().sum(dtype=torch.float64)) for part in self.parts)
+        every = yield from self.gathered([squares])
+        return self.clipping.clip(self, self.mean, norm=float(every.sum()) ** 0.5)
+
+    # ------------------------------------------------------------ what travels and what becomes of it
+
+    def prepare(self, kind: RoundKind, gain: float) -> None:
+        """work := what goes to the owners."""
+        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        for i in range(len(self._flat.parameters)) if kind is RoundKind.EXACT else live:
+            g, into = self._flat.gradient(i), self._flat.view(self.work, i)
+            into.zero_() if g is None else torch.mul(g, gain, out=into)
+        if kind is RoundKind.COMPRESSED:
+            self.cut(frozen, gain, self.work)
+            for i in frozen:
+                self._flat.view(self.work, i).div_(self.lanes.divisor(i)).mul_(1 - self.lanes.group(i)["betas"][0])
+
+    def cut(self, indices: Sequence[int], gain: float, out: torch.Tensor) -> None:
+        """out := gain·g within ±κ·s. What is not finite stays as it is, for all to see."""
+        counts = torch.zeros(len(indices), dtype=torch.int64)
+        for number, i in enumerate(indices):
+            g, into = self._flat.gradient(i), self._flat.view(out, i)
+            if g is None:
+                into.zero_()
+                continue
+            torch.mul(g, gain, out=into)
+            k, low, eps, reach = self.lanes.divisors([i])[0].tolist()
+            root = (self._flat.view(self.known, i).float() * k).sqrt_()
+            counts[number] = (into.abs() > reach * (root + eps)).sum()
+            most = root.clamp_(min=low).add_(eps).mul_(reach)
+            into.copy_(torch.where(into.isfinite(), torch.minimum(torch.maximum(into, -most), most), into))
+        self.lanes.see(indices, counts)
+
+    def adam(self, indices: Iterable[int]) -> None:
+        """Adam's step with mean gradients: torch's own fused kernel."""
+        taken = set(indices)
+        for group, every in self.groups():
+            parts = list(self.owned(i for i in every if i in taken))
+            if not parts:
+                continue
+            done = self.steps_done if group["bias_correction"] else ENDLESS
+            w, g, m, v = ([part.of(b) for part in parts] for b in (self.master, self.mean, self.momentum, self.variance))
+            adam(
+                w, g, m, v, [], [torch.tensor(float(done)) for _ in parts], fused=True, amsgrad=False,
+                beta1=group["betas"][0], beta2=group["betas"][1], lr=float(group["lr"]), weight_decay=group["weight_decay"],
+                eps=group["eps"], maximize=False, decoupled_weight_decay=True,
+            )  # fmt: skip
+        self.lanes.count(taken, self.steps_done + 1)
+
+    def root(self, part: Owned) -> torch.Tensor:
+        """√v̂ of what is owned."""
+        correction = self.lanes.correction(part.parameter, int(self.lanes.variance_steps[part.parameter]))
+        return (part.of(self.variance) / correction).sqrt_()
+
+    def unit(self, part: Owned) -> torch.Tensor:
+        """s as whoever sent divided by it."""
+        return part.of_whole(self.lanes.divisor(part.parameter))
+
+    def apply_step(self, part: Owned, m: torch.Tensor, *, step: float, decay: float) -> None:
+        """w ← decay·w − step·m/s."""
+        _, low, eps, _ = self.lanes.divisors([part.parameter])[0].tolist()
+        part.of(self.master).mul_(decay).addcdiv_(m, self.root(part).clamp_(min=low).add_(eps), value=-step)
+
+    def bound_momentum(self, part: Owned, m: torch.Tensor) -> None:
+        """m within Adam's own bound where it is noise: whoever divides it by the true √v does no harm."""
+        low, root = float(self.lanes.divisors([part.parameter])[0, 1]), self.root(part)
+        most = torch.where(root < low, root * self.lanes.bound(part.parameter), torch.inf)
+        m.copy_(torch.minimum(torch.maximum(m, -most), most))
+
+    # ------------------------------------------------------------ from lane to lane
+
+    def after(self, kind: RoundKind) -> Steps[None]:
+        yield from self.schedule(kind)
+        if self.unknown and self.round() is not RoundKind.EXACT:
+            yield from self.learn()
+
+    def learn(self) -> Steps[None]:
+        """known := the variance of all owners, and what follows from it."""
+        yield from self.rounded.gather(self.variance, self.work, key=0)
+        self.known.copy_(self.work)
+        self.unknown = False
+        self.sort()
+
+    # ------------------------------------------------------------ checkpoints
+
+    def elastic_steps(self) -> Steps[dict[str, Any]]:
+        part = yield from sharded_checkpoint.elastic(self)
+        return torch.optim.Optimizer.state_dict(self) | {"commpress": part}
+
+    def momentum_squares(self) -> float:
+        """Other ranks' rows are taken to be like the own."""
+        return self.channel.size * sum(float((p.of(self.momentum) / self.unit(p)).square().sum()) for p in self.parts)
+
+    @abstractmethod
+    def schedule_state(self) -> dict[str, Any]:
+        """State of the schedule beyond ``facts``."""
+
+    @abstractmethod
+    def resume(self, schedule: dict[str, Any]) -> None:
+        """Continue from a ``schedule_state``."""
+
+    def waiting(self) -> dict[str, torch.Tensor]:
+        """Flat buffers that differ between ranks; what counts for the run is their mean."""
+        return {}
