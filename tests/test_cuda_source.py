@@ -34,7 +34,7 @@ from commpress.kernels.pieces import Piece, cut, width_of
 # ---------------------------------------------------------------- compiled for GPUs
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", [80, pytest.param(90, marks=pytest.mark.slow), 100])
 def test_source_compiles_for_every_family(architecture):
     """With the options that CuPy adds to ours, of which the first would flush denormals if the source let it."""
     if nvrtc.loaded() is None:
