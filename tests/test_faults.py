@@ -77,7 +77,7 @@ DISAGREEMENTS = {
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("way", ["sockets", "messages"])
 def test_disagreement_is_named_on_both_sides_at_once(pool, what, size, way):
-    """Rank 1 is the odd one out: it sees all others differ, they see only rank 1. Within 0.1 s of the last call."""
+    """Rank 1 is the odd one out: it sees all others differ, they see only rank 1. Within a second of the last call."""
     ours, theirs = ({"sequence": 1, **call} for call in DISAGREEMENTS[what])
     calls = [theirs if rank == 1 else ours for rank in range(size)]
     seconds = []
@@ -92,7 +92,7 @@ def test_disagreement_is_named_on_both_sides_at_once(pool, what, size, way):
             assert str(error).startswith(expected + got)
         issued = max(start for _, start, _ in outcomes)
         seconds.append(max(end for _, _, end in outcomes) - issued)
-        if seconds[-1] < 0.1:
+        if seconds[-1] < 1.0:
             return
     pytest.fail(f"seconds until every rank knew: {seconds}")
 
