@@ -1,5 +1,6 @@
 """MASHA on bilinear games: closed-form solutions, the extragradient method, bytes, resume, and what is not finite."""
 
+import copy
 import random
 
 import pytest
@@ -147,14 +148,18 @@ def _over_sockets(steps):
     return player.z
 
 
-@pytest.mark.parametrize("codec", [TWO, ONE, "powersgd-1"], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [(TWO, torch.float32), (ONE, torch.float32), ("powersgd-1", torch.float32), (TWO, torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("at", [0, 1, 7])
-def test_a_resumed_run_goes_on_bit_for_bit(codec, at, tmp_path):
-    whole = Players(2, codec=codec, lr=0.2)
+def test_a_resumed_run_goes_on_bit_for_bit(codec, dtype, at, tmp_path):
+    whole = Players(2, codec=codec, lr=0.2, dtype=dtype)
     whole.play(at)
     for rank, player in enumerate(whole.ranks):
         torch.save([player.x, player.y, player.optimizer.state_dict()], tmp_path / str(rank))
-    resumed = Players(2, codec=codec, lr=0.1)
+    resumed = Players(2, codec=codec, lr=0.1, dtype=dtype)
     for rank, player in enumerate(resumed.ranks):
         x, y, state = torch.load(tmp_path / str(rank), weights_only=True)
         player.x.data.copy_(x)
@@ -280,5 +285,9 @@ def test_what_makes_no_sense_is_refused():
         optimizer.step()
     with pytest.raises(InvalidArgument, match="add_param_group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(8))]})
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][0]["anchor"]
+    with pytest.raises(StateMismatch, match="has no anchor"):
+        optimizer.load_state_dict(state)
     with pytest.raises(StateMismatch, match=r"Masha\.state_dict"):
         optimizer.load_state_dict(torch.optim.SGD([x]).state_dict())

@@ -79,12 +79,14 @@ class Masha(torch.optim.Optimizer):
         self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
         size, workspace = self.channel.size, self.channel.workspace
         self.exchanges = Exchanges(policy if size > 1 else policy_of("none"), size, workspace, seed=seed)
-        self._anchored = self._evaluated = False  # whether the anchor is one, and its operators are known
+        self._evaluated = False  # whether the operators at the anchor are known
         self._anchor, self._operator, self._mean = (flat.new() for _ in KEYS)
         self._before, self._work, self._next = (flat.new() for _ in range(3))
         for i, p in enumerate(flat.parameters):
             buffers = (self._anchor, self._operator, self._mean)
             self.state[p] = {key: flat.view(b, i) for key, b in zip(KEYS, buffers, strict=True)}
+            if i in flat.shadowed:
+                self.state[p]["master"] = flat.weights[i]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_flat"):
@@ -123,13 +125,12 @@ class Masha(torch.optim.Optimizer):
 
     def _advance(self, closure: Callable[[], Any], outcomes: list[Outcome]) -> Steps[bool]:
         flat = self._flat
-        if not self._anchored:
+        if not self._evaluated and self.steps_done == 0:
             numbers, sequence = [checksum(flat.weights), self.steps_done], self.channel.take()
             options: dict[str, Any] = {"transport": self.channel.transport, "device": flat.device}
             require_same((yield from gathered(numbers, sequence=sequence, **options)), self.steps_done)
             self._keep(self._anchor)
         if not self._evaluated:
-            self._anchored = True
             self._put(self._anchor)
             self._evaluate(closure, self._operator)
             self._mean.copy_(self._operator)
@@ -202,7 +203,7 @@ class Masha(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: every rank saves and loads its own, or on another number of ranks those of all."""
         residuals = exact_state(self.exchanges.residuals, self.channel.transport, self.steps_done)
-        head = {"optimizer": "Masha", "known": [self._anchored, self._evaluated]}
+        head = {"optimizer": "Masha", "evaluated": self._evaluated}
         return super().state_dict() | {"commpress": head | residuals | self.exchanges.choices()}
 
     @torch.no_grad()
@@ -221,16 +222,16 @@ class Masha(torch.optim.Optimizer):
         state, part = (every[mine[0] if mine else 0] for every in (states, parts))
         check_groups(self, state["param_groups"])
         numbers = [number for group in state["param_groups"] for number in group["params"]]
-        found = [state["state"][number] for number in numbers]
+        found = [state["state"].get(number, {}) for number in numbers]
         for p, name, one in zip(flat.parameters, flat.names, found, strict=True):
-            if any(key not in one or one[key].shape != p.shape for key in KEYS):
-                raise StateMismatch(f"the state of parameter {name!r} has no {', '.join(KEYS)} of shape {tuple(p.shape)}")
+            if any(key not in one or one[key].shape != p.shape for key in self.state[p]):
+                raise StateMismatch(f"the state of parameter {name!r} has no {', '.join(self.state[p])} of {tuple(p.shape)}")
         take_groups(self, state["param_groups"])
         for p, one in zip(flat.parameters, found, strict=True):
-            for key in KEYS:
-                self.state[p][key].copy_(one[key])
-        self._anchored, self._evaluated = part["known"][0], part["known"][1] and bool(mine)
+            for key, value in self.state[p].items():
+                value.copy_(one[key])
+        self._evaluated = part["evaluated"] and bool(mine)
         self.steps_done = step
         self.exchanges.load_choices(part)
         self.exchanges.residuals.load(residuals)
-        flat.adopt()
+        flat.publish()
