@@ -259,6 +259,48 @@ def test_sharded_units_skip_together(pool, overlap, on_nonfinite):
         assert (raised, skipped) == ([BAD] if on_nonfinite == "raise" else [], 2)
 
 
+def hybrid(on_nonfinite, agree):
+    """Shards of one rank each in two columns of two replicas, the average over which is ours."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "shard", "tp"))
+    model = Shared(mesh["tp"].get_group())
+    for module in (model.part, model.whole, model):
+        fully_shard(module, mesh=mesh["shard"])
+    over = {"agree_over": mesh} if agree else {}
+    state = commpress.compress_hsdp(model, mesh["dp"], "sign", min_numel=1, on_nonfinite=on_nonfinite, **over)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    raised = []
+    for step in ALL:
+        x, y = batch(mesh, step)
+        loss = (model(x) - y).square().mean()
+        if step == BAD and dist.get_rank() == 0:
+            loss = loss * float("nan")
+        try:
+            loss.backward()
+            optimizer.step()
+        except NonFiniteGradient:
+            raised.append(step)
+        optimizer.zero_grad()
+    residuals = [kept for key, *kept in state.exchanges.residuals.places() if "whole" in key[0]]
+    return model.whole.weight.full_tensor().detach(), raised, state.counters.skipped_buckets, residuals
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+def test_replicas_of_shards_skip_together(pool, on_nonfinite):
+    results = pool.run(hybrid, on_nonfinite, True, size=4)
+    for weight, raised, skipped, residuals in results:
+        assert torch.equal(weight, results[0][0])
+        assert torch.isfinite(weight).all()
+        assert (raised, skipped) == ([BAD] if on_nonfinite == "raise" else [], 2)
+        assert residuals
+        assert all(torch.isfinite(kept).all() for every in residuals for kept in every)
+
+
+def test_replicas_of_shards_that_do_not_agree_drift_apart(pool):
+    """The test above would see it."""
+    results = pool.run(hybrid, "skip", False, size=4)
+    assert any(not torch.equal(weight, results[0][0]) for weight, *_ in results)
+
+
 # ---------------------------------------------------------------- refused
 
 
@@ -267,9 +309,11 @@ def refusals():
     group = mesh["dp"].get_group()
     ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
     weights = [nn.Parameter(torch.ones(4))]
+    cut = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "shard", "tp"))["shard"])
     calls = {
         "type": lambda: commpress.compress(ddp, agree_over="tp"),
         "ranks": lambda: commpress.compress(ddp, agree_over=mesh["tp"]),
+        "replicas": lambda: commpress.compress_hsdp(cut, group, agree_over=mesh["tp"]),
         "auto": lambda: commpress.compress(ddp, "auto", agree_over=mesh),
         "freeze": lambda: commpress.OneBitAdam(weights, process_group=group, agree_over=mesh),
         "norm": lambda: onebit(weights, process_group=group, agree_over=mesh, max_grad_norm=1.0),
@@ -285,7 +329,8 @@ def refusals():
 def test_what_cannot_be_agreed_on_is_refused_on_all_ranks(pool):
     for said in pool.run(refusals, size=4):
         assert "agree_over is 'tp', expected a process group or a DeviceMesh" in said["type"]
-        assert "but gradients are exchanged with ranks" in said["ranks"]
+        for name in ("ranks", "replicas"):
+            assert "but gradients are exchanged with ranks" in said[name]
         assert "codec is 'auto'" in said["auto"]
         assert "Pass a number of steps" in said["freeze"]
         assert "Leave max_grad_norm out" in said["norm"]

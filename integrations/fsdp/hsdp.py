@@ -14,6 +14,7 @@ from commpress.codecs import Codec, Policy
 from commpress.collectives.allreduce import Workspace, settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
+from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchanges, Tensors
 from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.round import check_on_nonfinite
@@ -35,6 +36,7 @@ def compress_hsdp(
     min_numel: int = MIN_NUMEL,
     error_feedback: bool = True,
     on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
+    agree_over: AgreeOver | None = None,
     timeout: timedelta | None = None,
     checksum: bool = False,
     seed: int = 0,
@@ -45,12 +47,15 @@ def compress_hsdp(
     ``compress_hsdp(model, mesh["replicate"])``. (On a mesh of two dimensions torch averages over replicas itself and offers
     no way in.) Replicas must start with equal weights. Residuals are of this rank's shard: 4 bytes per parameter, divided
     by the ranks of a node, and as much again divided by the replicas.
+
+    ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward together, where these are
+    more than ``replicate``: with tensor parallelism the whole mesh. They decide about each group of parameters together.
     """
     check_on_nonfinite(on_nonfinite)
     group = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
     return ReplicatedState(
         param_groups_of(model), group, policy_for(model, gradients, min_numel=min_numel), error_feedback=error_feedback,
-        on_nonfinite=on_nonfinite, timeout=timeout, checksum=checksum, seed=seed,
+        on_nonfinite=on_nonfinite, agree_over=agree_over, timeout=timeout, checksum=checksum, seed=seed,
     )  # fmt: skip
 
 
@@ -65,6 +70,7 @@ class ReplicatedState:
         *,
         error_feedback: bool,
         on_nonfinite: str,
+        agree_over: AgreeOver | None,
         timeout: timedelta | None,
         checksum: bool,
         seed: int,
@@ -73,6 +79,7 @@ class ReplicatedState:
         self.on_nonfinite, self.seed, self.step, self.counters = on_nonfinite, seed, 0, Counters()
         self._error: NonFiniteGradient | None = None
         self.channel = Channel.among(group, timeout=timeout, workspace=Workspace(checksum=checksum))
+        self.consensus = consensus_over(agree_over, group, timeout=timeout)
         whole = {name: p.numel() for each in param_groups for name, p in zip(each.names, each.parameters, strict=True)}
         self.exchanges = Exchanges(
             _OfWhole(policy, whole), self.channel.size, self.channel.workspace, feedback=error_feedback, seed=seed
@@ -96,13 +103,15 @@ class ReplicatedState:
         outcomes = self.channel.run(exchange.steps(self.channel, buffer, sequence=sequence, key=key))
         of.calls += 1
         finite = all(outcome.finite for outcome in outcomes)
+        if self.consensus is not None:
+            finite = self.channel.run(self.consensus.agreed(finite, shard.device))
         settle(outcomes, taken=finite)
         if not finite:
             self.counters.skipped_buckets += 1
-            log.warning("gradients of %s held NaN or infinity in some replica", of.param_group.name)
+            log.warning("gradients of %s held NaN or infinity on some rank", of.param_group.name)
             if self.on_nonfinite == "raise" and self._error is None:
                 self._error = NonFiniteGradient(
-                    f"gradients of {of.param_group.name} held NaN or infinity in some replica. No residual was changed. Look "
+                    f"gradients of {of.param_group.name} held NaN or infinity on some rank. No residual was changed. Look "
                     "for the cause in the loss, or pass on_nonfinite='skip'."
                 )
                 Variable._execution_engine.queue_callback(self._raise)
