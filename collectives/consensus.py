@@ -5,8 +5,10 @@ parallelism a replicated weight lives in several such groups, and one that skips
 from it. So the groups vote before anything is committed: one number from every rank, in a small collective.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,9 +35,13 @@ class Consensus:
 
     def agreed(self, finite: bool, device: torch.device, *, number: int | None = None) -> Steps[bool]:
         """True on every rank if all ranks say so; ``number`` if it was reserved before."""
-        sequence = self.reserve() if number is None else number
-        every = yield from gathered([float(finite)], transport=self.transport, sequence=sequence, device=device)
+        every = yield from self.gathered([float(finite)], device, number=number)
         return bool(every.all())
+
+    def gathered(self, values: Sequence[float], device: torch.device, *, number: int | None = None) -> Steps[np.ndarray]:
+        """These numbers of every rank: float64[ranks, len(values)]."""
+        sequence = self.reserve() if number is None else number
+        return gathered(values, transport=self.transport, sequence=sequence, device=device)
 
 
 def consensus_over(

@@ -4,9 +4,72 @@ import numpy as np
 import pytest
 import torch
 
+import test_onebit_lamb
+import test_sharded_adam
+import test_sharded_zero_one
+import test_zero_one_adam
 from commpress.errors import StateMismatch
-from optim_twin import boundless, equal, flat, mean, noise, reload, start, state_of
+from optim_twin import boundless, equal, flat, mean, noise, owed, reload, start, state_of
 from test_onebit_adam import BETA1, BETA2, LR, replicas
+
+KINDS = {
+    "1-bit Adam": replicas,
+    "1-bit LAMB": test_onebit_lamb.replicas,
+    "0/1 Adam": test_zero_one_adam.replicas,
+    "sharded 1-bit Adam": test_sharded_adam.replicas,
+    "sharded 0/1 Adam": test_sharded_zero_one.replicas,
+}
+
+
+def went_on(kind, at, size):
+    """A group of three, and one of ``size`` that knows the state of rank 0, as trainers save it, and then every rank's part."""
+    group, other = KINDS[kind](3), KINDS[kind](size)
+    for step in range(at):
+        group.step(noise(3, step))
+    parts = [o.state_dict()["commpress"] for o in group.optimizers]
+    for mine, o in zip(other.parameters, other.optimizers, strict=True):
+        for p, q in zip(mine, group.parameters[0], strict=True):
+            p.data.copy_(q)
+        o.load_state_dict(group.optimizers[0].state_dict())
+        o.load_rank_state(*parts)
+    return group, other
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_ranks_part_makes_a_state_for_any_number_of_ranks(kind, size):
+    group, other = went_on(kind, 8, size)
+    before = owed(group.optimizers)
+    assert np.abs(before).max() > 1e-3
+    if "sharded" in kind:  # rows of owners owe nothing: the gap to their master weights is said in the next step
+        before = np.mean([owed([o]) for o in group.optimizers], axis=0)
+        now = np.mean([owed([o]) for o in other.optimizers], axis=0)
+        np.testing.assert_allclose(now, before, atol=1e-6)
+        for name in ("master", "momentum", "variance"):
+            whole = test_sharded_adam.together
+            np.testing.assert_array_equal(whole(other, name), whole(group, name))
+    else:
+        np.testing.assert_allclose(other.owed(), before, atol=1e-6)
+        assert torch.equal(other.optimizers[0].momentum, group.optimizers[0].momentum)
+    for step in range(8, 12):
+        assert all(other.step(noise(size, step)))
+    assert all(torch.equal(p, q) for mine in other.parameters for p, q in zip(mine, other.parameters[0], strict=True))
+
+
+@pytest.mark.parametrize("at", [8, 10])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_every_ranks_part_as_many_ranks_take_their_own(kind, at):
+    group, other = went_on(kind, at, 3)
+    for step in range(at, at + 6):
+        group.step(noise(3, step))
+        other.step(noise(3, step))
+    assert equal(state_of(group), state_of(other))
+
+
+@pytest.mark.parametrize("kind", ["0/1 Adam", "sharded 0/1 Adam"])
+def test_another_number_of_ranks_refuses_what_was_saved_inside_a_window(kind):
+    with pytest.raises(StateMismatch, match=r"saved 2 steps into a window.*and 2 go on: call optimizer.synchronize\(\)"):
+        went_on(kind, 10, 2)
 
 
 def test_resuming_continues_in_every_bit(tmp_path):

@@ -176,6 +176,29 @@ def test_resuming_at_any_step_of_a_window_continues_in_every_bit(at, tmp_path):
         assert equal(state_of(group), state_of(other))
 
 
+@pytest.mark.parametrize("at", [8, 9, 11])
+def test_one_rank_goes_on_where_the_parameters_stand_once_what_was_owed_is_paid(at):
+    group, other = replicas(3, sync=Fixed(4)), replicas(1, sync=Fixed(4))
+    for step in range(at):
+        group.step(noise(3, step))
+    parts = group.elastic()
+    for q, p in zip(other.parameters[0], group.parameters[0], strict=True):
+        q.data.copy_(p)
+    (o,) = other.optimizers
+    o.load_state_dict(*parts)
+    wanted = flat(other.parameters[0]) - group.owed()
+    assert np.abs(group.owed()).max() > 1e-3
+    with torch.no_grad():
+        simulate([o.synchronizing()])
+    np.testing.assert_allclose(flat(other.parameters[0]), wanted, atol=1e-6)
+    other.step(noise(1, at))
+    assert o.held == 0
+    after = flat(other.parameters[0])
+    with torch.no_grad():
+        simulate([o.synchronizing()])
+    np.testing.assert_array_equal(flat(other.parameters[0]), after)
+
+
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("at", [8, 9, 11])
 def test_elastic_states_keep_a_window_and_what_is_owed(size, at):

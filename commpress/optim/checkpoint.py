@@ -33,7 +33,7 @@ def exact(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
 def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[dict[str, Any]]:
     """This rank's part: its shard of what is still owed, and on rank 0 what all ranks share."""
     shared, part = (yield from optimizer.shared()), _head(optimizer)
-    momentum = shared.pop("exp_avg", None)
+    momentum = shared.get("exp_avg")
     if optimizer.channel.rank == 0:
         for number, p in enumerate(optimizer._flat.parameters):
             state["state"][number] = {key: value.clone() for key, value in optimizer.state[p].items()}
@@ -55,33 +55,45 @@ def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> 
         _load_adam(optimizer, states[0])
         return
     parts = [state["commpress"] for state in states]
-    kinds = {part["quantized"]["kind"] for part in parts}
-    if kinds == {"exact"} and len(parts) == 1:
-        residuals, shared = _own(optimizer, parts[0]), states[0]
-    else:
-        residuals = _residuals(optimizer, parts)
-        shared = next(s for s in states if s["commpress"]["quantized"]["rank"] == 0)
-    head = shared["commpress"]
+    residuals, head = _residuals(optimizer, parts)
     _take_left(optimizer, head, residuals)
     optimizer.forget()
-    _fill(optimizer, shared)
+    _fill(optimizer, next(state for state in states if state["commpress"] is head))
     optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
     optimizer.lanes.follow(optimizer.steps_done)
     optimizer.resume(head["schedule"])
 
 
-def load_rank(optimizer: "ReplicatedOptimizer", part: dict[str, Any]) -> None:
-    """This rank's own part, after a state of another rank gave what all share."""
-    check_step(optimizer, part)
-    _take_left(optimizer, part, _own(optimizer, part))
-    optimizer.resume(part["schedule"])
+def load_rank(optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
+    """This rank's own part, or all ranks', after a state of another rank gave what all share."""
+    check_step(optimizer, parts)
+    residuals, head = _residuals(optimizer, parts)
+    _take_left(optimizer, head, residuals)
+    optimizer.resume(head["schedule"])
 
 
-def check_step(optimizer: "CompressedOptimizer", part: dict[str, Any]) -> None:
-    if int(part["step"]) != optimizer.steps_done:
+def check_step(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
+    steps = sorted({int(part["step"]) for part in parts})
+    if steps != [optimizer.steps_done]:
         raise StateMismatch(
-            f"the state of this rank is of step {part['step']}, what was loaded before is of step {optimizer.steps_done}: load "
-            "those of one checkpoint"
+            f"what ranks have apart from each other is of step {', '.join(map(str, steps))}, what was loaded before is of step "
+            f"{optimizer.steps_done}: load the states of one checkpoint"
+        )
+
+
+def own_of(parts: Sequence[dict[str, Any]], rank: int, size: int) -> Sequence[dict[str, Any]]:
+    """The one that this rank saved, if as many ranks saved exact ones; else all of them."""
+    place = {"kind": "exact", "rank": rank, "size": size}
+    return [part for part in parts if place.items() <= part["quantized"].items()] or parts
+
+
+def check_closed(parts: Sequence[dict[str, Any]], size: int) -> None:
+    """Exact states of other ranks hold no open window, of which each has its own view."""
+    of = parts[0]["quantized"]
+    if len(parts) > 1 and of["kind"] == "exact" and parts[0]["schedule"].get("held"):
+        raise StateMismatch(
+            f"the states of {of['size']} ranks were saved {parts[0]['schedule']['held']} steps into a window, in which ranks "
+            f"differ, and {size} go on: call optimizer.synchronize() before state_dict(), or save with elastic_state_dict()"
         )
 
 
@@ -99,28 +111,15 @@ def take_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
 
 
-def _own(optimizer: "ReplicatedOptimizer", part: dict[str, Any]) -> dict[str, Any] | None:
-    """The residuals of an exact state if this rank saved it. Of another rank only what all share can be used."""
-    of, mine = part["quantized"], optimizer.channel.transport
-    if (of["rank"], of["size"]) == (mine.rank, mine.size):
-        return _residuals(optimizer, [part])
-    log.warning(
-        "the loaded state is of rank %d of %d, this is rank %d of %d: what compression left behind here starts from zero. "
-        "Load each rank's own state_dict(), or use elastic_state_dict() to change the world size",
-        of["rank"], of["size"], mine.rank, mine.size,
-    )  # fmt: skip
-    return None
-
-
 def _exchanges(optimizer: "ReplicatedOptimizer") -> list[tuple[str, Exchanges]]:
     return [("full", optimizer.full), ("quantized", optimizer.quantized)]
 
 
-def _take_left(optimizer: "ReplicatedOptimizer", part: dict[str, Any], residuals: dict[str, Any] | None) -> None:
+def _take_left(optimizer: "ReplicatedOptimizer", part: dict[str, Any], residuals: dict[str, Any]) -> None:
     """Take over what compression left behind on this rank, nothing if that is not known, and what codecs have learnt on all."""
     for name, exchanges in _exchanges(optimizer):
         exchanges.load_choices(part.get(name, {}))
-        exchanges.residuals.load(residuals[name] if residuals else {})
+        exchanges.residuals.load(residuals.get(name, {}))
 
 
 def _head(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
@@ -132,17 +131,33 @@ def _head(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
     }
 
 
-def _residuals(optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _residuals(
+    optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's residuals, and the part that holds what all share. Of another rank's exact state alone there are none."""
     names = {part["optimizer"] for part in parts}
     if names != {type(optimizer).__name__}:
         raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
-    flat = optimizer._flat
+    mine, flat = optimizer.channel.transport, optimizer._flat
+    parts = own_of(parts, mine.rank, mine.size)
+    check_closed(parts, mine.size)
+    head = next((part for part in parts if part["quantized"]["rank"] == 0), parts[0])
+    of = parts[0]["quantized"]
+    if len(parts) == 1 and of["kind"] == "exact" and (of["rank"], of["size"]) != (mine.rank, mine.size):
+        if of["size"] > 1:  # one rank alone owes nothing
+            log.warning(
+                "the loaded state is of rank %d of %d, this is rank %d of %d: what compression left behind here starts from "
+                "zero, unless a callback of commpress loads it next. Load each rank's own state_dict(), or all ranks' to "
+                "change the world size",
+                of["rank"], of["size"], mine.rank, mine.size,
+            )  # fmt: skip
+        return {}, head
     numels = {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
     residuals = {}
     for name, _ in _exchanges(optimizer):
         _, residuals[name] = residuals_of([part[name] for part in parts], optimizer.channel.transport)
         check_fit(residuals[name], numels)
-    return residuals
+    return residuals, head
 
 
 def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
@@ -157,7 +172,7 @@ def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     optimizer.facts = Facts()
     optimizer.lanes.follow(optimizer.steps_done, doubt=True)
     optimizer.resume(None)
-    _take_left(optimizer, {}, None)
+    _take_left(optimizer, {}, {})
     optimizer._taken.fill_(optimizer.steps_done)
 
 

@@ -58,6 +58,7 @@ class Lanes:
         if floor < 0:
             raise InvalidArgument(f"variance_floor is {floor!r}, expected a number of at least 0")
         self.codec, self.finer, self.exact, self.min_numel, self.floor = codec, finer, exact, min_numel, floor
+        self.common: float | None = None  # ``low`` of tensors without variance, where others than these have a say in it
 
     def lay_out(self, flat: "Flat", groups: Sequence[dict[str, Any]], variance: torch.Tensor, ranks: int) -> None:
         """Begin with these parameters, each with its group, all of them live: what earlier ones were is not known here."""
@@ -161,10 +162,15 @@ class Lanes:
     def divisors(self, indices: Sequence[int]) -> np.ndarray:
         """Divisors as kernels want them. A tensor without any variance has the floor of the others."""
         lines = self.lines[list(indices)]
-        if not lines[:, 1].all() and (seen := self.lines[:, 1] > 0).any():
-            squares = np.square(self.lines[seen, 1], dtype=np.float64)
-            lines[lines[:, 1] == 0, 1] = np.sqrt(np.average(squares, weights=self._numels[seen]))
+        if not lines[:, 1].all():
+            squares, numel = self.squares()
+            lines[lines[:, 1] == 0, 1] = math.sqrt(squares / max(numel, 1)) if self.common is None else self.common
         return lines
+
+    def squares(self) -> tuple[float, int]:
+        """Σ low² over the elements of tensors that have some variance, and how many these are."""
+        seen = self.lines[:, 1] > 0
+        return float(np.square(self.lines[seen, 1], dtype=np.float64) @ self._numels[seen]), int(self._numels[seen].sum())
 
     def divisor(self, i: int) -> torch.Tensor:
         """s of a whole parameter."""

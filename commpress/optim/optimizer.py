@@ -234,11 +234,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if self.channel.size > 1 and self.check_every and self.steps_done % self.check_every == 0:
             yield from self._compare_replicas()
         taken = yield from self.take(kind)
+        waking = self.lanes.waking()  # as headers have asked for it
         self.lanes.remember(taken)
         if taken:
             self.steps_done += 1
             yield from self.after(kind)
-            yield from self._agree_who_wakes()
+            yield from self._agree_who_wakes(waking)
         self.counters.step(kind.value, taken, self.sent_bytes(), self._flat.numel, self.channel.size)
         if not taken:
             self._report_skipped()
@@ -298,16 +299,25 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """Steps that a variance takes to forget what it was."""
         return max(round(2 / (1 - max(group["betas"][1] for group in self.param_groups))), 1)
 
+    def agree_on_floor(self) -> Steps[None]:
+        """The floor of tensors without any variance is that of all others: with ``agree_over`` of those of all its ranks, for
+        each tensor-parallel column has others."""
+        if self.consensus is not None:
+            squares = yield from self.consensus.gathered(self.lanes.squares(), self._flat.device)
+            total, numel = squares.sum(axis=0)
+            self.lanes.common = float(np.sqrt(total / max(numel, 1)))
+
     def asks(self) -> bool:
         """True if this rank wants tensors to wake up."""
         return bool(self.lanes.waking().any())
 
-    def _agree_who_wakes(self) -> Steps[None]:
-        """Wake the tensors that some rank means, if one has asked for it in a header."""
+    def _agree_who_wakes(self, waking: np.ndarray) -> Steps[None]:
+        """Wake the tensors that some rank meant when it asked for it in a header: not those that it means by now, for what
+        others ask for would decide then when these wake up, and tensor-parallel columns would part."""
         if not self._asked:
             return
         self._asked = False
-        every = yield from self.gathered(self.lanes.waking().tolist())
+        every = yield from self.gathered(waking.tolist())
         indices = np.flatnonzero(every.any(axis=0)).tolist()
         if indices:
             yield from self.wake(indices)
@@ -371,9 +381,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return state
 
     @torch.no_grad()
-    def load_rank_state(self, part: dict[str, Any]) -> None:
-        """Load this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``."""
-        self.states.load_rank(self, part)
+    def load_rank_state(self, *parts: dict[str, Any]) -> None:
+        """Load this rank's ``rank_state``, the ``commpress`` entry of its ``state_dict``; or all ranks', however many."""
+        self.states.load_rank(self, parts)
 
     # ------------------------------------------------------------ what compression leaves behind
 

@@ -256,6 +256,7 @@ class ShardedOptimizer(CompressedOptimizer):
         self.known.copy_(self.work)
         self.unknown = False
         self.sort()
+        yield from self.agree_on_floor()
 
     # ------------------------------------------------------------ checkpoints
 

@@ -11,7 +11,7 @@ from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.residual_state import elastic_state, exact_state, residuals_of
 from commpress.errors import StateMismatch
-from commpress.optim.checkpoint import check_groups, check_step, take_groups
+from commpress.optim.checkpoint import check_closed, check_groups, check_step, own_of, take_groups
 from commpress.optim.lanes import STATE
 from commpress.schedules import Facts
 from commpress.work import Steps
@@ -60,9 +60,9 @@ def load(optimizer: "ShardedOptimizer", states: Sequence[dict[str, Any]]) -> Non
     take_groups(optimizer, groups)
 
 
-def load_rank(optimizer: "ShardedOptimizer", part: dict[str, Any]) -> None:
-    check_step(optimizer, part)
-    _take(optimizer, [part])
+def load_rank(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
+    check_step(optimizer, parts)
+    _take(optimizer, parts)
 
 
 def check_complete(optimizer: "ShardedOptimizer") -> None:
@@ -89,14 +89,20 @@ def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> Non
     names = {part["optimizer"] for part in parts}
     if names != {type(optimizer).__name__}:
         raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
-    head, of, mine = parts[0], parts[0]["quantized"], optimizer.channel.transport
-    partial = len(parts) == 1 and of["kind"] == "exact" and of["size"] == mine.size and of["rank"] != mine.rank
+    mine = optimizer.channel.transport
+    parts = own_of(parts, mine.rank, mine.size)
+    check_closed(parts, mine.size)
+    head, of = parts[0], parts[0]["quantized"]
+    partial = (
+        len(parts) == 1 < of["size"] and of["kind"] == "exact" and (of["rank"], of["size"]) != (mine.rank, mine.size)
+    )
     residuals = {} if partial else {name: residuals_of([part[name] for part in parts], mine)[1] for name in SCATTERS}
     whole = _whole(optimizer, parts)
     optimizer.missing = (
-        f"the loaded state is of rank {of['rank']}, and this is rank {mine.rank} of {mine.size}, which owns other parts: load "
-        "each rank's own state_dict(), or all ranks' elastic_state_dict()s. With a Trainer use the callback "
-        "commpress.hf.Compress, with Accelerate commpress.hf.RankFiles: they save and load every rank's part"
+        f"the loaded state is of rank {of['rank']} of {of['size']}, and this is rank {mine.rank} of {mine.size}, which owns "
+        "other parts: load each rank's own state_dict(), or all ranks' to change the world size. With a Trainer use the "
+        "callback commpress.hf.Compress, with Lightning commpress.lightning.Compress, with Accelerate commpress.hf.RankFiles: "
+        "they save and load every rank's part"
     ) if partial else ""  # fmt: skip
     for part in optimizer.parts:
         first = optimizer._flat.places[part.parameter][0] + part.begin

@@ -103,6 +103,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
         """Adam's own while no step was anything else."""
+        if self.channel.size == 1:
+            self._close_alone()
         if self.windows.updates == self.steps_done:
             super().exact(gradients, among)
             return
@@ -121,6 +123,13 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                 self._flat.placed(at), self.momentum, self.variance, self.lanes.divisors(at),
                 step=rate_of(group, self.steps_done), decay=decay_of(group),
             )  # fmt: skip
+
+    def _close_alone(self) -> None:
+        """A state of several ranks goes on with one: its window ends where it stands, and what is owed is paid."""
+        self.windows.held = 0
+        for (name, offset), owed, _ in self.quantized.residuals.places():  # of one rank: none is reduced
+            self._flat.weights[self._flat.names.index(name)].view(-1)[offset : offset + owed.numel()] -= owed
+        self.quantized.residuals.load({})
 
     def local(self, gain: float) -> None:
         """A gradient that is not finite leaves its momentum as it is: nobody can be asked, and the window goes on."""
@@ -157,6 +166,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             self.windows.updated(self.steps_done - 1)
             self._expose_updates()
             self._stale = True
+            if self.consensus is not None:
+                self.refresh()
+                yield from self.agree_on_floor()
         if self.windows.updates != self.steps_done and self.held == 0:
             self.lanes.keep_up(range(len(self._flat.parameters)), self.steps_done)
 
@@ -203,6 +215,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     # ------------------------------------------------------------ between windows
 
     def synchronizing(self) -> Steps[None]:
+        if self.channel.size == 1:
+            self._close_alone()
+            self._flat.publish()
         if self.held == 0:
             return
         for i, work in enumerate(self._works):
@@ -213,16 +228,19 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                 self.work.zero_()
         self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)))
         self._flat.publish()
-        yield from self._agree_who_wakes()
+        yield from self._agree_who_wakes(self.lanes.waking())
         self.counters.compressed_rounds += 1
         self.counters.compressed_bytes += self.sent_bytes()
 
     # ------------------------------------------------------------ checkpoints
 
     def schedule_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.windows.state() | {"stale": self._stale, "trips": self.lanes.trips.tolist()}
+        state: dict[str, Any] = self.windows.state() | {
+            "stale": self._stale, "trips": self.lanes.trips.tolist(), "common": self.lanes.common
+        }  # fmt: skip
         if self.held:
-            state |= {"accumulated": self.accumulated.clone(), "anchor": self.anchor.clone()}
+            differ = {"exp_avg": self.momentum, "accumulated": self.accumulated, "anchor": self.anchor}
+            state |= {name: buffer.clone() for name, buffer in differ.items()}
         return state
 
     def shared(self) -> Steps[dict[str, torch.Tensor]]:
@@ -246,8 +264,11 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             updates, updated_at = self.updated[0].tolist()
             self.windows.follow(updates, updated_at, self.steps_done)
             self._expose_updates()
+            if self.consensus is not None:
+                self.windows.exact_until = self.steps_done + 1  # it ends with an agreement on the floor
             return
         self.windows.load(schedule)
+        self.lanes.common = schedule["common"]
         self._members = frozenset(
             i for i in range(len(self._flat.parameters)) if ReplicatedOptimizer.is_trained(self, i)
         )
@@ -259,6 +280,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                     "state of this model"
                 )
             self.accumulated, self.anchor = self._flat.new(), self._flat.new()
+            self.momentum.copy_(schedule["exp_avg"])
             self.accumulated.copy_(schedule["accumulated"])
             self.anchor.copy_(schedule["anchor"])
             for (_, at), decay in zip(self.groups(), self.windows.decays, strict=True):

@@ -22,8 +22,9 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.hook import CompressedState, compress
 from commpress.integrations.ddp.overlap import averages, overlap
 from commpress.integrations.observe.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
-from commpress.integrations.trainers.rank_files import load_gradients, load_rank, save_rank
+from commpress.integrations.trainers.rank_files import load_ranks, save_rank
 from commpress.optim.optimizer import CompressedOptimizer
+from commpress.optim.windows import WindowedOptimizer
 
 log = logging.getLogger("commpress")
 
@@ -37,7 +38,8 @@ class Compress(TrainerCallback):
     averaging, and ``args.max_grad_norm`` becomes the optimizer's (pass 0 there to overlap rounds with backward). With any
     other optimizer gradients are compressed by ``codec`` and ``options``, which are those of ``commpress.compress``.
 
-    Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it. Logs get bytes sent per
+    Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it, on another number of ranks
+    too where the files of all of them are there. Logs get bytes sent per
     step, how many times fewer that is than float32, milliseconds of encoding, waiting and decoding, and the relative size of
     what compression still owes. ``metrics`` are sinks of ``commpress.Metrics``: each gets every step's figures.
     """
@@ -61,16 +63,16 @@ class Compress(TrainerCallback):
         self._scaler = getattr(things["optimizer"], "scaler", None)
         if isinstance(optimizer, CompressedOptimizer):
             optimizer.grad_scaler = self._scaler
+        self._resume = _folder(args, state) if state.global_step else None
+        self._optimizer = optimizer if averages(optimizer) else None
+        if isinstance(optimizer, CompressedOptimizer) and self._resume is not None:
+            self._load(optimizer)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             log.warning("there is one rank: nothing is compressed")
             return
-        self._optimizer = optimizer if averages(optimizer) else None
         if self._optimizer is not None and args.max_grad_norm:
             self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
             args.max_grad_norm = 0  # gradients are local: the Trainer would clip each rank by a factor of its own
-        self._resume = _folder(args, state) if state.global_step else None
-        if self._optimizer is not None and self._resume is not None:
-            self._load(self._optimizer)
         self._handle = things["model"].register_forward_pre_hook(self._attach)
 
     @torch.compiler.disable  # sockets, threads and files are nothing to trace
@@ -104,24 +106,18 @@ class Compress(TrainerCallback):
             )
         if self._metrics is not None:
             self._metrics.step()
-        synchronize = getattr(self._optimizer, "synchronize", None)
-        if synchronize is not None and self.state is not None and (control.should_save or control.should_evaluate):
-            synchronize()
+        if isinstance(self._optimizer, WindowedOptimizer) and (control.should_save or control.should_evaluate):
+            self._optimizer.synchronize()
 
     def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
-        if self.state is None:
-            return
-        own = self.state.state_dict()
-        if isinstance(self.state, CompressedOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
-            own = {"commpress": own["commpress"]}
-        save_rank(own, _folder(args, state))
+        if isinstance(self._optimizer, CompressedOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
+            save_rank({"commpress": self._optimizer.rank_state()}, _folder(args, state))
+        elif isinstance(self.state, CompressedState):
+            save_rank(self.state.state_dict(), _folder(args, state))
 
     def _load(self, into: CompressedState | CompressedOptimizer) -> None:
         assert self._resume is not None
-        if isinstance(into, CompressedState):
-            load_gradients(into, self._resume)
-        elif (own := load_rank(self._resume)) is not None:
-            into.load_rank_state(own["commpress"])
+        load_into(into, self._resume)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any) -> None:
         if self.state is None or logs is None or "loss" not in logs:
@@ -142,8 +138,8 @@ class Compress(TrainerCallback):
             state.log_history[-1].update(numbers)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
-        if isinstance(self.state, CompressedOptimizer) and hasattr(self.state, "synchronize"):
-            self.state.synchronize()
+        if isinstance(self._optimizer, WindowedOptimizer):
+            self._optimizer.synchronize()
         if self._clip is not None:
             args.max_grad_norm = self._clip
         if self.state is not None and state.is_world_process_zero:
@@ -161,11 +157,20 @@ def _folder(args: Any, state: Any) -> Path:
     return folder if given is None or folder.exists() else given
 
 
+def load_into(state: CompressedState | CompressedOptimizer, folder: Path) -> None:
+    """Load what ranks have apart from each other, as saved by any number of them."""
+    parts = load_ranks(folder, state.channel.rank, state.channel.size)
+    if parts and isinstance(state, CompressedState):
+        state.load_state_dict(*parts)
+    elif parts and isinstance(state, CompressedOptimizer):
+        state.load_rank_state(*(part["commpress"] for part in parts))
+
+
 class RankFiles:
     """Accelerate's ``save_state`` and ``load_state`` with what each rank's compressed optimizer has apart from the others.
 
     ``RankFiles(optimizer).attach(accelerator)`` once, before either. Accelerate itself saves the optimizer of rank 0 only;
-    ``commpress-<rank>.pt`` lies beside it.
+    ``commpress-<rank>.pt`` lies beside it, and ``load_state`` fits another number of ranks. Windows of 0/1 Adam are closed.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -179,6 +184,8 @@ class RankFiles:
         return self
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
+        if isinstance(self.optimizer, WindowedOptimizer):
+            self.optimizer.synchronize()  # one file holds momentum for all ranks
         save_rank({"commpress": self.optimizer.rank_state()}, Path(folder))
 
     def _look(self, models: Any, folder: str) -> None:
@@ -188,8 +195,7 @@ class RankFiles:
         return {}
 
     def load_state_dict(self, nothing: dict[str, Any]) -> None:
-        if (own := load_rank(self._folder)) is not None:
-            self.optimizer.load_rank_state(own["commpress"])
+        load_into(self.optimizer, self._folder)
 
 
 class DistributedCompression(DistributedDataParallelKwargs):
@@ -218,7 +224,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
 
     def _load(self, models: Any, folder: str) -> None:
         if self.state is not None:
-            load_gradients(self.state, Path(folder))
+            load_into(self.state, Path(folder))
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         own = ("codec", "options", "state", "_accelerator")

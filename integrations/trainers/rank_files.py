@@ -1,51 +1,54 @@
-"""One file per rank in a checkpoint of somebody else's: what compression left behind there."""
+"""One file per rank in a checkpoint of somebody else's: what ranks have apart from each other, such as residuals."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-
-from commpress.integrations.ddp.hook import CompressedState
 
 log = logging.getLogger("commpress")
 
 
-def file_of(rank: int | str) -> str:
-    return f"commpress-{rank}.pt"
-
-
 def save_rank(own: dict[str, Any], folder: Path) -> None:
+    """Write this rank's ``state_dict``, of a hook or of an optimizer; there are no files of more ranks afterwards."""
+    rank, size = _place(own)
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(own, folder / file_of(dist.get_rank()))
+    for number, file in _files(folder).items() if rank == 0 else ():
+        if number >= size:
+            file.unlink()
+    torch.save(own, folder / f"commpress-{rank}.pt")
 
 
-def load_rank(folder: Path) -> dict[str, Any] | None:
-    """Load what this rank saved; None with a warning if it is not there."""
-    file = folder / file_of(dist.get_rank())
-    if not file.exists():
-        log.warning("%s is missing: what compression left behind on this rank is lost", file)
-        return None
-    return _read(file)
-
-
-def load_gradients(state: CompressedState, folder: Path) -> None:
-    """From this rank's file, or where that was saved by another number of ranks, from those of all of them."""
-    files = sorted(folder.glob(file_of("*")))
-    size, own = dist.get_world_size(), folder / file_of(dist.get_rank())
-    first = _read(own if own in files else files[0]) if files else None
-    if first is None or (first["size"] == size and own not in files):
-        log.warning("%s is missing: what compression left behind on this rank is lost", own)
-    elif first["size"] == size:
-        state.load_state_dict(first)
-    elif len(files) != first["size"]:
+def load_ranks(folder: Path, rank: int, size: int) -> list[dict[str, Any]]:
+    """Load what this rank saved, or where another number of ranks did, what all of them saved; nothing, with a warning, if
+    that is not there."""
+    files = _files(folder)
+    first = _read(files.get(rank, next(iter(files.values())))) if files else None
+    saved = size if first is None else _place(first)[1]
+    if first is None or (saved == size and rank not in files):
+        log.warning("%s has no commpress-%d.pt: what compression left behind on this rank is lost", folder, rank)
+        return []
+    if saved == size:
+        return [first]
+    if len(files) != saved:
         log.warning(
             "%s has files of %d ranks, but %d saved it and %d go on: put the files of all of them there. What compression left "
-            "behind is lost.", folder, len(files), first["size"], size,
+            "behind is lost.", folder, len(files), saved, size,
         )  # fmt: skip
-    else:
-        state.load_state_dict(*map(_read, files))
+        return []
+    return [_read(file) for file in files.values()]
+
+
+def _files(folder: Path) -> dict[int, Path]:
+    """Those of all ranks."""
+    numbers = {file.stem.removeprefix("commpress-"): file for file in folder.glob("commpress-*.pt")}
+    return {int(number): numbers[number] for number in sorted(filter(str.isdecimal, numbers), key=int)}
+
+
+def _place(state: dict[str, Any]) -> tuple[int, int]:
+    """The rank that saved it, and of how many."""
+    part = state["commpress"]["quantized"] if "commpress" in state else state
+    return part["rank"], part["size"]
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Run by torchrun: what people do with a Trainer and with Accelerate. Arguments: what to do, and a folder.
 
-save     on some ranks: train, train again, train compiled, save and go on with Accelerate
+save     on some ranks: train, train again, train compiled, save and go on with Accelerate, Trainer and Lightning
 resume   on another number of ranks: go on from what was saved
+alone    on one rank
 """
 
 import sys
@@ -10,10 +11,25 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as Lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import Trainer, TrainingArguments
 
 import commpress
+from commpress.schedules import DoublingIntervals
 from tiny_gpt2 import Words, model
+
+COMMON = {"lr": 1e-3, "min_numel": 64, "betas": (0.9, 0.98)}
+WINDOWS = {"sync": DoublingIntervals(2, 1, longest=4), "variance_updates": 1}
+KINDS = {
+    "onebit": (commpress.OneBitAdam, COMMON | {"warmup_steps": 2}),
+    "lamb": (commpress.OneBitLamb, COMMON | {"warmup_steps": 2}),
+    "zero-one": (commpress.ZeroOneAdam, COMMON | WINDOWS),
+    "sharded-onebit": (commpress.ShardedOneBitAdam, COMMON | {"warmup_steps": 2}),
+    "sharded-zero-one": (commpress.ShardedZeroOneAdam, COMMON | WINDOWS),
+    "gradients": None,
+}
 
 
 def flat(module):
@@ -33,7 +49,7 @@ class Watched(commpress.hf.Compress):
 
     def _load(self, into):
         super()._load(into)
-        self.loaded = into.state_dict()
+        self.loaded = into.state_dict()  # a copy of what is left behind
 
 
 def trainer_of(folder, *, steps=4, optimizer=None, **options):
@@ -93,11 +109,15 @@ def accelerated(folder, steps, *, load=None, save_after=None):
 
 
 def total(states):
-    """Σ over ranks of what is owed, divided by their number, from one residual of every rank."""
-    name = "transformer.wte.weight@0"
-    size = len(states)
-    mean = sum(s["residuals"][name]["sent"] for s in states) / size
-    return mean + torch.cat([s["residuals"][name]["reduced"] for s in states])[: mean.numel()]
+    """Σ over ranks of what is owed, divided by their number, from the residuals of every rank; rows of owners owe nothing."""
+    states = [s["commpress"]["quantized"] if "commpress" in s else s for s in states]
+    means = []
+    for name in sorted(states[0]["residuals"], key=lambda name: (name.split("@")[0], int(name.split("@")[1]))):
+        parts = [s["residuals"][name] for s in states]
+        mean = sum(part["sent"] for part in parts) / len(parts)
+        reduced = torch.cat([part["reduced"] for part in parts])[: mean.numel()]
+        means.append(mean + reduced if reduced.numel() else mean)
+    return torch.cat(means)
 
 
 def gathered(state):
@@ -110,29 +130,119 @@ def saved_total(folder):
     return total([torch.load(file, weights_only=True) for file in sorted(folder.glob("commpress-*.pt"))])
 
 
+# ---------------------------------------------------------------- every optimizer of ours
+
+
+def saved_by_a_trainer(folder, kind):
+    """Steps 0 to 6, saved after the fourth, and gone on with from there."""
+    whole, _ = trainer_of(folder, steps=6, optimizer=kind)
+    whole.train()
+    resumed, _ = trainer_of(folder, steps=6, optimizer=kind)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert torch.equal(flat(whole.model), flat(resumed.model)), folder
+
+
+def resumed_by_a_trainer(folder, kind):
+    """From the fourth step on, on any number of ranks."""
+    trainer, callback = trainer_of(folder, steps=6, optimizer=kind)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    return trainer, callback, saved_total(folder / "checkpoint-4")
+
+
+class Net(LightningModule):
+    """Its data follow from rank and step."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.kind = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)), kind
+
+    def training_step(self, batch, index):
+        generator = torch.Generator().manual_seed(100 * self.trainer.global_step + dist.get_rank())
+        return self.net(torch.randn(6, 32, generator=generator)).square().mean()
+
+    def configure_optimizers(self):
+        cls, options = self.kind or (torch.optim.SGD, {"lr": 0.05})
+        return cls(self.net.parameters(), **options)
+
+
+class Attached(commpress.lightning.Compress):
+    """Remembers what it has after it has loaded, before it moves."""
+
+    def on_train_start(self, trainer, module):
+        super().on_train_start(trainer, module)
+        self.loaded = self.state.state_dict()
+
+
+def fitted(folder, kind, *, checkpoint=None, elastic=False):
+    """Eleven steps in one epoch, each checkpoint after the seventh in the middle of a window of 0/1 Adam."""
+    module, callback = Net(kind), Attached("sign", elastic=elastic)
+    keep = ModelCheckpoint(dirpath=folder, filename="seven", every_n_train_steps=7)
+    trainer = Lightning(
+        accelerator="cpu", devices=dist.get_world_size() if dist.is_initialized() else "auto", strategy="ddp", max_steps=11,
+        callbacks=[callback] if checkpoint else [callback, keep], enable_checkpointing=checkpoint is None, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(torch.zeros(300, 1), batch_size=1)
+    trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint))
+    assert the_same_everywhere(flat(module))
+    return flat(module), callback
+
+
+def saved_by_lightning(folder, kind):
+    whole, _ = fitted(folder, kind)
+    resumed, _ = fitted(folder, kind, checkpoint=folder / "seven.ckpt")
+    assert torch.equal(whole, resumed), folder
+    fitted(folder / "elastic", kind, elastic=True)
+
+
+def resumed_by_lightning(folder, kind):
+    (ranks,) = (s["ranks"] for key, s in torch.load(folder / "seven.ckpt")["callbacks"].items() if key == "Attached")
+    owed = total([{"commpress": part} if "quantized" in part else part for part in ranks])
+    assert owed.abs().max() > 0
+    for way in ("", "elastic"):
+        weights, callback = fitted(folder, kind, checkpoint=folder / way / "seven.ckpt")
+        torch.testing.assert_close(total(gathered(callback.loaded)), owed)
+        assert torch.isfinite(weights).all()
+
+
 def save(folder):
     twice(folder / "twice")
     twice(folder / "momentum", (commpress.OneBitAdam, {"lr": 1e-3, "warmup_steps": 2}))
     compiled(folder / "graphs")
+    for name, kind in KINDS.items():
+        saved_by_a_trainer(folder / "trainer" / name, kind)
+        saved_by_lightning(folder / "lightning" / name, kind)
     whole, _ = accelerated(folder / "accelerate", range(6), save_after=3)
     resumed, _ = accelerated(folder / "accelerate", range(4, 6), load=folder / "accelerate")
     assert torch.equal(whole, resumed)
 
 
 def resume(folder):
-    checkpoint = folder / "twice" / "checkpoint-4"
-    trainer, callback = trainer_of(folder / "twice", steps=6)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert the_same_everywhere(flat(trainer.model))
-    owed = saved_total(checkpoint)
-    assert owed.abs().max() > 0
-    torch.testing.assert_close(total(gathered(callback.loaded)), owed)
+    for name, kind in KINDS.items():
+        trainer, callback, owed = resumed_by_a_trainer(folder / "trainer" / name, kind)
+        assert the_same_everywhere(flat(trainer.model))
+        assert owed.abs().max() > 0
+        torch.testing.assert_close(total(gathered(callback.loaded)), owed)
+        resumed_by_lightning(folder / "lightning" / name, kind)
     _, loaded = accelerated(folder, range(4, 6), load=folder / "accelerate")
     torch.testing.assert_close(total(gathered(loaded)), saved_total(folder / "accelerate"))
 
 
+def alone(folder):
+    """What was owed is paid by the whole optimizers, and sharded ones have every rank's part."""
+    for name in ("onebit", "sharded-zero-one"):
+        trainer, callback, owed = resumed_by_a_trainer(folder / "trainer" / name, KINDS[name])
+        torch.testing.assert_close(total([callback.loaded]), owed)
+        assert trainer.optimizer.optimizer.steps_done == 6
+        assert trainer.optimizer.optimizer.owed() > 0 or name == "onebit"
+        again, _ = trainer_of(folder / "trainer" / name, steps=6, optimizer=KINDS[name])
+        again.train(resume_from_checkpoint=str(folder / "trainer" / name / "checkpoint-6"))
+
+
 if __name__ == "__main__":
-    {"save": save, "resume": resume}[sys.argv[1]](Path(sys.argv[2]))
-    if dist.get_rank() == 0:
+    {"save": save, "resume": resume, "alone": alone}[sys.argv[1]](Path(sys.argv[2]))
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print("all is well")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
