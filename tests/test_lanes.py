@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, lanes, windows
+from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam, lanes, windows
 from optim_twin import Replicas, equal, flat, mean, noise, owed, reload, start, state_of
 
 LR, WARMUP, LATE = 1e-3, 20, 40
@@ -355,6 +355,24 @@ def test_resuming_frozen_and_thawed_tensors_continues_in_every_bit(name, at, tmp
         other.step(grown(step, only=0))
         assert equal(state_of(group), state_of(other)), f"step {step}"
     assert group.optimizers[0].counters.woken_tensors + other.optimizers[0].counters.woken_tensors >= 1
+
+
+def loud(step):
+    """Gradients of the first tensor are a hundred times as large at first."""
+    return [[g * (100.0 if step < 4 and i == 0 else 1.0) for i, g in enumerate(mine)] for mine in noise(2, step)]
+
+
+@pytest.mark.parametrize("make", [OneBitAdam, OneBitLamb, ShardedOneBitAdam])
+def test_a_warm_up_in_which_gradients_change_in_size_is_warned_of(make, caplog):
+    for gradients, warns in ((loud, True), (lambda step: noise(2, step), False)):
+        caplog.clear()
+        group = Replicas(lambda p, t: make(p, transport=t, warmup_steps=12, min_numel=64, betas=(0.9, 0.99)), 2)
+        for step in range(16):
+            group.step(gradients(step))
+        assert group.optimizers[0].lanes.frozen.tolist() == [True, True, False]
+        said = [r.getMessage() for r in caplog.records if "the variance freezes, but" in r.getMessage()]
+        assert len(said) == (2 if warns else 0), "once on each rank"
+        assert all("(40, 50)" in line and "(700,)" not in line for line in said)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -5,6 +5,8 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import torch
+
 from commpress.errors import InvalidArgument
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.schedules import AfterSteps, Freeze, WhenStable, pruned
@@ -36,9 +38,14 @@ class FreezingOptimizer(CompressedOptimizer):
     def variance_sum(self) -> Steps[float]:
         """The sum of the variance of all parameters, the same on every rank."""
 
+    @abstractmethod
+    def variances(self) -> list[torch.Tensor]:
+        """v of every parameter, as far as this rank has it."""
+
     def ends_warmup(self) -> Steps[bool]:
         """End of the warm-up, if it comes with the step that was taken; then what is owed of gradients is owed of momentum."""
         step = self.steps_done
+        self.lanes.record(step, self.variances())
         if self.freeze.probes(step):
             norm = (yield from self.variance_sum()) / (1 - self.param_groups[0]["betas"][1] ** step)
             self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
@@ -56,7 +63,21 @@ class FreezingOptimizer(CompressedOptimizer):
         """Those of the live tensors that have been so for long enough and whose variance may stand still."""
         woken = self.lanes.thawed_at.tolist()
         rested = (i for i in live if not woken[i] or self.steps_done - woken[i] >= self.patience)
-        return [i for i in rested if self.lanes.may_freeze(i)]
+        ready = [i for i in rested if self.lanes.may_freeze(i)]
+        if self.steps_done == self.frozen_at:
+            self._warn_of_unstable(ready)
+        return ready
+
+    def _warn_of_unstable(self, ready: Sequence[int]) -> None:
+        found = self.lanes.unstable(ready, self.steps_done, self.variances())
+        if found:
+            log.warning(
+                "step %d: the variance freezes, but gradients have changed in size: in the second half of these steps their "
+                "mean square was %s of that in the first%s. Under a variance that does not hold steps are too long or too "
+                "short. Choose warmup_steps so that half of them come after the learning rate has risen, or 'auto'",
+                self.steps_done, ", ".join(f"{ratio:.2g} times ({self.lanes.name(i)})" for i, ratio in found[:3]),
+                f", and in {len(found) - 3} more tensors" if len(found) > 3 else "",
+            )  # fmt: skip
 
     def warn_woken(self, indices: Sequence[int]) -> None:
         log.warning(

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 SPIKY = 0.2  # (mean √v)² / mean v below this: few elements hold most of the variance (1 if all are equal)
 UNSEEN = 1 / 16  # of a tensor's elements: so many may be without a gradient so far when it freezes
 REACH, DEVIATIONS = 20.0, 5.0  # κ is the first, or the second times √P
+UNSTABLE = 6.0  # mean squares of gradients in two halves of the warm-up that are further apart than this
 FEW = 1 / 64
 PATIENCE = 3
 STATE = ("frozen_at", "thawed_at", "variance_steps")  # of each parameter, as tensors of no dimension
@@ -70,6 +71,7 @@ class Lanes:
         self.trips = np.zeros(count, np.int64)
         self._seen: dict[tuple[int, ...], torch.Tensor] = {}
         self._index = {name: i for i, name in enumerate(flat.names)}
+        self._sums: dict[int, list[float]] = {}
 
     def begin(self) -> None:
         """Begin anew, after as many of Adam's steps as are counted elsewhere: all are live."""
@@ -131,6 +133,25 @@ class Lanes:
             self.bring_up(i, step)
             self.thawed_at[i] = step
             self.trips[i] = 0
+
+    def record(self, step: int, variances: Iterable[torch.Tensor]) -> None:
+        """Take note of Σv of each tensor, as far as this rank has it; steps of the warm-up that are powers of two are noted."""
+        if step & (step - 1) == 0:
+            self._sums[step] = [float(v.sum(dtype=torch.float64)) for v in variances]
+
+    def unstable(self, indices: Iterable[int], step: int, variances: Iterable[torch.Tensor]) -> list[tuple[int, float]]:
+        """Those of these tensors whose gradients changed in size during the warm-up, the worst first: their mean square since
+        about half of the steps over that before."""
+        half, found = max((at for at in self._sums if 2 * at <= step), default=0), []
+        sums = [float(v.sum(dtype=torch.float64)) for v in variances]
+        for i in indices if half else ():
+            beta2, first = self._group[i]["betas"][1], self._sums[half][i]
+            decayed = beta2 ** (step - half)
+            since, before = max(sums[i] - decayed * first, 0.0) / (1 - decayed), first / (1 - beta2**half)
+            if before > 0 and not 1 / UNSTABLE <= since / before <= UNSTABLE:
+                found.append((i, since / before))
+        self._sums.clear()
+        return sorted(found, key=lambda each: min(each[1], 1 / max(each[1], 1e-30)))
 
     def name(self, i: int) -> str:
         """Name and shape for people: parameters that were given without names have numbers."""

@@ -108,6 +108,9 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         yield from ()
         return float(self.variance.sum())
 
+    def variances(self) -> list[torch.Tensor]:
+        return self._variances
+
     # ------------------------------------------------------------ from lane to lane
 
     def _freeze(self, ready: Sequence[int]) -> None:

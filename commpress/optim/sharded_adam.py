@@ -53,6 +53,9 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
         every = yield from self.gathered([float(self.variance.sum(dtype=torch.float64))])
         return float(every.sum())
 
+    def variances(self) -> list[torch.Tensor]:
+        return [part.of(self.variance) for part in self.parts]
+
     def sort(self) -> None:
         """Live tensors whose variance may stand still freeze. What is owed of them is owed in units of p."""
         live, frozen = self.lanes.part(range(len(self._flat.parameters)))
