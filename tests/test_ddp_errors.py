@@ -34,11 +34,14 @@ def test_a_model_that_is_not_wrapped(model):
     [
         ({"codec": "signn"}, r"codec is 'signn', expected one of .* did you mean 'sign'\?"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore', expected 'skip', 'propagate' or 'raise'"),
+        ({"exclude": "bias"}, r"exclude is 'bias', expected a tuple of regular expressions: \('bias',\)"),
+        ({"codec": "powersgd-2", "replan_every": 2}, "replan_every is 2 with codec 'powersgd-2', which compresses"),
+        ({"timeout": 5}, r"timeout is 5, expected a positive datetime\.timedelta"),
         ({"exclude": ("bias",)}, "exclude matches parameter names, but named_parameters is missing: pass model.named_"),
     ],
 )
 def test_wrong_options(pool, options, says):
-    for (error,) in pool.run(wrong_options, options):
+    for (error,) in [*pool.run(wrong_options, options, size=1), *pool.run(wrong_options, options)]:
         assert type(error) is InvalidArgument
         assert re.search(says, str(error))
 

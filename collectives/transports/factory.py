@@ -31,6 +31,8 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
     Else over a new group, of Gloo or NCCL below "commpress", which would check every message. Collective over those ranks. None
     where torch.distributed is not initialised: there is nobody to talk to. ``timeout``: of every wait; None: that of the group.
     """
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise InvalidArgument(f"timeout is {timeout!r}, expected a positive datetime.timedelta, such as timedelta(seconds=60)")
     if not dist.is_initialized():
         return None
     patience = timeout_of(process_group) if timeout is None else timeout

@@ -10,6 +10,7 @@ import torch
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
 from commpress.codecs.registry import codec_named
+from commpress.errors import InvalidArgument
 
 
 class Policy(Protocol):
@@ -121,8 +122,15 @@ def roles_of(model: torch.nn.Module) -> dict[str, str]:
     return roles
 
 
+def check_exclude(exclude: object) -> None:
+    """A lone string would count as one pattern for each of its letters."""
+    if isinstance(exclude, str):
+        raise InvalidArgument(f"exclude is {exclude!r}, expected a tuple of regular expressions: ({exclude!r},)")
+
+
 def policy_of(codec: str | Codec | Policy, *, min_numel: int = 0, exclude: tuple[str, ...] = ()) -> Policy:
     """``codec`` for tensors of at least ``min_numel`` elements whose name matches no pattern of ``exclude``."""
+    check_exclude(exclude)
     policy: Policy = codec if hasattr(codec, "choose") else Same(codec_named(codec))  # type: ignore[assignment]
     if min_numel:
         policy = BySize(policy, min_numel)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.codecs.planned import PLAIN, Planned, load_plan
+from commpress.codecs.policy import check_exclude
 from commpress.codecs.whole_tensors import NotOfRows, SketchCodec
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.channel import Channel
@@ -207,6 +208,7 @@ class CompressedState:
         codec, trial, ef21 = o["codec"], trial_of(o["codec"]) is not None, o["error_feedback"] == "ef21"
         check_on_nonfinite(o["on_nonfinite"])
         check_feedback(o["error_feedback"], ef21=True)
+        check_exclude(o["exclude"])
         if o["exclude"] and not named:
             raise InvalidArgument(
                 "exclude matches parameter names, but named_parameters is missing: pass model.named_parameters() or use "

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.codecs import Codec, Policy, codec_named
+from commpress.codecs.whole_tensors import NotOfRows
 from commpress.collectives.buckets import Span
 from commpress.errors import InvalidArgument
 from commpress.plan.choice import OPTIONS, assign_by, errors_of
@@ -46,7 +47,11 @@ class Replanning:
             raise InvalidArgument(
                 f"replan_every is {self.every} with codec {self.uniform!r}, expected a number from 1 and a name such as 'int4'"
             )
-        codec_named(self.uniform)
+        if isinstance(codec_named(self.uniform), NotOfRows):
+            raise InvalidArgument(
+                f"replan_every is {self.every} with codec {self.uniform!r}, which compresses whole tensors, and errors "
+                "of codecs of rows are compared: choose one of these, such as 'int4', or leave replan_every out"
+            )
         self.options = tuple(dict.fromkeys([*OPTIONS, self.uniform]))
 
     def due(self, compressed_steps: int) -> bool:
