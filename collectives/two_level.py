@@ -234,7 +234,6 @@ def reduce_route(
     ``changes``: ``feedbacks`` hold estimates, of what all know of this message.
     """
     inside, message, flag = hierarchy.inside, route.message, torch.zeros(1, dtype=torch.uint8, device=buffer.device)
-    changes = changes and message.pieces.residual_numel > 0
     sums = yield from _sum_inside(buffer, flag, route, inside, workspace, sequence)
     total = _floats(sums[0])
     jobs: list[tuple[ErrorFeedback | None, dict[str, Any]]] = []
