@@ -106,7 +106,7 @@ def accumulate(
         s = divisor(v_, line)
         g, beyond = _within_reach(g, v_, line, s, gain)
         counts.append(beyond)
-        torch.mul(m_, beta, out=out_).add_(g, alpha=1 - beta).mul_(lr)
+        torch.mul(m_, lr * beta, out=out_).add_(g, alpha=lr * (1 - beta))
         if u_ is not None:
             out_.add_(u_, alpha=decay)
         out_.div_(s)

@@ -48,7 +48,7 @@ def apply_mean(segments, p, v, m, a, divisors, *, step, decay, momentum_scale, m
 
 
 def accumulate(segments, m, u, v, out, divisors, *, beta, gain, lr=1.0, decay=1.0):
-    counts, scalars = _none(segments), map(np.float32, (beta, 1 - beta, gain, lr, decay))
+    counts, scalars = _none(segments), map(np.float32, (lr * beta, lr * (1 - beta), gain, decay))
     _run(loops.accumulate, segments, divisors, m.numpy(), _array(u), v.numpy(), out.numpy(), counts, *scalars)
     return torch.from_numpy(counts)
 

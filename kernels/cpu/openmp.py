@@ -2,7 +2,8 @@
 
 Note: why not threads of ours. A worker of OpenMP goes on spinning for milliseconds after every operation, in case there is
 another, and keeps the core that a second thread of ours would run on: on two cores 0/1 Adam's step took 1.2 to 1.8 times as
-long. That worker itself is there at once.
+long. That worker itself is there at once. A whole training step of 1-bit Adam with its codec (10.8 M parameters, 512 tokens,
+two threads) takes 198 ms so, 214 on threads of ours.
 """
 
 import ctypes

@@ -87,10 +87,10 @@ def apply_mean(table, divisors, p, v, m, a, step, decay, momentum_scale, most, p
 
 @kernel(
     table=TABLE, divisors=DIVISORS, m=FLOATS, u=MAYBE_FLOATS, v=FLOATS, out=FLOATS, counts=INTEGERS, beta=F32, alpha=F32,
-    gain=F32, lr=F32, decay=F32, past=FLAG, start=I64, stop=I64,
+    gain=F32, decay=F32, past=FLAG, start=I64, stop=I64,
 )  # fmt: skip
 @bare
-def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, decay, past, start, stop):
+def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, decay, past, start, stop):
     done = 0
     for s in range(table.shape[0]):
         skip, n = part(table[s], done, start, stop)
@@ -104,7 +104,7 @@ def accumulate(table, divisors, m, u, v, out, counts, beta, alpha, gain, lr, dec
             divisor = more(own, low) + eps
             far += beyond(new, reach * (own + eps))
             new = where_finite(new, within(new, reach * divisor), new)
-            new = lr * (beta * load(m, at, left) + alpha * new)
+            new = beta * load(m, at, left) + alpha * new
             if u is not None:
                 new = new + decay * load(u, at, left)
             put(new / divisor, out, at, left, stream)
