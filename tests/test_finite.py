@@ -43,6 +43,7 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace(pool, codec, poisoned):
         assert trained.scales == [2.0**k for k in (10, 11, 10, 9, 9, 10)]
         assert trained.counters["skipped_steps"] == 2
         assert "step 2: gradients held NaN or infinity on some rank and were passed on as infinity" in warnings(trained)[0]
+        assert "With AMP pass" not in warnings(trained)[0]
 
 
 def test_gradient_accumulation_under_a_scaler(pool):

@@ -390,9 +390,10 @@ class CompressedState:
         elif count <= 3 or count % 100 == 0:
             instead = "NaN" if self.on_nonfinite == "propagate" else "zeros"
             effect = "passed on as infinity to the GradScaler" if self.grad_scaler else f"replaced by {instead} on all ranks"
+            advice = "" if self.grad_scaler else " With AMP pass grad_scaler= so that the loss scale adapts."
             log.warning(
-                "step %d: gradients held NaN or infinity on some rank and were %s (%d so far). With AMP pass "
-                "grad_scaler= so that the loss scale adapts.", round.number, effect, count,
+                "step %d: gradients held NaN or infinity on some rank and were %s (%d so far).%s",
+                round.number, effect, count, advice,
             )  # fmt: skip
 
     # ------------------------------------------------------------ checkpoints
