@@ -15,7 +15,7 @@ import torch
 
 from commpress.codecs.codec import Codec
 from commpress.codecs.registry import codec_named
-from commpress.collectives.all_to_all.executor import Passage, Scratch
+from commpress.collectives.all_to_all.executor import Executor, Scratch
 from commpress.collectives.all_to_all.routes import (
     Lengths,
     Nodes,
@@ -64,14 +64,14 @@ class Way:
         self, out: torch.Tensor, inp: torch.Tensor, lengths: Lengths, what: Frame, transport: Transport, *, even: bool
     ) -> Steps[None]:
         """Bytes. ``even``: every block of every rank has the same length, so nobody needs to be told."""
-        passage = Passage(what, transport, self.scratch, self.checksum)
+        executor = Executor(what, transport, self.scratch, self.checksum)
         if self._members is None:
-            yield from passage.walk(flat(lengths), out, inp)
+            yield from executor.run(flat(lengths), out, inp)
             return
         nodes = Nodes.of(self._members, transport.size)
         mine = forwarded(lengths, nodes, inside=self.order == "inside-first")
-        told = yield from _told(passage, nodes, mine, inp.device, even=even)
-        yield from passage.walk(_ORDERS[self.order](lengths, nodes, told), out, inp)
+        told = yield from _told(executor, nodes, mine, inp.device, even=even)
+        yield from executor.run(_ORDERS[self.order](lengths, nodes, told), out, inp)
 
     def label(self, text: str) -> int:
         """Digest of what ranks must agree on and no other field of the header says."""
@@ -86,9 +86,9 @@ class Way:
         return zlib.crc32(f"{self._members}|{self.order}|".encode())
 
 
-def _told(passage: Passage, nodes: Nodes, mine: Told, device: torch.device, *, even: bool) -> Steps[Told]:
+def _told(executor: Executor, nodes: Nodes, mine: Told, device: torch.device, *, even: bool) -> Steps[Told]:
     """For each mate, the lengths of the blocks that this rank forwards for it. Inside the node, so it is quick."""
-    me = passage.transport.rank
+    me = executor.transport.rank
     mates = nodes.members[nodes.home[me]]
     count = len(mine[mates.index(me)])
     if even:
@@ -96,7 +96,7 @@ def _told(passage: Passage, nodes: Nodes, mine: Told, device: torch.device, *, e
         return ((length,) * count,) * len(mates)
     tell = torch.tensor([n for lengths in mine for n in lengths], dtype=torch.int64).view(torch.uint8).to(device)
     inbox = torch.zeros(8 * count * len(mates), dtype=torch.uint8, device=device)
-    yield from passage.walk(telling(mates, me, tuple(map(len, mine)), count), inbox, tell)
+    yield from executor.run(telling(mates, me, tuple(map(len, mine)), count), inbox, tell)
     found = inbox.cpu().view(torch.int64).view(len(mates), count).tolist()
     for m, lengths in zip(mates, found, strict=True):
         if min(lengths, default=0) < 0 or sum(lengths) > LONGEST:

@@ -50,15 +50,15 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class Passage:
-    """State that all stages of one operation on one rank share. ``what`` describes it; lengths and step are filled in."""
+class Executor:
+    """Runs the stages of one operation on one rank. ``what`` describes it; lengths and step are filled in."""
 
     what: Frame
     transport: Transport
     scratch: Scratch
     checksum: bool = False  # although the transport does not check by itself
 
-    def walk(self, plan: RoutePlan, out: torch.Tensor, inp: torch.Tensor) -> Steps[None]:
+    def run(self, plan: RoutePlan, out: torch.Tensor, inp: torch.Tensor) -> Steps[None]:
         held = self.scratch.take(plan.held, inp.device)
         for hop in plan.hops:
             yield from self._take(hop, (inp, out, held))
