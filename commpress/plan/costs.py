@@ -134,7 +134,7 @@ class KernelSeconds:
 @dataclass
 class SizedKernels:
     costs: Costs
-    ledger: KernelSeconds = field(default_factory=KernelSeconds)
+    charged: KernelSeconds = field(default_factory=KernelSeconds)
 
     def encode(self, x: Any, wire: Any, flag: Any, pieces: Pieces, **_: Any) -> None:
         self._charge(sum(n * self.costs.of(k).encode for k, n in _elements(pieces, NUMEL)))
@@ -174,8 +174,8 @@ class SizedKernels:
         self._charge(nbytes * self.costs.memory)
 
     def _charge(self, seconds: float) -> None:
-        self.ledger.seconds += seconds + self.costs.call
-        self.ledger.calls += 1
+        self.charged.seconds += seconds + self.costs.call
+        self.charged.calls += 1
 
 
 def _elements(pieces: Pieces, column: int) -> list[tuple[int, int]]:

@@ -125,7 +125,7 @@ class SizedTransport:
         return self.network.post(self.cls, tag, flows, set(self._groups))
 
     def _prepare(self) -> None:
-        self.network.ledgers[self.cls].seconds += self.network.cluster.post_seconds
+        self.network.kernel_seconds[self.cls].seconds += self.network.cluster.post_seconds
 
 
 class Network:
@@ -134,11 +134,11 @@ class Network:
     def __init__(self, cluster: Cluster, clock: Clock, *, alike: bool = True) -> None:
         self.cluster, self.clock = cluster, clock
         self.classes: Classes = cluster.classes(alike=alike)
-        self.ledgers = [KernelSeconds() for _ in self.classes.every]
+        self.kernel_seconds = [KernelSeconds() for _ in self.classes.every]
         self.traffic = [Traffic() for _ in self.classes.every]
         self.scripts: list[Script] = [Script() for _ in self.classes.every]
         self.waits: list[Posted] = []
-        self.computing = [False] * len(self.ledgers)  # forward, backward or optimizer, of each class
+        self.computing = [False] * len(self.kernel_seconds)  # forward, backward or optimizer, of each class
         self._kinds = np.repeat(
             np.arange(len(cluster.kinds)), [node.ranks * count for node, count in cluster.kinds]
         )
@@ -194,9 +194,9 @@ class Network:
     def post(self, cls: int, tag: int, flows: list[Flow], froms: set[tuple[int, int]]) -> Posted:
         """Note an operation; it starts when the arithmetic before it has been paid for (``start``)."""
         posted = Posted(cls, tag, flows, froms, self.waits)
-        ledger = self.ledgers[cls]
-        self.scripts[cls].append((ledger.seconds, posted))
-        ledger.seconds = 0.0
+        charged = self.kernel_seconds[cls]
+        self.scripts[cls].append((charged.seconds, posted))
+        charged.seconds = 0.0
         return posted
 
     def start(self, posted: Posted) -> None:
@@ -274,10 +274,10 @@ class Network:
 
     def pay(self, cls: int) -> Process:
         """Let time pass for what a generator has just done, and start what it posted."""
-        script, ledger = self.scripts[cls], self.ledgers[cls]
-        turns, rest = [*script], ledger.seconds
+        script, charged = self.scripts[cls], self.kernel_seconds[cls]
+        turns, rest = [*script], charged.seconds
         script.clear()
-        ledger.seconds = 0.0
+        charged.seconds = 0.0
         slower = 1.0 if any(self.computing) else self.cluster.uneven  # who computes fills what would stay idle
         for seconds, posted in turns:
             yield self.compute(cls, seconds * slower + posted.seconds(self.cluster.message_seconds))

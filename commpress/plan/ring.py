@@ -30,7 +30,7 @@ def ring_allreduce(
     inside = len(cluster.topology.nodes) == 1
     latency = cluster.ring_latency or (cluster.inside_latency if inside else cluster.latency)
     message = cluster.ring_message if cluster.ring_latency else -1.0
-    ledger = transport.network.ledgers[transport.cls]
+    charged = transport.network.kernel_seconds[transport.cls]
     flows, froms = neighbours(transport, chunks * chunk / turns, each)
     busy = each * cluster.ring_busy_latency
     flows = [flow._replace(latency=each * latency, busy=busy, byte=byte, message=message) for flow in flows]
@@ -39,11 +39,11 @@ def ring_allreduce(
         for _ in range(turns):
             if len(under_way) == AHEAD:
                 yield under_way.popleft()
-                ledger.seconds += summed
+                charged.seconds += summed
             under_way.append(transport.network.post(transport.cls, tag, flows, froms))
         while under_way:
             yield under_way.popleft()
-            ledger.seconds += summed
+            charged.seconds += summed
 
 
 def neighbours(

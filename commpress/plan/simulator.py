@@ -112,13 +112,13 @@ class _Run:
         self.network = Network(cluster, self.clock, alike=alike)
         self.build = build
         self.buffer = torch.from_numpy(np.zeros(numel, np.float32))  # never touched, so it takes no memory
-        self.kernels = [SizedKernels(costs, ledger) for ledger in self.network.ledgers]
+        self.kernels = [SizedKernels(costs, charged) for charged in self.network.kernel_seconds]
         self.workspaces = [SizedWorkspace() for _ in self.kernels]
 
     def jobs(self, cls: int) -> Sequence[Steps[Any]]:
         with instead(self.kernels[cls]):
             jobs = self.build(self.network.transport(cls), self.workspaces[cls], self.buffer)
-        self.network.ledgers[cls].seconds = 0.0
+        self.network.kernel_seconds[cls].seconds = 0.0
         return jobs
 
     def train(self, cls: int, training: Training, jobs: Sequence[_SimulatedJob]) -> Process:
