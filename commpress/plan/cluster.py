@@ -148,8 +148,8 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
     stack, peers = links.stack, sum(sizes) - 1
     if stack is None:
         return Cluster(kinds, latency=between, inside_latency=within)
-    crowd = max((peers + 1) / stack.cores, 1.0) if stack.cores else 1.0
-    waits = max(stack.exchange - peers * stack.message * crowd, LEAST)
+    per_core = max((peers + 1) / stack.cores, 1.0) if stack.cores else 1.0
+    waits = max(stack.exchange - peers * stack.message * per_core, LEAST)
     twice = max(2 * (peers + 1) / stack.cores, 1.0) if stack.cores else 1.0  # every rank has two threads then
     busy = max(stack.busy - peers * stack.message * twice, 0.0)
     if links.between:
@@ -158,10 +158,10 @@ def measured_cluster(links: Links, *, cores: float = UNLIMITED) -> Cluster:
         within = waits
     return Cluster(
         kinds, latency=between, inside_latency=within, message_seconds=stack.message, byte_seconds=stack.byte,
-        ring_latency=_ring_latency(stack.ring, stack.ring_message * crowd, peers), machine_cores=stack.cores,
+        ring_latency=_ring_latency(stack.ring, stack.ring_message * per_core, peers), machine_cores=stack.cores,
         ring_busy_latency=_ring_latency(stack.ring_busy, stack.ring_message * twice, peers), ring_message=stack.ring_message,
         first_seconds=stack.first, ring_byte=stack.ring_byte, half_byte=stack.half_byte, busy_latency=busy,
-        post_seconds=_post(stack, peers, crowd), uneven=max(stack.uneven, 1.0) if stack.cores else 1.0,
+        post_seconds=_post(stack, peers, per_core), uneven=max(stack.uneven, 1.0) if stack.cores else 1.0,
     )  # fmt: skip
 
 
@@ -172,10 +172,10 @@ def _line(link: Link | None, stack: Stack | None) -> float:
     return max(link.together, link.bandwidth) if stack and stack.cores else link.together
 
 
-def _post(stack: Stack, peers: int, crowd: float) -> float:
+def _post(stack: Stack, peers: int, per_core: float) -> float:
     if stack.reduce_core:
         return max(stack.reduce_core / 2 - peers * stack.message - 1.5 * CALL, 0.0)
-    return max(stack.reduce / 2 - stack.exchange - 1.5 * CALL * crowd, 0.0) / crowd
+    return max(stack.reduce / 2 - stack.exchange - 1.5 * CALL * per_core, 0.0) / per_core
 
 
 def _ring_latency(seconds: float, message: float, peers: int) -> float:
