@@ -15,7 +15,7 @@ import torch
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy
-from commpress.codecs.whole_tensors import NotOfRows
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.kernels.pieces import Piece, Pieces, cut, width_of
 from commpress.kernels.registered import known
 
@@ -109,7 +109,7 @@ class Share(NamedTuple):
 
 def share(shape: torch.Size, codec: Codec, ranks: int) -> Share:
     numel = shape.numel()
-    if isinstance(codec, NotOfRows):
+    if isinstance(codec, WholeTensorCodec):
         if codec.takes(shape):
             return Share(numel, codec.spec, codec.bits(shape, ranks))
         codec = EXACT

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from commpress.codecs.codec import Codec
-from commpress.codecs.whole_tensors import NotOfRows
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_message
 from commpress.collectives.buckets import Message
 from commpress.errors import InvalidArgument
@@ -29,7 +29,7 @@ from commpress.work import Steps
 
 
 def check_codec(codec: Codec) -> None:
-    if codec.lossless or not codec.feedback or isinstance(codec, NotOfRows):
+    if codec.lossless or not codec.feedback or isinstance(codec, WholeTensorCodec):
         partial = "knows residuals only" if codec.feedback else "is noise of zero mean"
         why = "leaves nothing behind" if codec.lossless else partial
         raise InvalidArgument(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from commpress.codecs import BitsCodec, RandomKCodec, TernaryCodec, TopKCodec, codec_named
 from commpress.codecs.family import NAMES
 from commpress.codecs.registry import EXAMPLES
-from commpress.codecs.whole_tensors import NotOfRows
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.buckets import one_message
 from commpress.collectives.transports.loopback import Loopback, simulate
@@ -23,7 +23,7 @@ from commpress.kernels.pieces import Piece, cut
 
 EVERY = {
     **NAMES,
-    **{name: codec_named(name) for name in EXAMPLES if not isinstance(codec_named(name), NotOfRows)},
+    **{name: codec_named(name) for name in EXAMPLES if not isinstance(codec_named(name), WholeTensorCodec)},
     **{f"bits{b}": BitsCodec(b) for b in range(2, 9)},
     "bits4/64": BitsCodec(4, 64),
     "topk-8/256": TopKCodec(1 / 8, 256),

@@ -24,7 +24,7 @@ import nvrtc
 from commpress.codecs import codec_named
 from commpress.codecs.family import NAMES
 from commpress.codecs.registry import EXAMPLES
-from commpress.codecs.whole_tensors import NotOfRows
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.kernels import reference
 from commpress.kernels.cpu import row_codec as cpu
@@ -119,7 +119,7 @@ def test_pieces_side_by_side_are_the_pieces_one_by_one(shim, repeat):
     twin.check_pieces("cpu", repeat)
 
 
-@pytest.mark.parametrize("name", [n for n in (*NAMES, *EXAMPLES) if not isinstance(codec_named(n), NotOfRows)])
+@pytest.mark.parametrize("name", [n for n in (*NAMES, *EXAMPLES) if not isinstance(codec_named(n), WholeTensorCodec)])
 def test_every_named_codec_of_rows(shim, name):
     codec = codec_named(name)
     twin.check_round("cpu", 7001, 2, codec.kind, codec.block, seed=8)

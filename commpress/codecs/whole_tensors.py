@@ -11,8 +11,8 @@ from commpress.codecs.family import TopKCodec
 from commpress.errors import InvalidArgument
 
 
-class NotOfRows(ABC):
-    """A codec that needs more than a flat buffer: exchanges of whole tensors give it that, other calls refuse it."""
+class WholeTensorCodec(ABC):
+    """A codec of tensors, with their shapes: exchanges of whole tensors take it, calls that see flat rows refuse it."""
 
     @property
     @abstractmethod
@@ -51,7 +51,7 @@ class NotOfRows(ABC):
 
 
 @dataclass(frozen=True)
-class LowRankCodec(NotOfRows):
+class LowRankCodec(WholeTensorCodec):
     """PowerSGD: tensors of two and more dimensions, seen as matrices of shape[0] rows, as products of two thin ones.
 
     A tensor of one dimension, and one whose factors would have more than 1 / ``min_rate`` of its elements, travels exactly.
@@ -90,7 +90,7 @@ class LowRankCodec(NotOfRows):
 
 
 @dataclass(frozen=True)
-class SketchCodec(NotOfRows):
+class SketchCodec(WholeTensorCodec):
     """Every rank keeps a share ``density`` of each block's elements, the largest; what all kept together is added up exactly.
 
     ``cells``: of the table, per element that all ranks together keep if they keep different ones. ``TopKCodec`` leaves

@@ -21,7 +21,7 @@ import torch
 from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Same
-from commpress.codecs.whole_tensors import NotOfRows
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span, share
 from commpress.collectives.channel import Channel
@@ -127,7 +127,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _check_codecs(self, flat: Flat) -> None:
         """Refuse what no round can send, on however many ranks."""
         for option, codec in (("exact_codec", self.exact_codec), ("spiky_codec", self.lanes.finer)):
-            if isinstance(codec, NotOfRows):
+            if isinstance(codec, WholeTensorCodec):
                 raise InvalidArgument(
                     f"{option} is {codec.spec!r}, which compresses whole tensors: gradients travel in rows where every element "
                     "counts for its variance. Choose a codec of rows such as 'int8'"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from commpress.codecs import Policy, policy_of
-from commpress.codecs.whole_tensors import NotOfRows
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.scatter import Scatter
 from commpress.errors import InvalidArgument
 from commpress.optim import sharded_checkpoint
@@ -57,7 +57,7 @@ class ShardedOptimizer(CompressedOptimizer):
         super()._check_codecs(flat)
         for name, (_, numel) in zip(flat.names, flat.places, strict=True):
             codec = self.codec.choose(name, numel)
-            if isinstance(codec, NotOfRows):
+            if isinstance(codec, WholeTensorCodec):
                 raise InvalidArgument(
                     f"codec is {codec.spec!r} for parameter {name!r}, which compresses whole tensors: {type(self).__name__} "
                     "sends rows to their owners, and changes of weights back, which it cannot say. Choose a codec of rows such "

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
-from commpress.codecs.whole_tensors import NotOfRows, SketchCodec
+from commpress.codecs.whole_tensors import WholeTensorCodec, SketchCodec
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
@@ -236,7 +236,7 @@ class CompressedState:
         """EF21 is for rows; a topology for rows and, where no other codec takes its place, matrices: their residuals differ."""
         ef21 = self._options["error_feedback"] == "ef21"
         stays = self._trial is None and not self._options["replan_every"]
-        refused: type = SketchCodec if stays and not ef21 else NotOfRows
+        refused: type = SketchCodec if stays and not ef21 else WholeTensorCodec
         for name, numel in self.names.numels.items() or [("", BUCKET)]:
             codec = policy.choose(name, numel)
             if isinstance(codec, refused):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.codecs import Codec, Policy, codec_named
-from commpress.codecs.whole_tensors import NotOfRows
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.buckets import Span
 from commpress.errors import InvalidArgument
 from commpress.plan.choice import OPTIONS, assign_by, errors_of
@@ -47,7 +47,7 @@ class Replanning:
             raise InvalidArgument(
                 f"replan_every is {self.every} with codec {self.uniform!r}, expected a number from 1 and a name such as 'int4'"
             )
-        if isinstance(codec_named(self.uniform), NotOfRows):
+        if isinstance(codec_named(self.uniform), WholeTensorCodec):
             raise InvalidArgument(
                 f"replan_every is {self.every} with codec {self.uniform!r}, which compresses whole tensors, and errors "
                 "of codecs of rows are compared: choose one of these, such as 'int4', or leave replan_every out"

@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from commpress.codecs import Codec, Policy
-from commpress.codecs.whole_tensors import NotOfRows, SketchCodec
+from commpress.codecs.whole_tensors import SketchCodec, WholeTensorCodec
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.consensus import AgreeOver, consensus_over
@@ -186,7 +186,7 @@ class ShardedState:
         for name, parameter in ((n, p) for each in self.param_groups for n, p in zip(each.names, each.parameters, strict=True)):
             for option, policy in rows.items():
                 codec: object = None if policy is None else policy.choose(name, parameter.numel())
-                if isinstance(codec, NotOfRows):
+                if isinstance(codec, WholeTensorCodec):
                     why = "a rank has rows of weights only" if option == "weights" else "two hops carry rows"
                     cure = "leave inside= and topology= out, or " if option == "gradients" else ""
                     raise InvalidArgument(

@@ -7,7 +7,7 @@ from torch import nn
 
 from commpress.codecs import Codec, Policy, by_role, codec_named, policy_of
 from commpress.codecs.family import EXACT, NAMES
-from commpress.codecs.whole_tensors import NotOfRows
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.errors import InvalidArgument
 
 COARSE = 8  # bits: embeddings and the output layer get at least so many
@@ -15,7 +15,7 @@ COARSE = 8  # bits: embeddings and the output layer get at least so many
 
 def bits(codec: Codec) -> float:
     """Per element of a long row, scales included; 0 for what does not travel in rows, which leaves out most."""
-    if isinstance(codec, NotOfRows):
+    if isinstance(codec, WholeTensorCodec):
         return 0.0
     return 8 * codec.row_bytes(1 << 20) / (1 << 20)
 

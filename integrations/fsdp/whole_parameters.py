@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from commpress.codecs import Policy
-from commpress.codecs.whole_tensors import NotOfRows, SketchCodec
+from commpress.codecs.whole_tensors import SketchCodec, WholeTensorCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
@@ -18,7 +18,7 @@ from commpress.work import Steps
 
 def travels_whole(codec: object, shape: Sequence[int]) -> bool:
     """False also where such a codec leaves a tensor of this shape alone, which then travels exactly, in rows."""
-    return isinstance(codec, NotOfRows) and codec.takes(shape)
+    return isinstance(codec, WholeTensorCodec) and codec.takes(shape)
 
 
 class WholeParameters:

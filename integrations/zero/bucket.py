@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from commpress.codecs import Codec
 from commpress.codecs.family import EXACT, CastCodec
 from commpress.codecs.policy import Policy, Same
-from commpress.codecs.whole_tensors import LowRankCodec, NotOfRows, SketchCodec
+from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec, WholeTensorCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.exchange import Exchanges, Reduce
@@ -95,7 +95,7 @@ class FlatGroup:
         part = [Part(f"bucket{number}", 0, self.width, self.used)]
         self.exchange: Reduce | None = None  # of gradients, if it is one of whole tensors
         self.reduce_plan: list[Deal] = []
-        if not isinstance(gradients, NotOfRows):
+        if not isinstance(gradients, WholeTensorCodec):
             self.reduce_plan = deals(part, Same(gradients or natural), rank=rank, ranks=ranks, feedback=self.lossy_gradients)
         self.gather_plan = deals(part, Same(weights or natural), rank=rank, ranks=ranks, feedback=False)
         self.exact_plan = deals(part, Same(EXACT), rank=rank, ranks=ranks, feedback=False)
@@ -242,7 +242,7 @@ def check_codecs(groups: Sequence[Sequence[Numbered]], gradients: Policy, weight
     """Raise ``InvalidArgument`` for codecs that cannot do what they are named for, on one rank as on many."""
     for parameter, name, _ in (one for group in groups for one in group):
         codec = weights.choose(name, parameter.numel())
-        if isinstance(codec, NotOfRows):
+        if isinstance(codec, WholeTensorCodec):
             raise InvalidArgument(
                 f"weights is {codec.spec!r} for parameter {name!r}, which compresses a mean of whole tensors, and weights are "
                 "not averaged: choose a codec of rows such as 'int8'"
