@@ -157,8 +157,8 @@ class SizedKernels:
         kept = 0 if residual is None else 4
         self._charge(_products(matrices) * self.costs.product + (8 + kept) * matrices.numel * self.costs.memory)
 
-    def fold(self, m: Any, p: Any, q: Any, matrices: Matrices, *, keep: bool = True) -> None:
-        self._charge(_products(matrices) * (2 if keep else 1) * self.costs.product)
+    def fold(self, m: Any, p: Any, q: Any, matrices: Matrices, *, subtract: bool = True) -> None:
+        self._charge(_products(matrices) * (2 if subtract else 1) * self.costs.product)
 
     def expand(self, p: Any, q: Any, x: Any, matrices: Matrices, **_: Any) -> None:
         self._charge(_products(matrices) * self.costs.product)

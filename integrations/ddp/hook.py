@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
-from commpress.codecs.whole_tensors import WholeTensorCodec, SketchCodec
+from commpress.codecs.whole_tensors import SketchCodec, WholeTensorCodec
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
