@@ -1,5 +1,6 @@
 """The simulator against the real collectives (bytes), closed forms (seconds) and itself (one rank for many)."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,11 @@ from commpress.collectives.powersgd import RowsOnly, matrices_of, plan_matrices,
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.collectives.two_level import Hierarchy, hierarchy_of, reduce_routes, routes
+from commpress.kernels.cpu import low_rank, row_codec
 from commpress.plan import ring
 from commpress.plan.clock import Clock, Cores, TokenBucket
 from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link, parse_nodes
-from commpress.plan.costs import Cost, Costs, device_costs
+from commpress.plan.costs import Cost, Costs, SizedKernels, device_costs
 from commpress.plan.model import Model, ModelBucket, Shape, transformer
 from commpress.plan.simulator import Training, simulate_calls, simulate_step
 from commpress.plan.ways import buckets_by, buffer_by, step_by, widest
@@ -395,3 +397,13 @@ def test_kernels_wait_for_the_last_rank_where_cores_are_shared_unevenly():
         simulate_step(replace(shape, uneven=u), slow, buckets, numel + 8, training).seconds for u in (1.5, 1.0)
     )
     assert while_computing == pytest.approx(fair, rel=0.01)
+
+
+@pytest.mark.parametrize(("kernels", "name"), [
+    *((row_codec, name) for name in ("encode", "serve", "decode", "decode_mean", "settle")),
+    *((low_rank, name) for name in ("project", "fold", "expand", "orthonormalize_left", "orthonormalize_right")),
+])  # fmt: skip
+def test_simulated_kernels_take_the_arguments_of_real_ones(kernels, name):
+    real, simulated = inspect.signature(getattr(kernels, name)), inspect.signature(getattr(SizedKernels, name))
+    named = [p.name for p in real.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    simulated.bind(None, *[None] * (len(real.parameters) - len(named)), **dict.fromkeys(named))
