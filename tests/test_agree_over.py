@@ -234,19 +234,7 @@ def shard(overlap, on_nonfinite):
     state = commpress.compress_fsdp(
         model, "int8", None, min_numel=1, overlap=overlap, on_nonfinite=on_nonfinite, agree_over=mesh
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    raised = []
-    for step in ALL:
-        x, y = batch(mesh, step)
-        loss = (model(x) - y).square().mean()
-        if step == BAD and dist.get_rank() == 0:
-            loss = loss * float("inf")
-        try:
-            loss.backward()
-            optimizer.step()
-        except NonFiniteGradient:
-            raised.append(step)
-        optimizer.zero_grad()
+    raised = steps_that_raise(model, mesh, "inf")
     return model.whole.weight.full_tensor().detach(), raised, state.gradients.skipped_buckets
 
 
@@ -259,6 +247,24 @@ def test_sharded_units_skip_together(pool, overlap, on_nonfinite):
         assert (raised, skipped) == ([BAD] if on_nonfinite == "raise" else [], 2)
 
 
+def steps_that_raise(model, mesh, bad):
+    """Of some steps with SGD, in one of which the loss of rank 0 is ``bad``."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    raised = []
+    for step in ALL:
+        x, y = batch(mesh, step)
+        loss = (model(x) - y).square().mean()
+        if step == BAD and dist.get_rank() == 0:
+            loss = loss * float(bad)
+        try:
+            loss.backward()
+            optimizer.step()
+        except NonFiniteGradient:
+            raised.append(step)
+        optimizer.zero_grad()
+    return raised
+
+
 def hybrid(on_nonfinite, agree):
     """Shards of one rank each in two columns of two replicas, the average over which is ours."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "shard", "tp"))
@@ -267,19 +273,7 @@ def hybrid(on_nonfinite, agree):
         fully_shard(module, mesh=mesh["shard"])
     over = {"agree_over": mesh} if agree else {}
     state = commpress.compress_hsdp(model, mesh["dp"], "sign", min_numel=1, on_nonfinite=on_nonfinite, **over)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    raised = []
-    for step in ALL:
-        x, y = batch(mesh, step)
-        loss = (model(x) - y).square().mean()
-        if step == BAD and dist.get_rank() == 0:
-            loss = loss * float("nan")
-        try:
-            loss.backward()
-            optimizer.step()
-        except NonFiniteGradient:
-            raised.append(step)
-        optimizer.zero_grad()
+    raised = steps_that_raise(model, mesh, "nan")
     residuals = [kept for key, *kept in state.exchanges.residuals.places() if "whole" in key[0]]
     return model.whole.weight.full_tensor().detach(), raised, state.counters.skipped_buckets, residuals
 

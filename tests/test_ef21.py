@@ -90,15 +90,19 @@ def test_a_gradient_that_stays_is_known_ever_more_exactly():
     assert float((late - mean).norm() / mean.norm()) > 0.5
 
 
-def test_a_loss_scale_changes_nothing():
-    """A power of two: estimates are in unscaled units, bit for bit."""
-    plain, scaled = Ranks(2, "topk-16"), Ranks(2, "topk-16")
+def equal_under_any_scale(plain, scaled, size):
     for step in range(6):
         scale = 2.0 ** (10 + step)
-        inputs = inputs_of(2, step)
+        inputs = inputs_of(size, step)
         one, _ = plain.reduce(inputs, step)
         other, _ = scaled.reduce([x * scale for x in inputs], step, gain=1 / scale)
         assert torch.equal(one[0], other[0] / scale)
+
+
+def test_a_loss_scale_changes_nothing():
+    """A power of two: estimates are in unscaled units, bit for bit."""
+    plain, scaled = Ranks(2, "topk-16"), Ranks(2, "topk-16")
+    equal_under_any_scale(plain, scaled, 2)
     assert all(torch.equal(plain.joined(1, 0)[key], value) for key, value in scaled.joined(1, 0).items())
 
 
@@ -226,12 +230,7 @@ def test_nodes_of_different_size_know_the_mean_of_all_ranks(codec, sizes):
 
 def test_a_loss_scale_changes_nothing_in_two_levels():
     plain, scaled = (Nodes(Topology.of(3, 2), "topk-16") for _ in range(2))
-    for step in range(6):
-        scale = 2.0 ** (10 + step)
-        inputs = inputs_of(5, step)
-        one, _ = plain.reduce(inputs, step)
-        other, _ = scaled.reduce([x * scale for x in inputs], step, gain=1 / scale)
-        assert torch.equal(one[0], other[0] / scale)
+    equal_under_any_scale(plain, scaled, 5)
 
 
 @pytest.mark.parametrize("where", [5, 600, 1002])

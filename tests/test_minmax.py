@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from test_masha import game
 
 SIZE, RANKS = 64, 2
 
@@ -28,21 +29,9 @@ class Player(torch.nn.Module):
         return self.at * 1.0
 
 
-def game():
-    """A_i, b_i and c_i of every rank, and the solution. The mean of A is well conditioned; the ranks differ by much."""
-    draw = torch.Generator().manual_seed(0)
-    a = torch.randn(RANKS, SIZE, SIZE, generator=draw, dtype=torch.float64) / 8
-    b, c = torch.randn(2, RANKS, SIZE, generator=draw, dtype=torch.float64)
-    left, _, right = torch.linalg.svd(a.mean(0))
-    a += left @ torch.diag(torch.linspace(0.8, 1, SIZE, dtype=torch.float64)) @ right - a.mean(0)
-    y = torch.linalg.solve(a.mean(0), -b.mean(0))
-    x = torch.linalg.solve(a.mean(0).T, c.mean(0))
-    return a.float(), b.float(), c.float(), torch.cat([x, y]).float()
-
-
 def masha(codec, gamma, tau, steps):
     rank, coin = dist.get_rank(), torch.Generator().manual_seed(7)
-    a, b, c, solution = game()
+    a, b, c, solution = game(RANKS)
     a, b, c = a[rank], b[rank], c[rank]
 
     def operator(z):
