@@ -157,7 +157,8 @@ def test_the_trajectory_telescopes(codec, exact_codec, size):
         difference = group.momentum() / s - exact
         total = total + difference
         assert group.agree()
-    np.testing.assert_allclose((1 - BETA1) * total + BETA1 * difference, owed - group.owed(), rtol=1e-5, atol=5e-5)
+        left = owed - group.owed()
+        np.testing.assert_allclose((1 - BETA1) * total + BETA1 * difference, left, rtol=1e-5, atol=5e-5)
     assert np.abs(group.owed()).max() > 1e-2, "nothing was compressed"
 
 
