@@ -195,6 +195,10 @@ MUTANTS = [
         "feedback.join(plan.message.pieces, channel.rank)", "pass", "tests/test_low_rank.py tests/test_optim_whole.py",
     ),
     Mutant(
+        "what all know of momentum is forgotten", "commpress/optim/onebit_adam.py",
+        "                self.add_known(frozen, group[\"betas\"][0])\n", "", "tests/test_optim_whole.py",
+    ),
+    Mutant(
         "factors carry no question", "collectives/powersgd.py", "asked |= outcome.asks", "pass", "tests/test_optim_whole.py",
     ),
     Mutant(

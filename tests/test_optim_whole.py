@@ -138,6 +138,20 @@ def test_at_full_rank_steps_are_exact(make):
     assert float((moves[0] - moves[1]).norm()) < 1e-4 * float(moves[0].norm())
 
 
+@pytest.mark.parametrize("codec", ["powersgd-1", "sketch-64"])
+@every_kind
+def test_what_all_ranks_know_of_momentum_is_not_sent_again(make, codec):
+    """Without gradients it decays as Adam's, however little of a matrix the codec can say."""
+    group = replicas(make, 2, codec=codec, **({"sync": "every", "warmup_steps": WARMUP} if make is zero_one else {}))
+    for step in range(WARMUP):
+        group.step(noise(2, step, SHAPES))
+    before = group.momentum()
+    for step in range(WARMUP, WARMUP + 6):
+        group.step([[torch.zeros_like(g) for g in mine] for mine in noise(2, step, SHAPES)])
+    assert group.optimizers[0].counters.compressed_rounds >= 2
+    np.testing.assert_allclose(group.momentum(), BETA1**6 * before, rtol=1e-4, atol=1e-7)
+
+
 @boundless
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("exact_codec", ["none", "int8"])

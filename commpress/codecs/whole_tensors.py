@@ -50,6 +50,11 @@ class WholeTensorCodec(ABC):
         )
 
 
+def travels_whole(codec: object, shape: Sequence[int]) -> bool:
+    """False also where such a codec leaves a tensor of this shape alone, which then travels exactly, in rows."""
+    return isinstance(codec, WholeTensorCodec) and codec.takes(shape)
+
+
 @dataclass(frozen=True)
 class LowRankCodec(WholeTensorCodec):
     """PowerSGD: tensors of two and more dimensions, seen as matrices of shape[0] rows, as products of two thin ones.

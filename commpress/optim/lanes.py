@@ -38,6 +38,7 @@ import torch
 
 from commpress.codecs import Codec, Policy
 from commpress.codecs.family import EXACT
+from commpress.codecs.whole_tensors import travels_whole
 from commpress.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -110,6 +111,9 @@ class Lanes:
         if codec.lossless or self.frozen[i]:
             return codec
         return EXACT if self.flat.parameters[i].dim() < 2 else self.finer or self.exact
+
+    def travels_whole(self, i: int) -> bool:
+        return travels_whole(self.choose(self.flat.names[i], self.flat.places[i][1]), self.flat.parameters[i].shape)
 
     def may_freeze(self, i: int) -> bool:
         v = self.flat.view(self.variance, i)

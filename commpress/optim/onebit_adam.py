@@ -70,11 +70,14 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
             self.lanes.divisors(frozen), beta=group["betas"][0], gain=gain,
         )  # fmt: skip
         self.lanes.see(frozen, beyond)
+        self.add_known(frozen, -group["betas"][0])
 
     def apply(self, kind: RoundKind) -> None:
         if kind is RoundKind.COMPRESSED:
             for group, at in self.groups():
-                self.apply_mean(group, self.lanes.part(at)[1])
+                frozen = self.lanes.part(at)[1]
+                self.add_known(frozen, group["betas"][0])
+                self.apply_mean(group, frozen)
         self.exact(self._works, None if kind is RoundKind.EXACT else self.lanes.part(range(len(self._works)))[0])
 
     def apply_mean(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:

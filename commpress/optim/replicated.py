@@ -127,6 +127,13 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """work := gain·g."""
         self.kernels.scaled(self._flat.segments(indices, gradients), self.work, gain=gain)
 
+    def add_known(self, indices: Sequence[int], factor: float) -> None:
+        """work := work + factor·m/s, of tensors that travel whole. All ranks know m, and need not be told what follows from it:
+        a product of low rank, or few elements, have room for what is new alone."""
+        for i in indices:
+            if self.lanes.travels_whole(i):
+                self._works[i].addcdiv_(self._momenta[i], self.lanes.divisor(i), value=factor)
+
     def exchange(self, kind: RoundKind, indices: Sequence[int]) -> Exchange:
         """The exchange by which these parameters cross the channel in a round of this kind."""
         exchanges, parameters = self.full if kind is RoundKind.EXACT else self.quantized, self._flat.parameters

@@ -83,6 +83,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             lr=rate_of(group, self.steps_done), decay=decay_of(group),
         )  # fmt: skip
         self.lanes.see(indices, beyond)
+        if not self.held:
+            self.add_known(indices, -group["betas"][0] * rate_of(group, self.steps_done))
 
     def apply(self, kind: RoundKind) -> None:
         if kind is RoundKind.EXACT:
@@ -93,7 +95,9 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     def _gather(self, window: list[tuple[float, float]]) -> None:
         """Parameters and momentum from d in ``work``."""
         anchor = self.anchor if self.held else self._empty
-        for (_, at), (rate, decay) in zip(self.groups(), window, strict=True):
+        for (group, at), (rate, decay) in zip(self.groups(), window, strict=True):
+            if not self.held:  # else ranks have m of their own
+                self.add_known(at, group["betas"][0] * rate)
             if len(at):
                 self.kernels.apply_mean(
                     self._flat.placed(at), self.work, self.variance, self.momentum, anchor, self.lanes.divisors(at),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.codecs import Policy
+from commpress.codecs.whole_tensors import travels_whole
 from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.powersgd import RowsOnly
@@ -18,7 +19,7 @@ from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.integrations.fsdp.policies import Lossless, check_dtype
-from commpress.integrations.fsdp.whole_parameters import WholeParameters, travels_whole
+from commpress.integrations.fsdp.whole_parameters import WholeParameters
 from commpress.kernels.devices import knows
 from commpress.kernels.rotation import rotate
 from commpress.torch_private import fsdp_communication

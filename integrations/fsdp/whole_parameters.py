@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from commpress.codecs import Policy
-from commpress.codecs.whole_tensors import SketchCodec, WholeTensorCodec
+from commpress.codecs.whole_tensors import SketchCodec
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
@@ -14,11 +14,6 @@ from commpress.collectives.reduce_scatter import Part
 from commpress.feedback import ResidualStore
 from commpress.integrations.fsdp.param_groups import ParamGroup
 from commpress.work import Steps
-
-
-def travels_whole(codec: object, shape: Sequence[int]) -> bool:
-    """False also where such a codec leaves a tensor of this shape alone, which then travels exactly, in rows."""
-    return isinstance(codec, WholeTensorCodec) and codec.takes(shape)
 
 
 class WholeParameters:
