@@ -30,7 +30,7 @@ from commpress.collectives.powersgd import (
 )
 from commpress.collectives.sketch import Quanta, SketchPlan, load_quanta, plan_sketches, reduce_sketch
 from commpress.collectives.two_level import Route, reduce_route, reduce_routes, route, routes
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, check_counts
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.work import Steps, overlapped
 
@@ -194,6 +194,7 @@ class Exchanges:
         seed: int = 0,
         residuals: ResidualStore | None = None,
     ) -> None:
+        check_counts(seed=seed)
         self.policy, self.size, self.workspace, self.levels = policy, size, workspace, levels
         self.feedback, self.seed = feedback, seed
         self.residuals = ResidualStore(ef21=ef21) if residuals is None else residuals

@@ -19,6 +19,8 @@ CommpressError
 Every message says what came, what was expected and what to do.
 """
 
+from numbers import Integral
+
 
 class CommpressError(Exception):
     """The root of the tree."""
@@ -90,3 +92,10 @@ class OverBudget(StorageError):
 
 class DiskFailure(StorageError):
     """The operating system reported an error for a file."""
+
+
+def check_counts(**values: object) -> None:
+    """Refuse what is no whole number of at least 0; of the options that are."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+            raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 0")

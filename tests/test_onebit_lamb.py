@@ -248,3 +248,7 @@ def test_bad_arguments_are_named():
         replicas(rates="quick")
     with pytest.raises(InvalidArgument, match="factor_change"):
         replicas(factor_change=1.5)
+    with pytest.raises(InvalidArgument, match="bias_correction is True"):
+        replicas(bias_correction=True)
+    with pytest.raises(InvalidArgument, match="seed is 'x'"):
+        replicas(seed="x")

@@ -10,7 +10,7 @@ import torch
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
 from commpress.codecs.registry import codec_named
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, check_counts
 
 
 class Policy(Protocol):
@@ -130,6 +130,7 @@ def check_exclude(exclude: object) -> None:
 
 def policy_of(codec: str | Codec | Policy, *, min_numel: int = 0, exclude: tuple[str, ...] = ()) -> Policy:
     """``codec`` for tensors of at least ``min_numel`` elements whose name matches no pattern of ``exclude``."""
+    check_counts(min_numel=min_numel)
     check_exclude(exclude)
     policy: Policy = codec if hasattr(codec, "choose") else Same(codec_named(codec))  # type: ignore[assignment]
     if min_numel:

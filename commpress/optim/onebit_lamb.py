@@ -53,6 +53,8 @@ class OneBitLamb(OneBitAdam):
                 f"coefficient_beta is {coefficient_beta!r} and factor_change {factor_change!r}, expected numbers between 0 "
                 "and 1"
             )
+        if "bias_correction" in options:
+            raise InvalidArgument(f"bias_correction is {options['bias_correction']!r}, but LAMB here has none: leave it out")
         self.rates, self.coefficients, self.coefficient_beta = rates, coefficients, coefficient_beta
         self.factors, self.factor_change = factors, factor_change
         self.coefficient = self.factor = self.fresh = self.course = torch.empty(0)

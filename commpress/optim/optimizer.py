@@ -31,7 +31,7 @@ from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.scalars import gathered
 from commpress.collectives.scatter import Scatter
 from commpress.collectives.transports.transport import Transport
-from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
+from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient, check_counts
 from commpress.feedback import check_feedback
 from commpress.kernels.devices import adam_arithmetic
 from commpress.optim.clipping import Clipping
@@ -94,6 +94,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         _check_numbers({"lr": lr, "eps": eps, "weight_decay": weight_decay}, betas)
         check_feedback(error_feedback)
+        check_counts(check_every=check_every, seed=seed)
         if agree_over is not None and max_grad_norm is not None:
             raise InvalidArgument(
                 f"max_grad_norm is {max_grad_norm!r} and agree_over is given: groups that communicate apart would each clip by "

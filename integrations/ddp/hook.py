@@ -38,7 +38,7 @@ from commpress.collectives.residual_state import (
 )
 from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.topology import Topology
-from commpress.errors import InvalidArgument, NonFiniteGradient
+from commpress.errors import InvalidArgument, NonFiniteGradient, check_counts
 from commpress.feedback import Key, ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.names import ParameterNames
@@ -164,6 +164,7 @@ class CompressedState:
         }  # fmt: skip
         self._given = {"agree_over": agree_over is not None, "grad_scaler": grad_scaler is not None}
         self.names = ParameterNames(named_parameters or ())
+        check_counts(exact_steps=exact_steps, measure_every=measure_every, replan_every=replan_every, seed=seed)
         self._check(named=named_parameters is not None)
         if isinstance(codec, str) and codec == PLAIN and agree_over is None:
             codec = Planned(PLAIN)
