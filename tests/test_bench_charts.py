@@ -157,19 +157,20 @@ def row(ranks, way, inside=0.0):
 
 
 def scaling(path):
-    simulate.draw([row(n, way) for n in (2, 4, 8) for way in ("plain", "sign", "sign/2")], path, "An all-reduce")
+    rows = [row(n, way) for n in (2, 4, 8) for way in ("plain", "sign", "sign/2")]
+    simulate.draw(path, rows, title="An all-reduce")
     return ["An all-reduce", "ranks", "times faster than plain", "sign, two levels"]
 
 
 def one_cluster(path):
-    simulate.draw([row(4, "plain", 1e6), row(4, "sign")], path, "A step")
+    simulate.draw(path, [row(4, "plain", 1e6), row(4, "sign")], title="A step")
     return ["A step, 4 ranks", "computing alone", "exposed communication", "MB sent by one rank", "inside the node"]
 
 
 def candidates(path):
     found = [Candidate(name, "", seconds, 1e6, 1e6, {"device": 1e9}, codec, fits=name != "int8")
              for name, seconds, codec in (("plain", 12.0, "plain"), ("bf16-ring", 6.0, ""), ("int8", 3.0, "int8"))]  # fmt: skip
-    plan.draw(found, found[0], path, "two ranks")
+    plan.draw(path, found, chosen=found[0], title="two ranks")
     return ["Predicted: two ranks", "chosen", "done otherwise", "int8 (does not fit)", "GB on a rank", " 12000"]
 
 

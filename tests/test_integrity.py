@@ -146,7 +146,7 @@ def test_a_changed_bit_is_named_by_whom_it_comes_from(path):
 
 def test_nothing_goes_over_a_transport_but_stamped_and_checked():
     """``exchange`` does both, for rows of one length, and ``Executor`` for others; no other code calls a transport."""
-    transports = {f"collectives/transports/{name}.py" for name in ("loopback", "transport", "mpi")}
+    transports = {f"collectives/transports/{name}.py" for name in ("loopback", "transport", "mpi", "counted")}
     wrappers = transports | {"collectives/all_to_all/executor.py"}
     others = {"commpress/cli/probe.py"}  # times bare transports
     found = set()

@@ -26,4 +26,4 @@ def test_in_less_than_a_gibibyte(tmp_path):
     assert losses == wanted
     assert float(losses[2]) < float(losses[0])
     assert state > 1.1
-    assert peak < 0.87 < state < more
+    assert peak < 1.0 < state < more  # 0.77 to 0.88: how many chunks are under way at once is a matter of timing
