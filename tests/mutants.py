@@ -67,8 +67,8 @@ MUTANTS = [
         "tests/test_two_level.py",
     ),
     Mutant(
-        "an elastic state holds a rank's reduced residual once for all ranks", "collectives/residual_state.py",
-        "mine += size * reduced[: mine.numel()]", "mine += reduced[: mine.numel()]", "tests/test_resume.py",
+        "an elastic state holds a rank's reduced residual once for all ranks", "commpress/feedback.py",
+        "own += size * reduced[: own.numel()]", "own += reduced[: own.numel()]", "tests/test_resume.py",
     ),
     Mutant(
         "any rank's exact state is taken", "collectives/residual_state.py",
@@ -146,9 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient counts however far it is from what is usual", "kernels/cpu/sources/adam_loops.py",
-        "            new = where_finite(new, within(new, reach * divisor), new)\n"
-        "            put((beta * load(m, at, left) + alpha * new) / divisor, out, at, left, stream)",
-        "            put((beta * load(m, at, left) + alpha * new) / divisor, out, at, left, stream)",
+        "            new = where_finite(new, within(new, reach * divisor), new)\n", "",
         "tests/test_optim_arithmetic.py",
     ),
     Mutant(
