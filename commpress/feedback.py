@@ -68,7 +68,6 @@ class ErrorFeedback:
             setattr(self, name, theirs)
             setattr(other, name, mine)
 
-
     def join(self, pieces: Pieces, rank: int) -> None:
         """Let what this rank owes as the owner of rows be part of what it sends: tensors that travel whole have none."""
         if self.joined:

@@ -28,7 +28,7 @@ def threads():
 
 @pytest.fixture
 def one_thread(threads):
-    """Where tensors are too small for two threads, these would only wait for each other."""
+    """One thread for torch: on small tensors two would only wait for each other."""
     torch.set_num_threads(1)
 
 

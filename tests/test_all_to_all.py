@@ -220,7 +220,7 @@ def real(counts, ways, codecs, by):
 
 
 def all_ways(counts, ways, codecs, transport):
-    """What one rank receives by each way and codec."""
+    """Tensors that one rank receives, by each way and codec."""
     ask = [(Way(*way), codec) for way in ways for codec in codecs]
     return [run(exchanged(counts, 70, transport, w, c, sequence=i)).numpy() for i, (w, c) in enumerate(ask)]
 

@@ -95,7 +95,7 @@ class Sum(torch.nn.Module):
 
 
 def beside_ddp(make, codec):
-    """What the optimizer's exchanges make of momentum, and what DDP's hook makes of the same as gradients."""
+    """Momentum as the optimizer's exchanges average it, and as DDP's hook does when it comes as gradients."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     optimizer, calls = watched(make, codec)
     ddp = DistributedDataParallel(Sum())

@@ -39,9 +39,9 @@ class Compress(TrainerCallback):
     other optimizer gradients are compressed by ``codec`` and ``options``, which are those of ``commpress.compress``.
 
     Checkpoints get one file per rank, ``commpress-<rank>.pt``; ``resume_from_checkpoint`` finds it, on another number of ranks
-    too where the files of all of them are there. Logs get bytes sent per
-    step, how many times fewer that is than float32, milliseconds of encoding, waiting and decoding, and the relative size of
-    what compression still owes. ``metrics`` are sinks of ``commpress.Metrics``: each gets every step's figures.
+    too where the files of all of them are there. Logs get bytes sent per step, how many times fewer that is than float32,
+    milliseconds of encoding, waiting and decoding, and the relative size of what compression still owes. ``metrics`` are sinks
+    of ``commpress.Metrics``: each gets every step's figures.
     """
 
     def __init__(self, codec: Any = "sign", *, metrics: Sequence[Sink] = (), **options: Any) -> None:

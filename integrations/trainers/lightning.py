@@ -3,13 +3,13 @@
 import logging
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.hook import CompressedState, compress
 from commpress.integrations.ddp.overlap import averages, overlap
+from commpress.integrations.trainers.rank_files import gathered_on_first
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.windows import WindowedOptimizer
 
@@ -72,9 +72,7 @@ class Compress(Callback):
             return {}
         own = self.state.elastic_state_dict() if self.elastic else self.state.state_dict()
         part = own["commpress"] if isinstance(self.state, CompressedOptimizer) else own
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(part, every if dist.get_rank() == 0 else None)
-        return {"ranks": every}
+        return {"ranks": gathered_on_first(part)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict.get("ranks", [])

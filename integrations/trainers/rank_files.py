@@ -1,10 +1,12 @@
 """One file per rank in a checkpoint of somebody else's: what ranks have apart from each other, such as residuals."""
 
 import logging
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 log = logging.getLogger("commpress")
 
@@ -37,6 +39,24 @@ def load_ranks(folder: Path, rank: int, size: int) -> list[dict[str, Any]]:
         )  # fmt: skip
         return []
     return [_read(file) for file in files.values()]
+
+
+def gathered_on_first(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's state on rank 0, nothing elsewhere; collective. It is read as a file is: tensors and numbers only."""
+    file = BytesIO()
+    torch.save(own, file)
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+    content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([content.numel()], device=device))
+    padded = content.new_zeros(int(max(lengths)))
+    padded[: content.numel()] = content
+    rows = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
+    dist.gather(padded, rows)
+    return [
+        torch.load(BytesIO(row[: int(length)].cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
+        for row, length in zip(rows or (), lengths, strict=False)
+    ]
 
 
 def _files(folder: Path) -> dict[int, Path]:

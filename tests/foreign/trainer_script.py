@@ -234,7 +234,7 @@ def resume(folder):
 
 
 def alone(folder):
-    """What was owed is paid by the whole optimizers, and sharded ones have every rank's part."""
+    """On one rank the whole optimizers pay what was owed, and sharded ones have every rank's part."""
     for name in ("onebit", "sharded-zero-one"):
         trainer, callback, owed = resumed_by_a_trainer(folder / "trainer" / name, KINDS[name])
         torch.testing.assert_close(total([callback.loaded]), owed)
