@@ -5,7 +5,7 @@ float32 buffers (m momentum, v variance, u accumulated steps, a anchor), so that
 
 Whatever is divided is divided by the same s = max(√(k·v), low) + ε. Gradients count up to ``reach``·s and no further; how many
 are beyond ``reach``·(√(k·v) + ε), so with no regard to the floor, is returned for each segment. k, low, ε and reach are a
-line of ``divisors``, float32[segments, 4]; ``optim.lanes`` says what they are. What is not finite is left as it is, for others
+line of ``divisors``, float32[segments, 4]; ``optim.tensor_states`` explains them. What is not finite stays as it is, for others
 to find.
 """
 

@@ -152,16 +152,16 @@ MUTANTS = [
     Mutant(
         "momentum below the floor is what one bit says", "kernels/cpu/sources/adam_loops.py",
         "put(where_less(own, low, within(momentum, most * own), momentum), m, at, left, beyond_caches)",
-        "put(momentum, m, at, left, beyond_caches)", "tests/test_optim_arithmetic.py tests/test_lanes.py",
+        "put(momentum, m, at, left, beyond_caches)", "tests/test_optim_arithmetic.py tests/test_tensor_states.py",
     ),
     Mutant(
         "only who saw it thaws a tensor", "commpress/optim/optimizer.py",
-        "np.flatnonzero(every.any(axis=0))", "np.flatnonzero(self.lanes.waking())",
-        "tests/test_lanes.py",
+        "np.flatnonzero(every.any(axis=0))", "np.flatnonzero(self.tensors.waking())",
+        "tests/test_tensor_states.py",
     ),
     Mutant(
         "who asks is not passed on", "collectives/allreduce.py", "flag | asked, transport", "flag, transport",
-        "tests/test_lanes.py",
+        "tests/test_tensor_states.py",
     ),
     Mutant(
         "one rank alone takes what is not finite", "commpress/optim/replicated.py",
@@ -177,16 +177,16 @@ MUTANTS = [
         "tests/test_optim_common.py",
     ),
     Mutant(
-        "tensors freeze that have never had a gradient", "commpress/optim/lanes.py",
-        "return int((v > 0).sum()) >= (1 - UNSEEN) * v.numel()", "return True", "tests/test_lanes.py",
+        "tensors freeze that have never had a gradient", "commpress/optim/tensor_states.py",
+        "return int((v > 0).sum()) >= (1 - UNSEEN) * v.numel()", "return True", "tests/test_tensor_states.py",
     ),
     Mutant(
         "what a thawed tensor was owed is lost", "commpress/optim/onebit_adam.py",
-        "m = self._momenta[i].addcmul_(self._works[i], s)", "m = self._momenta[i]", "tests/test_lanes.py",
+        "m = self._momenta[i].addcmul_(self._works[i], s)", "m = self._momenta[i]", "tests/test_tensor_states.py",
     ),
     Mutant(
-        "a frozen variance falls behind AdamW's correction", "commpress/optim/lanes.py",
-        "if abs(ratio - 1) > 1e-6:", "if False:", "tests/test_lanes.py",
+        "a frozen variance falls behind AdamW's correction", "commpress/optim/tensor_states.py",
+        "if abs(ratio - 1) > 1e-6:", "if False:", "tests/test_tensor_states.py",
     ),
     Mutant(
         "tensors that travel whole leave behind what owners of rows owed", "collectives/exchange.py",
@@ -208,13 +208,13 @@ MUTANTS = [
         "        exchanges.load_choices(part.get(name, {}))\n", "", "tests/test_optim_whole.py",
     ),
     Mutant(
-        "a skipped step counts as a trip", "commpress/optim/lanes.py",
-        "in seen.items() if taken else ():", "in seen.items():", "tests/test_lanes.py",
+        "a skipped step counts as a trip", "commpress/optim/tensor_states.py",
+        "in seen.items() if taken else ():", "in seen.items():", "tests/test_tensor_states.py",
     ),
     Mutant(
         "an exact step of 0/1 Adam divides by the bare root", "commpress/optim/zero_one_adam.py",
         "if self.windows.updates == self.steps_done:\n            super().exact",
-        "if True:\n            super().exact", "tests/test_zero_one_adam.py tests/test_lanes.py",
+        "if True:\n            super().exact", "tests/test_zero_one_adam.py tests/test_tensor_states.py",
     ),
     Mutant(
         "any token is let in at the meeting", "collectives/transports/meeting.py",

@@ -13,12 +13,12 @@ import torch
 from commpress.collectives.transports.loopback import Loopback, Recorded, simulate
 from commpress.errors import NonFiniteGradient
 from commpress.kernels.pieces import width_of
-from commpress.optim import lanes
+from commpress.optim import tensor_states
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.optimizer_counters import OptimizerCounters
 
 SHAPES = ((40, 50), (700,), (7,))
-boundless = mock.patch.object(lanes, "REACH", math.inf)  # for equations: gradients count in full, and nobody wakes up
+boundless = mock.patch.object(tensor_states, "REACH", math.inf)  # for equations: gradients count in full, and nobody wakes up
 Gradients = list[list[torch.Tensor | None]]  # [rank][parameter]
 
 
@@ -84,8 +84,8 @@ class Replicas:
 
     def divisor(self) -> np.ndarray:
         """s, in whose units momentum travels once the variance is frozen."""
-        lanes = self.optimizers[0].lanes
-        return flat([lanes.divisor(i) for i in range(len(self.shapes))])
+        states = self.optimizers[0].tensors
+        return flat([states.divisor(i) for i in range(len(self.shapes))])
 
     def owed(self) -> np.ndarray:
         """R, the total residual of compressed rounds, side by side like ``flat``."""

@@ -123,7 +123,7 @@ def test_constant_magnitudes_are_exact():
     for o in group.optimizers:
         o.variance.fill_(1.0)
         o.steps_done = o.frozen_at = 1
-        o.lanes.freeze([0], 1)
+        o.tensors.freeze([0], 1)
     pattern = torch.where(start(((512,),))[0] >= 0, 1.0, -1.0)
     for step in range(10):
         group.step([[k * pattern] for k in (1.0, 3.0)])
@@ -144,9 +144,9 @@ def test_spiky_tensors_travel_finer():
             mine[0][torch.arange(100) % 10 != step % 2] *= 1e-3
         group.step(gradients)
     first = group.optimizers[0]
-    assert first.lanes.frozen.tolist() == [False, True]
-    assert [first.lanes.choose(name, 1600).number for name in first.flat.names[:1]] == ["int8"]
-    assert first.lanes.choose("#00001", 1600).spec.startswith("sign")
+    assert first.tensors.frozen.tolist() == [False, True]
+    assert [first.tensors.choose(name, 1600).number for name in first.flat.names[:1]] == ["int8"]
+    assert first.tensors.choose("#00001", 1600).spec.startswith("sign")
 
 
 # ---------------------------------------------------------------- schedule

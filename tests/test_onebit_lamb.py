@@ -155,7 +155,7 @@ def test_one_layer_moves_along_its_preconditioned_momentum():
         before = group.parameters[0][0].detach().clone()
         group.step(noise(3, step, ((40, 50),)))
     o = group.optimizers[0]
-    step = LR * o.coefficient[0] * o.factor[0] * o._momenta[0] / o.lanes.divisor(0)
+    step = LR * o.coefficient[0] * o.factor[0] * o._momenta[0] / o.tensors.divisor(0)
     torch.testing.assert_close(before - group.parameters[0][0].detach(), step, rtol=1e-3, atol=1e-6)
 
 
@@ -212,7 +212,7 @@ def test_whole_steps_in_torch_operations_are_those_of_the_kernels(monkeypatch, r
                 mine[0][30:] *= not unseen
             group.step(gradients)
         first = group.optimizers[0]
-        assert first.lanes.frozen.tolist() == [not unseen, True, False]
+        assert first.tensors.frozen.tolist() == [not unseen, True, False]
         assert group.agree()
         results.append([*group.parameters[0], *first._momenta, first.factor])
     for mine, theirs in zip(*results, strict=True):

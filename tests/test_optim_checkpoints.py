@@ -111,7 +111,7 @@ def test_elastic_states_keep_what_is_owed(size):
         np.testing.assert_allclose(left, before - other.owed(), atol=2e-5)
     else:  # one rank goes on as Adam, and what was owed is in its momentum, as far as Adam's own can be
         s = group.divisor()
-        bound = s * other.optimizers[0].lanes.bound(0)
+        bound = s * other.optimizers[0].tensors.bound(0)
         before = (group.momentum() + s * group.owed()).clip(-bound, bound)
         other.step(noise(1, 9))
         wanted = BETA1 * before + (1 - BETA1) * flat(noise(1, 9)[0])

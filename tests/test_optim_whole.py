@@ -283,7 +283,7 @@ def test_one_rank_can_ask_all_for_a_thaw(codec):
         assert group.agree()
     for o in group.optimizers:
         assert o.counters.woken_tensors == 1
-        assert not o.lanes.frozen.any()
+        assert not o.tensors.frozen.any()
     assert not group.owed().any()
 
 

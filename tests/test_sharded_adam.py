@@ -35,7 +35,7 @@ def steady(size, step, shapes=SHAPES):
 def divisors(group):
     """s, as whoever sends divides by it."""
     o = group.optimizers[0]
-    return flat([o.lanes.divisor(i) for i in range(len(SHAPES))])
+    return flat([o.tensors.divisor(i) for i in range(len(SHAPES))])
 
 
 def agree(group):

@@ -1,4 +1,4 @@
-"""What the sharded optimizers have in common with the whole ones: groups, clipping, codecs, warm-up, lanes."""
+"""What the sharded optimizers have in common with the whole ones: groups, clipping, codecs, warm-up, frozen tensors."""
 
 import numpy as np
 import pytest
@@ -104,8 +104,8 @@ def test_spiky_tensors_travel_in_eight_bits():
         for mine in gradients:
             mine[1][4:] *= 1e-3
         group.step(gradients)
-    lanes = group.optimizers[0].lanes
-    assert [lanes.choose(name, 4096).spec.split("/")[0] for name in lanes.flat.names] == ["sign", "fp8"]
+    states = group.optimizers[0].tensors
+    assert [states.choose(name, 4096).spec.split("/")[0] for name in states.flat.names] == ["sign", "fp8"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,8 +145,8 @@ def test_gradients_far_beyond_a_frozen_variance_wake_the_tensor_on_all_ranks():
             gradients[1][0] *= 1e3
         group.step(gradients)
         if step == 24:
-            assert [bool(o.lanes.frozen[0]) for o in group.optimizers] == [True] * 3
-    assert [bool(o.lanes.frozen[0]) for o in group.optimizers] == [False] * 3
+            assert [bool(o.tensors.frozen[0]) for o in group.optimizers] == [True] * 3
+    assert [bool(o.tensors.frozen[0]) for o in group.optimizers] == [False] * 3
     assert [o.counters.woken_tensors for o in group.optimizers] == [1] * 3
     assert agree(group)
 

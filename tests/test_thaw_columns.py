@@ -63,9 +63,9 @@ def test_weights_of_all_columns_stay_the_same(make, options):
         if hasattr(columns.optimizers[0], "windows") and columns.optimizers[0].windows.held:
             continue
         assert columns.equal(), number
-    lanes = [o.lanes for o in columns.optimizers]
+    states = [o.tensors for o in columns.optimizers]
     if options is WARM:
-        woken = torch.stack([each.thawed_at for each in lanes])
+        woken = torch.stack([each.thawed_at for each in states])
         assert (woken[:, 0] == woken[0, 0]).all()
         assert woken[0, 0] > JUMP, "what all hold has woken up"
         assert 0 < woken[0, 2] < woken[2, 2], "a shard earlier in one column"

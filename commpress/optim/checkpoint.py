@@ -60,7 +60,7 @@ def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> 
     optimizer.forget()
     _fill(optimizer, next(state for state in states if state["commpress"] is head))
     optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
-    optimizer.lanes.follow(optimizer.steps_done)
+    optimizer.tensors.follow(optimizer.steps_done)
     optimizer.resume(head["schedule"])
 
 
@@ -170,7 +170,7 @@ def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
         raise StateMismatch(f"the parameters of the state have taken {sorted(steps)} steps, expected one number for all")
     optimizer.steps_done = steps.pop() if steps else 0
     optimizer.facts = Facts()
-    optimizer.lanes.follow(optimizer.steps_done, doubt=True)
+    optimizer.tensors.follow(optimizer.steps_done, doubt=True)
     optimizer.resume(None)
     _take_left(optimizer, {}, {})
     optimizer._taken.fill_(optimizer.steps_done)

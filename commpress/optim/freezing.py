@@ -45,7 +45,7 @@ class FreezingOptimizer(CompressedOptimizer):
     def ends_warmup(self) -> Steps[bool]:
         """End of the warm-up, if it comes with the step that was taken; then what is owed of gradients is owed of momentum."""
         step = self.steps_done
-        self.lanes.record(step, self.variances())
+        self.tensors.record(step, self.variances())
         if self.freeze.probes(step):
             norm = (yield from self.variance_sum()) / (1 - self.param_groups[0]["betas"][1] ** step)
             self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
@@ -61,21 +61,21 @@ class FreezingOptimizer(CompressedOptimizer):
 
     def ready(self, live: Iterable[int]) -> list[int]:
         """Those of the live tensors that have been so for long enough and whose variance may stand still."""
-        woken = self.lanes.thawed_at.tolist()
+        woken = self.tensors.thawed_at.tolist()
         rested = (i for i in live if not woken[i] or self.steps_done - woken[i] >= self.patience)
-        ready = [i for i in rested if self.lanes.may_freeze(i)]
+        ready = [i for i in rested if self.tensors.may_freeze(i)]
         if self.steps_done == self.frozen_at:
             self._warn_of_unstable(ready)
         return ready
 
     def _warn_of_unstable(self, ready: Sequence[int]) -> None:
-        found = self.lanes.unstable(ready, self.steps_done, self.variances())
+        found = self.tensors.unstable(ready, self.steps_done, self.variances())
         if found:
             log.warning(
                 "step %d: the variance freezes, but gradients have changed in size: in the second half of these steps their "
                 "mean square was %s of that in the first%s. Under a variance that does not hold steps are too long or too "
                 "short. Choose warmup_steps so that half of them come after the learning rate has risen, or 'auto'",
-                self.steps_done, ", ".join(f"{ratio:.2g} times ({self.lanes.name(i)})" for i, ratio in found[:3]),
+                self.steps_done, ", ".join(f"{ratio:.2g} times ({self.tensors.name(i)})" for i, ratio in found[:3]),
                 f", and in {len(found) - 3} more tensors" if len(found) > 3 else "",
             )  # fmt: skip
 
@@ -83,5 +83,5 @@ class FreezingOptimizer(CompressedOptimizer):
         log.warning(
             "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact steps from here, and freezes "
             "again after %d of them",
-            self.steps_done, ", ".join(map(self.lanes.name, indices)), self.patience,
+            self.steps_done, ", ".join(map(self.tensors.name, indices)), self.patience,
         )  # fmt: skip

@@ -5,7 +5,7 @@
     compressed  p_i = (β1·m + (1 − β1)·g_i)/s        p ← mean of p_i, one bit both ways, error feedback both ways
                 x ← (1 − γλ)·x − γ/(1 − β1ᵗ) · p        m ← s·p
 
-``lanes`` says what s is, which tensors freeze and which wake up. Those that do not freeze go on with Adam's steps, on gradients
+``tensor_states`` says what s is, which tensors freeze and which wake up. Others go on with Adam's steps, on gradients
 in eight bits.
 
 Note: what travels. Once v is frozen, p = m/s obeys the recursion of momentum. In p all elements are of one size, so one scale
@@ -63,22 +63,22 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     def prepare(
         self, group: dict[str, Any], indices: Sequence[int], gradients: dict[int, torch.Tensor] | None, gain: float
     ) -> None:
-        live, frozen = self.lanes.part(indices)
+        live, frozen = self.tensors.part(indices)
         self.take_gradients(live, gradients, gain)
         beyond = self.kernels.accumulate(
             self._flat.segments(frozen, gradients), self.momentum, self._empty, self.variance, self.work,
-            self.lanes.divisors(frozen), beta=group["betas"][0], gain=gain,
+            self.tensors.divisors(frozen), beta=group["betas"][0], gain=gain,
         )  # fmt: skip
-        self.lanes.see(frozen, beyond)
+        self.tensors.see(frozen, beyond)
         self.add_known(frozen, -group["betas"][0])
 
     def apply(self, kind: RoundKind) -> None:
         if kind is RoundKind.COMPRESSED:
             for group, at in self.groups():
-                frozen = self.lanes.part(at)[1]
+                frozen = self.tensors.part(at)[1]
                 self.add_known(frozen, group["betas"][0])
                 self.apply_mean(group, frozen)
-        self.exact(self._works, None if kind is RoundKind.EXACT else self.lanes.part(range(len(self._works)))[0])
+        self.exact(self._works, None if kind is RoundKind.EXACT else self.tensors.part(range(len(self._works)))[0])
 
     def apply_mean(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
         """Parameters and momentum of frozen tensors of one group, from p in ``work``."""
@@ -86,9 +86,9 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
             return
         lr, correction = float(group["lr"]), 1 - group["betas"][0] ** (self.steps_done + 1)
         self.kernels.apply_mean(
-            self._flat.placed(frozen), self.work, self.variance, self.momentum, self._empty, self.lanes.divisors(frozen),
+            self._flat.placed(frozen), self.work, self.variance, self.momentum, self._empty, self.tensors.divisors(frozen),
             step=lr / (correction if group["bias_correction"] else 1.0), decay=1 - lr * group["weight_decay"],
-            momentum_scale=1.0, most=self.lanes.bound(frozen[0]),
+            momentum_scale=1.0, most=self.tensors.bound(frozen[0]),
         )  # fmt: skip
 
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
@@ -99,9 +99,9 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     def after(self, kind: RoundKind) -> Steps[None]:
         if self.channel.size == 1:
             return
-        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        live, frozen = self.tensors.part(range(len(self._flat.parameters)))
         if self.frozen_at is not None:
-            self.lanes.keep_up(frozen, self.steps_done)
+            self.tensors.keep_up(frozen, self.steps_done)
         elif not (yield from self.ends_warmup()):
             return
         if self.due():
@@ -114,14 +114,14 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     def variances(self) -> list[torch.Tensor]:
         return self._variances
 
-    # ------------------------------------------------------------ from lane to lane
+    # ------------------------------------------------------------ freezing and thawing
 
     def _freeze(self, ready: Sequence[int]) -> None:
         """Residuals of these are in units of p from here on."""
-        self.lanes.freeze(ready, self.steps_done)
+        self.tensors.freeze(ready, self.steps_done)
         for i in ready:
-            share = 1 - self.lanes.group(i)["betas"][0]
-            self.quantized.residuals.scale(self._flat.names[i], share / self.lanes.divisor(i), self.channel.rank)
+            share = 1 - self.tensors.group(i)["betas"][0]
+            self.quantized.residuals.scale(self._flat.names[i], share / self.tensors.divisor(i), self.channel.rank)
         self.recut()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
@@ -131,16 +131,16 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
             self._pay(i)
         if (yield from self.exact_mean(indices)):
             self._take_owed(indices)
-        self.lanes.thaw(indices, self.steps_done)
+        self.tensors.thaw(indices, self.steps_done)
         self.recut()
 
     def _thaw_alone(self) -> None:
         """A state of several ranks goes on with one, which has nothing to compress: Adam from here on."""
-        _, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        _, frozen = self.tensors.part(range(len(self._flat.parameters)))
         for i in frozen:
             self._pay(i)
         self._take_owed(frozen)
-        self.lanes.thaw(frozen, self.steps_done)
+        self.tensors.thaw(frozen, self.steps_done)
         self.frozen_at = None
 
     def _pay(self, i: int) -> None:
@@ -151,22 +151,22 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     def _take_owed(self, indices: Sequence[int]) -> None:
         """m := m + s·what is owed, which is in ``work``, within Adam's own bound."""
         for i in indices:
-            s, v = self.lanes.divisor(i), self._variances[i]
-            most = (v / self.lanes.correction(i, int(self.lanes.variance_steps[i]))).sqrt_().mul_(self.lanes.bound(i))
+            s, v = self.tensors.divisor(i), self._variances[i]
+            most = (v / self.tensors.correction(i, int(self.tensors.variance_steps[i]))).sqrt_().mul_(self.tensors.bound(i))
             m = self._momenta[i].addcmul_(self._works[i], s)
             m.copy_(torch.minimum(torch.maximum(m, -most), most))
 
     # ------------------------------------------------------------ checkpoints
 
     def schedule_state(self) -> dict[str, Any]:
-        return {"frozen_at": self.frozen_at, "trips": self.lanes.trips.tolist()}
+        return {"frozen_at": self.frozen_at, "trips": self.tensors.trips.tolist()}
 
     def resume(self, schedule: dict[str, Any] | None) -> None:
-        """Without a schedule, what the state says of the lanes is all there is."""
+        """Without a schedule, what the state says of the tensors is all there is."""
         if schedule is None:
-            _, frozen = self.lanes.part(range(len(self._flat.parameters)))
-            self.frozen_at = min((int(self.lanes.frozen_at[i]) for i in frozen), default=None)
+            _, frozen = self.tensors.part(range(len(self._flat.parameters)))
+            self.frozen_at = min((int(self.tensors.frozen_at[i]) for i in frozen), default=None)
         else:
             self.frozen_at = schedule["frozen_at"]
-            self.lanes.trips[:] = schedule["trips"]
+            self.tensors.trips[:] = schedule["trips"]
         self.recut()

@@ -7,7 +7,7 @@
                   f = max s/(√ṽ + ε), damped and clipped; neither variance below its floor
                   x ← x − γ·c̄·f·(p + λx)
 
-Without bias corrections, which a layer's norm would divide away. s, and which layers are compressed at all, as in ``lanes``.
+Without bias corrections, which a layer's norm would divide away. s, and which layers are compressed, as in ``tensor_states``.
 
 Note: two ways to a layer's rate. ``frozen`` is the published one: rates of the warm-up times a factor from the variance. It
 multiplies a rate of long ago by the size of today's momentum, and where gradients grow tenfold, steps do. ``live`` is
@@ -69,7 +69,7 @@ class OneBitLamb(OneBitAdam):
             segments = self._flat.segments(at, gradients)
             self.layers.exact(segments, self.momentum, self.variance, self.work, coefficient, self._rule(group))
             self.coefficient[at] = coefficient
-            self.lanes.count(at, self.steps_done + 1)
+            self.tensors.count(at, self.steps_done + 1)
 
     def _rule(self, group: dict[str, Any]) -> LayerRule:
         return LayerRule(
@@ -80,8 +80,8 @@ class OneBitLamb(OneBitAdam):
     def apply_mean(self, group: dict[str, Any], frozen: tuple[int, ...]) -> None:
         if not frozen:
             return
-        at, rule, most = list(frozen), self._rule(group), self.lanes.bound(frozen[0])
-        layers, divisors = self._flat.placed(frozen), self.lanes.divisors(at)
+        at, rule, most = list(frozen), self._rule(group), self.tensors.bound(frozen[0])
+        layers, divisors = self._flat.placed(frozen), self.tensors.divisors(at)
         if self.rates == "live":
             self.layers.live(layers, self.work, self.variance, self.momentum, self.course, divisors, rule, most=most)
             return
@@ -97,7 +97,7 @@ class OneBitLamb(OneBitAdam):
         super()._freeze(ready)
         for i in ready:
             if self.rates == "live":
-                torch.div(self._momenta[i], self.lanes.divisor(i), out=self._flat.view(self.course, i))
+                torch.div(self._momenta[i], self.tensors.divisor(i), out=self._flat.view(self.course, i))
             else:
                 self._flat.view(self.fresh, i).copy_(self._variances[i])
                 self.factor[i] = 1.0

@@ -36,9 +36,9 @@ from commpress.feedback import check_feedback
 from commpress.kernels.devices import adam_arithmetic
 from commpress.optim.clipping import Clipping
 from commpress.optim.flat import Flat
-from commpress.optim.lanes import Lanes
 from commpress.optim.optimizer_counters import OptimizerCounters
 from commpress.optim.parameters import named_parameters
+from commpress.optim.tensor_states import TensorStates
 from commpress.schedules import Facts
 from commpress.work import Steps
 
@@ -103,7 +103,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         check_on_nonfinite(on_nonfinite, propagates=False)
         self.codec, self.exact_codec = policy_of(codec, min_numel=min_numel), codec_named(exact_codec)
         finer = None if spiky_codec is None else codec_named(spiky_codec)
-        self.lanes = Lanes(self.codec, finer, self.exact_codec, min_numel, variance_floor)
+        self.tensors = TensorStates(self.codec, finer, self.exact_codec, min_numel, variance_floor)
         self.clipping, self.facts = Clipping(max_grad_norm), Facts()
         self.on_nonfinite, self.check_every, self.seed = on_nonfinite, check_every, seed
         self.error_feedback, self.grad_scaler = error_feedback, grad_scaler
@@ -127,7 +127,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_codecs(self, flat: Flat) -> None:
         """Refuse what no round can send, on however many ranks."""
-        for option, codec in (("exact_codec", self.exact_codec), ("spiky_codec", self.lanes.finer)):
+        for option, codec in (("exact_codec", self.exact_codec), ("spiky_codec", self.tensors.finer)):
             if isinstance(codec, WholeTensorCodec):
                 raise InvalidArgument(
                     f"{option} is {codec.spec!r}, which compresses whole tensors: gradients travel in rows where every element "
@@ -177,7 +177,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _count_shares(self) -> None:
         flat, size = self._flat, self.channel.size
         shapes = {name: p.shape for name, p in zip(flat.names, flat.parameters, strict=True)}
-        self.counters.shares = {n: share(s, self.lanes.choose(n, s.numel()), size) for n, s in shapes.items()}
+        self.counters.shares = {n: share(s, self.tensors.choose(n, s.numel()), size) for n, s in shapes.items()}
 
     # ------------------------------------------------------------ what subclasses say
 
@@ -198,7 +198,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         yield from ()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
-        """Some rank saw that these tensors are no longer those whose variance was frozen (see ``lanes``)."""
+        """Some rank saw that these tensors are no longer those whose variance was frozen (see ``tensor_states``)."""
         yield from ()
 
     def replicated(self) -> list[torch.Tensor]:
@@ -235,8 +235,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if self.channel.size > 1 and self.check_every and self.steps_done % self.check_every == 0:
             yield from self._compare_replicas()
         taken = yield from self.take(kind)
-        waking = self.lanes.waking()  # as headers have asked for it
-        self.lanes.remember(taken)
+        waking = self.tensors.waking()  # as headers have asked for it
+        self.tensors.remember(taken)
         if taken:
             self.steps_done += 1
             yield from self.after(kind)
@@ -304,13 +304,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """The floor of tensors without any variance is that of all others: with ``agree_over`` of those of all its ranks, for
         each tensor-parallel column has others."""
         if self.consensus is not None:
-            squares = yield from self.consensus.gathered(self.lanes.squares(), self._flat.device)
+            squares = yield from self.consensus.gathered(self.tensors.squares(), self._flat.device)
             total, numel = squares.sum(axis=0)
-            self.lanes.common = float(np.sqrt(total / max(numel, 1)))
+            self.tensors.common = float(np.sqrt(total / max(numel, 1)))
 
     def asks(self) -> bool:
         """True if this rank wants tensors to wake up."""
-        return bool(self.lanes.waking().any())
+        return bool(self.tensors.waking().any())
 
     def _agree_who_wakes(self, waking: np.ndarray) -> Steps[None]:
         """Wake the tensors that some rank meant when it asked for it in a header: not those that it means by now, for what
@@ -397,9 +397,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
         """The residual of a piece of a parameter as a part of m/s: of live tensors gradients are owed."""
-        if self.lanes.frozen[i]:
+        if self.tensors.frozen[i]:
             return owed
-        return owed * (1 - self.lanes.group(i)["betas"][0]) / self.lanes.divisor(i).view(-1)[offset : offset + owed.numel()]
+        return owed * (1 - self.tensors.group(i)["betas"][0]) / self.tensors.divisor(i).view(-1)[offset : offset + owed.numel()]
 
     @abstractmethod
     def momentum_squares(self) -> float:

@@ -17,7 +17,7 @@ class OptimizerCounters:
     local_steps: int = 0
     skipped_steps: int = 0
     ignored_gradients: int = 0  # not finite, in a step without communication
-    woken_tensors: int = 0  # whose variance was frozen too early (``optim.lanes``)
+    woken_tensors: int = 0  # whose variance was frozen too early (``optim.tensor_states``)
     exact_bytes: int = 0
     compressed_bytes: int = 0
     local_bytes: int = 0  # zero, or something is wrong

@@ -131,8 +131,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """work := work + factor·m/s, of tensors that travel whole. All ranks know m, and need not be told what follows from it:
         a product of low rank, or few elements, have room for what is new alone."""
         for i in indices:
-            if self.lanes.travels_whole(i):
-                self._works[i].addcdiv_(self._momenta[i], self.lanes.divisor(i), value=factor)
+            if self.tensors.travels_whole(i):
+                self._works[i].addcdiv_(self._momenta[i], self.tensors.divisor(i), value=factor)
 
     def exchange(self, kind: RoundKind, indices: Sequence[int]) -> Exchange:
         """The exchange by which these parameters cross the channel in a round of this kind."""
@@ -162,7 +162,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
                 beta1=group["betas"][0], beta2=group["betas"][1], lr=lr, weight_decay=decay, eps=group["eps"],
                 maximize=False, decoupled_weight_decay=True,
             )  # fmt: skip
-            self.lanes.count(at, self.steps_done + 1)
+            self.tensors.count(at, self.steps_done + 1)
 
     def replicated(self) -> list[torch.Tensor]:
         return self._flat.weights
@@ -201,23 +201,23 @@ class ReplicatedOptimizer(CompressedOptimizer):
                 self._momenta[i].copy_(before[p]["exp_avg"])
                 self._variances[i].copy_(before[p]["exp_avg_sq"])
         every = [group for group in self.param_groups for _ in group["params"]]
-        self.lanes.lay_out(flat, every, self.variance, self.channel.size)
-        self.lanes.count(range(count), self.steps_done)
+        self.tensors.lay_out(flat, every, self.variance, self.channel.size)
+        self.tensors.count(range(count), self.steps_done)
         self._expose_state()
         if first:
             exact, size, workspace = policy_of(self.exact_codec, min_numel=256), self.channel.size, self.channel.workspace
             self.full = Exchanges(exact, size, workspace, feedback=self.error_feedback)
-            self.quantized = Exchanges(self.lanes, size, workspace, feedback=self.error_feedback, seed=self.seed)
+            self.quantized = Exchanges(self.tensors, size, workspace, feedback=self.error_feedback, seed=self.seed)
         self.full.recut()
         self.recut()
         self.allocate()
 
     def _expose_state(self) -> None:
-        """``state`` as torch's Adam has it, and which lane a parameter is in; views of what is kept side by side."""
+        """``state`` as torch's Adam has it, and whether it is frozen; views of what is kept side by side."""
         for i, p in enumerate(self._flat.parameters):
             state = self.state[p]
             state.update(step=self._taken_tensors[i], exp_avg=self._momenta[i], exp_avg_sq=self._variances[i])
-            state.update(self.lanes.views(i))
+            state.update(self.tensors.views(i))
             if i in self._flat.shadowed:
                 state["master"] = self._flat.weights[i]
 
@@ -227,11 +227,11 @@ class ReplicatedOptimizer(CompressedOptimizer):
         return checkpoint.elastic(self, torch.optim.Optimizer.state_dict(self))
 
     def momentum_squares(self) -> float:
-        return sum(float((m / self.lanes.divisor(i)).square().sum()) for i, m in enumerate(self._momenta))
+        return sum(float((m / self.tensors.divisor(i)).square().sum()) for i, m in enumerate(self._momenta))
 
     def forget(self) -> None:
         """Reset what a state that is about to be loaded may say nothing of."""
-        self.lanes.begin()
+        self.tensors.begin()
 
     def schedule_state(self) -> dict[str, Any]:
         """State of the schedule beyond ``facts``."""

@@ -67,9 +67,9 @@ class ShardedOptimizer(CompressedOptimizer):
     def _place(self, flat: Flat) -> None:
         super()._place(flat)
         self.known = torch.zeros(flat.numel, dtype=torch.bfloat16, device=flat.device)  # v, as far as it is to be divided by
-        self.lanes.lay_out(flat, [g for g in self.param_groups for _ in g["params"]], self.known, self.channel.size)
+        self.tensors.lay_out(flat, [g for g in self.param_groups for _ in g["params"]], self.known, self.channel.size)
         self.full = self._scatter(policy_of(self.exact_codec, min_numel=256), feedback=self.error_feedback)
-        self.quantized = self._scatter(self.lanes, feedback=self.error_feedback)
+        self.quantized = self._scatter(self.tensors, feedback=self.error_feedback)
         self.rounded = self._scatter(policy_of("bf16"), feedback=False)
         self._count_shares()
         self.parts: list[Owned] = []
@@ -163,9 +163,9 @@ class ShardedOptimizer(CompressedOptimizer):
 
     def longest(self, i: int) -> float:
         """The longest way that parameters go in one step: Adam's own bound. What is more of w − x goes in the next."""
-        group = self.lanes.group(i)
+        group = self.tensors.group(i)
         rate = float(group["lr"]) or self.facts.peak_lr
-        return self.lanes.bound(i) * rate / self.correction(group) / math.sqrt(self.lanes.share_of_variance(i))
+        return self.tensors.bound(i) * rate / self.correction(group) / math.sqrt(self.tensors.share_of_variance(i))
 
     def correction(self, group: dict[str, Any]) -> float:
         """m̂ = m / this, in this step."""
@@ -182,14 +182,14 @@ class ShardedOptimizer(CompressedOptimizer):
 
     def prepare(self, kind: RoundKind, gain: float) -> None:
         """work := what goes to the owners."""
-        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        live, frozen = self.tensors.part(range(len(self._flat.parameters)))
         for i in range(len(self._flat.parameters)) if kind is RoundKind.EXACT else live:
             g, into = self._flat.gradient(i), self._flat.view(self.work, i)
             into.zero_() if g is None else torch.mul(g, gain, out=into)
         if kind is RoundKind.COMPRESSED:
             self.cut(frozen, gain, self.work)
             for i in frozen:
-                self._flat.view(self.work, i).div_(self.lanes.divisor(i)).mul_(1 - self.lanes.group(i)["betas"][0])
+                self._flat.view(self.work, i).div_(self.tensors.divisor(i)).mul_(1 - self.tensors.group(i)["betas"][0])
 
     def cut(self, indices: Sequence[int], gain: float, out: torch.Tensor) -> None:
         """out := gain·g within ±κ·s. What is not finite stays as it is, for all to see."""
@@ -200,12 +200,12 @@ class ShardedOptimizer(CompressedOptimizer):
                 into.zero_()
                 continue
             torch.mul(g, gain, out=into)
-            k, low, eps, reach = self.lanes.divisors([i])[0].tolist()
+            k, low, eps, reach = self.tensors.divisors([i])[0].tolist()
             root = (self._flat.view(self.known, i).float() * k).sqrt_()
             counts[number] = (into.abs() > reach * (root + eps)).sum()
             most = root.clamp_(min=low).add_(eps).mul_(reach)
             into.copy_(torch.where(into.isfinite(), torch.minimum(torch.maximum(into, -most), most), into))
-        self.lanes.see(indices, counts)
+        self.tensors.see(indices, counts)
 
     def adam(self, indices: Iterable[int]) -> None:
         """Adam's step with mean gradients: torch's own fused kernel."""
@@ -221,29 +221,29 @@ class ShardedOptimizer(CompressedOptimizer):
                 beta1=group["betas"][0], beta2=group["betas"][1], lr=float(group["lr"]), weight_decay=group["weight_decay"],
                 eps=group["eps"], maximize=False, decoupled_weight_decay=True,
             )  # fmt: skip
-        self.lanes.count(taken, self.steps_done + 1)
+        self.tensors.count(taken, self.steps_done + 1)
 
     def root(self, part: Owned) -> torch.Tensor:
         """√v̂ of what is owned."""
-        correction = self.lanes.correction(part.parameter, int(self.lanes.variance_steps[part.parameter]))
+        correction = self.tensors.correction(part.parameter, int(self.tensors.variance_steps[part.parameter]))
         return (part.of(self.variance) / correction).sqrt_()
 
     def unit(self, part: Owned) -> torch.Tensor:
         """s as whoever sent divided by it."""
-        return part.of_whole(self.lanes.divisor(part.parameter))
+        return part.of_whole(self.tensors.divisor(part.parameter))
 
     def apply_step(self, part: Owned, m: torch.Tensor, *, step: float, decay: float) -> None:
         """w ← decay·w − step·m/s."""
-        _, low, eps, _ = self.lanes.divisors([part.parameter])[0].tolist()
+        _, low, eps, _ = self.tensors.divisors([part.parameter])[0].tolist()
         part.of(self.master).mul_(decay).addcdiv_(m, self.root(part).clamp_(min=low).add_(eps), value=-step)
 
     def bound_momentum(self, part: Owned, m: torch.Tensor) -> None:
         """m within Adam's own bound where it is noise: whoever divides it by the true √v does no harm."""
-        low, root = float(self.lanes.divisors([part.parameter])[0, 1]), self.root(part)
-        most = torch.where(root < low, root * self.lanes.bound(part.parameter), torch.inf)
+        low, root = float(self.tensors.divisors([part.parameter])[0, 1]), self.root(part)
+        most = torch.where(root < low, root * self.tensors.bound(part.parameter), torch.inf)
         m.copy_(torch.minimum(torch.maximum(m, -most), most))
 
-    # ------------------------------------------------------------ from lane to lane
+    # ------------------------------------------------------------ freezing and thawing
 
     def after(self, kind: RoundKind) -> Steps[None]:
         yield from self.schedule(kind)

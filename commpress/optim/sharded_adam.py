@@ -1,6 +1,6 @@
 """1-bit Adam with its state partitioned over the ranks: what is new in the momentum goes to the owners in one bit.
 
-A compressed step of a frozen tensor (``lanes``):
+A compressed step of a frozen tensor (``tensor_states``):
 
     to the owner     what is new in the momentum, (1 − β1)·g_i/s + e_i, in one bit; e_i keeps the rest    (all-to-all)
     at the owner     m ← β1·m + s·mean        w ← Adam's step from m and the frozen v
@@ -35,16 +35,16 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
 
     def update(self, kind: RoundKind) -> None:
         trained = [i for _, at in self.groups() for i in at]
-        live, frozen = self.lanes.part(trained)
+        live, frozen = self.tensors.part(trained)
         self.adam(trained if kind is RoundKind.EXACT else live)
         for part in self.owned(frozen) if kind is RoundKind.COMPRESSED else ():
-            group, m = self.lanes.group(part.parameter), part.of(self.momentum)
+            group, m = self.tensors.group(part.parameter), part.of(self.momentum)
             beta1, lr = group["betas"][0], float(group["lr"])
             m.mul_(beta1).addcmul_(part.of(self.mean), self.unit(part))
             self.apply_step(part, m, step=lr / self.correction(group), decay=1 - lr * group["weight_decay"])
             self.bound_momentum(part, m)
 
-    # ------------------------------------------------------------ from lane to lane
+    # ------------------------------------------------------------ freezing and thawing
 
     def schedule(self, kind: RoundKind) -> Steps[None]:
         self.unknown |= self.due() if self.frozen_at is not None else (yield from self.ends_warmup())
@@ -58,13 +58,13 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
 
     def sort(self) -> None:
         """Live tensors whose variance may stand still freeze. What is owed of them is owed in units of p."""
-        live, frozen = self.lanes.part(range(len(self._flat.parameters)))
+        live, frozen = self.tensors.part(range(len(self._flat.parameters)))
         for i in frozen:
-            self.lanes.divide(i)
+            self.tensors.divide(i)
         ready = self.ready(live) if self.due() else []
-        self.lanes.freeze(ready, self.steps_done)
+        self.tensors.freeze(ready, self.steps_done)
         for i in ready:
-            share = (1 - self.lanes.group(i)["betas"][0]) / self.lanes.divisor(i).float()
+            share = (1 - self.tensors.group(i)["betas"][0]) / self.tensors.divisor(i).float()
             self.quantized.residuals.scale(self._flat.names[i], share, self.channel.rank)
         self.recut()
 
@@ -78,14 +78,14 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
         finite = yield from self.exact_mean(indices)
         for part in self.owned(indices):
             i, m = part.parameter, part.of(self.momentum)
-            before = self.lanes.correction(i, int(self.lanes.variance_steps[i]))
+            before = self.tensors.correction(i, int(self.tensors.variance_steps[i]))
             if finite:
-                most = self.root(part).mul_(self.lanes.bound(i))
+                most = self.root(part).mul_(self.tensors.bound(i))
                 m.addcmul_(part.of_whole(self._flat.view(self.work, i)), self.unit(part))
                 m.copy_(torch.minimum(torch.maximum(m, -most), most))
-            part.of(self.variance).mul_(self.lanes.correction(i, step) / before)
-        self.lanes.thaw(indices, step)
-        self.lanes.count(indices, step)
+            part.of(self.variance).mul_(self.tensors.correction(i, step) / before)
+        self.tensors.thaw(indices, step)
+        self.tensors.count(indices, step)
         self.recut()
 
     # ------------------------------------------------------------ checkpoints

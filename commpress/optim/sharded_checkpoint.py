@@ -12,7 +12,7 @@ from commpress.collectives.buckets import one_message
 from commpress.collectives.residual_state import elastic_state, exact_state, residuals_of
 from commpress.errors import StateMismatch
 from commpress.optim.checkpoint import check_closed, check_groups, check_step, own_of, take_groups
-from commpress.optim.lanes import STATE
+from commpress.optim.tensor_states import STATE
 from commpress.schedules import Facts
 from commpress.work import Steps
 
@@ -78,10 +78,10 @@ def _head(optimizer: "ShardedOptimizer") -> dict[str, Any]:
         for part in optimizer.parts
         if part.numel
     ]
-    lanes = {name: getattr(optimizer.lanes, name).tolist() for name in (*STATE, "trips", "lines")}
+    tensors = {name: getattr(optimizer.tensors, name).tolist() for name in (*STATE, "trips", "lines")}
     return {
         "optimizer": type(optimizer).__name__, "step": optimizer.steps_done, "facts": optimizer.facts.as_dict(),
-        "schedule": optimizer.schedule_state(), "lanes": lanes, "shards": shards,
+        "schedule": optimizer.schedule_state(), "tensors": tensors, "shards": shards,
     }  # fmt: skip
 
 
@@ -110,9 +110,9 @@ def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> Non
             part.of(getattr(optimizer, name)).copy_(buffer[first : first + part.numel])
     optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
     for name in STATE:
-        getattr(optimizer.lanes, name).copy_(torch.tensor(head["lanes"][name]))
-    optimizer.lanes.trips[:] = head["lanes"]["trips"]
-    optimizer.lanes.lines[:] = head["lanes"]["lines"]
+        getattr(optimizer.tensors, name).copy_(torch.tensor(head["tensors"][name]))
+    optimizer.tensors.trips[:] = head["tensors"]["trips"]
+    optimizer.tensors.lines[:] = head["tensors"]["lines"]
     optimizer.resume(head["schedule"])
     optimizer.unknown = True
     optimizer.recut()

@@ -6,7 +6,7 @@
                 to everybody w − x in one bit
 
 Γ, D and γ' are those of ``windows``; q and u begin a window at zero, A at zero. What s is, how gradients are cut and who wakes
-up is in ``lanes``; as in ``ZeroOneAdam`` live tensors travel as all others do, in eight bits, and what wakes up brings exact
+up is in ``tensor_states``; as in ``ZeroOneAdam`` live tensors travel as others do, in eight bits, and waking up brings exact
 steps for all.
 
 Note: parameters stand still inside a window. To move them each rank would need the variance of all parameters and an anchor to
@@ -77,7 +77,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
             for i in at:
                 q, u, d = (self._flat.view(b, i) for b in (self.innovation, self.pending, self.work))
                 d.mul_((1 - beta1) * rate).add_(q, alpha=beta1 * rate).add_(u, alpha=decay_of(group))
-                d.div_(self.lanes.divisor(i))
+                d.div_(self.tensors.divisor(i))
 
     def _carry(self) -> list[float]:
         """A of each group once this step is in."""
@@ -99,7 +99,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         """The longest way of all steps of the window together."""
         window = self.windows.after(self.steps_done, self.param_groups)
         rate = next(rate for (_, at), (rate, _) in zip(self.groups(), window, strict=True) if i in at)
-        return self.lanes.bound(i) * rate / math.sqrt(self.lanes.share_of_variance(i)) if rate > 0 else super().longest(i)
+        return self.tensors.bound(i) * rate / math.sqrt(self.tensors.share_of_variance(i)) if rate > 0 else super().longest(i)
 
     def _gather(self, window: Sequence[tuple[float, float]], carried: Sequence[float]) -> None:
         """Master weights and momentum from the displacement in ``mean``."""
@@ -117,20 +117,20 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         for group, at in self.groups():
             beta1, beta2 = group["betas"]
             for part in self.owned(at):
-                before, after = (self.lanes.correction(part.parameter, count) for count in (done, done + 1))
+                before, after = (self.tensors.correction(part.parameter, count) for count in (done, done + 1))
                 g, m, v = (part.of(b) for b in (self.mean, self.momentum, self.variance))
                 seen = v > 0
                 square = g.square()
                 v.div_(before).lerp_(square, (1 - beta2) / after).copy_(torch.where(seen, v, square)).mul_(after)
                 m.lerp_(g, 1 - beta1)
-                self.lanes.variance_steps[part.parameter] = done + 1
+                self.tensors.variance_steps[part.parameter] = done + 1
                 self.apply_step(part, m, step=rate_of(group, self.steps_done), decay=decay_of(group))
 
     def schedule(self, kind: RoundKind) -> Steps[None]:
         yield from ()
         if kind is RoundKind.EXACT:
             self.windows.updated(self.steps_done - 1)
-            self.lanes.count(range(len(self._flat.parameters)), self.windows.updates)
+            self.tensors.count(range(len(self._flat.parameters)), self.windows.updates)
             self.unknown = True
         elif kind is RoundKind.COMPRESSED:
             self._close()
@@ -145,14 +145,14 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
 
     def sort(self) -> None:
         """Divisors and codecs of the variance as it is now."""
-        frozen = self.lanes.frozen.tolist()
+        frozen = self.tensors.frozen.tolist()
         for i in range(len(self._flat.parameters)):
-            self.lanes.divide(i)
-            ready = self.lanes.may_freeze(i)
+            self.tensors.divide(i)
+            ready = self.tensors.may_freeze(i)
             if ready and not frozen[i]:
-                self.lanes.freeze([i], self.steps_done)
+                self.tensors.freeze([i], self.steps_done)
             elif not ready:
-                self.lanes.frozen_at[i] = 0
+                self.tensors.frozen_at[i] = 0
         self.recut()
 
     # ------------------------------------------------------------ between windows
@@ -161,7 +161,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         if self.windows.held == 0:
             return
         for i in range(len(self._flat.parameters)):
-            torch.div(self._flat.view(self.pending, i), self.lanes.divisor(i), out=self._flat.view(self.work, i))
+            torch.div(self._flat.view(self.pending, i), self.tensors.divisor(i), out=self._flat.view(self.work, i))
         outcomes = yield from self.quantized.reduce(self.work, self.mean, key=self._key())
         if (yield from self.settled(outcomes)):
             self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)), self.carried)

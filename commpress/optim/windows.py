@@ -119,16 +119,16 @@ class WindowedOptimizer(CompressedOptimizer):
     def wake(self, indices: Sequence[int]) -> Steps[None]:
         """The window is closed. The more often this happens, the longer nobody asks again: rare tokens would ask for ever."""
         self.windows.wake(self.steps_done, WAKING)
-        self.lanes.trips[:] = 0
+        self.tensors.trips[:] = 0
         log.warning(
             "step %d: gradients are far beyond the variance in %s. The next %d steps are exact",
-            self.steps_done, ", ".join(map(self.lanes.name, indices)), WAKING,
+            self.steps_done, ", ".join(map(self.tensors.name, indices)), WAKING,
         )  # fmt: skip
         yield from ()
 
     def as_momentum(self, i: int, offset: int, owed: torch.Tensor) -> torch.Tensor:
         """Displacements are owed: that of one step divided by its rate."""
-        rate = rate_of(self.lanes.group(i), self.steps_done)
+        rate = rate_of(self.tensors.group(i), self.steps_done)
         return owed / rate if rate else torch.zeros_like(owed)
 
     def synchronize(self) -> None:

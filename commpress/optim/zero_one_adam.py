@@ -6,8 +6,8 @@
 
 a is the anchor, the parameters at the last synchronisation, the same on all ranks; D and Γ are what weight decay leaves
 of it and of the learning rates since: D ← (1 − γλ)·D, Γ ← (1 − γλ)·Γ + γ', with γ' = γ/(1 − β1ᵗ). What s is, how gradients are
-cut and m is kept, and who wakes up is in ``lanes``. There is no lane of Adam's steps here, for most steps send nothing: tensors
-that ``lanes`` calls live travel as d like all others, in eight bits, and what wakes up brings exact steps for all.
+cut and m is kept, and who wakes up is in ``tensor_states``. No tensor takes Adam's steps, as most steps send nothing: tensors
+that ``tensor_states`` calls live travel as d like all others, in eight bits, and what wakes up brings exact steps for all.
 
 Note: one message is enough. Between synchronisations the variance does not move, so the displacement is linear in m: d
 gives both the new parameters and the mean momentum of the window.
@@ -79,10 +79,10 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         self.refresh()
         beyond = self.kernels.accumulate(
             self._flat.segments(indices, gradients), self.momentum, self.accumulated if self.held else self._empty,
-            self.variance, self.work, self.lanes.divisors(indices), beta=group["betas"][0], gain=gain,
+            self.variance, self.work, self.tensors.divisors(indices), beta=group["betas"][0], gain=gain,
             lr=rate_of(group, self.steps_done), decay=decay_of(group),
         )  # fmt: skip
-        self.lanes.see(indices, beyond)
+        self.tensors.see(indices, beyond)
         if not self.held:
             self.add_known(indices, -group["betas"][0] * rate_of(group, self.steps_done))
 
@@ -100,8 +100,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                 self.add_known(at, group["betas"][0] * rate)
             if len(at):
                 self.kernels.apply_mean(
-                    self._flat.placed(at), self.work, self.variance, self.momentum, anchor, self.lanes.divisors(at),
-                    step=1.0, decay=decay, momentum_scale=1 / rate if rate > 0 else 0.0, most=self.lanes.bound(at[0]),
+                    self._flat.placed(at), self.work, self.variance, self.momentum, anchor, self.tensors.divisors(at),
+                    step=1.0, decay=decay, momentum_scale=1 / rate if rate > 0 else 0.0, most=self.tensors.bound(at[0]),
                 )  # fmt: skip
         self.windows.held = 0
 
@@ -116,15 +116,15 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         for group, at in self.groups():
             beta1, beta2 = group["betas"]
             for i in at:
-                weight = (1 - beta2) / self.lanes.correction(i, done + 1)
-                unit = self.lanes.correction(i, int(self.lanes.variance_steps[i]))
+                weight = (1 - beta2) / self.tensors.correction(i, done + 1)
+                unit = self.tensors.correction(i, int(self.tensors.variance_steps[i]))
                 self.kernels.update_variance(
                     self._flat.segments((i,), {i: gradients[i]}), self.momentum, self.variance, beta=beta1, weight=weight,
                     unit=unit,
                 )  # fmt: skip
-                self.lanes.divide(i)
+                self.tensors.divide(i)
             self.kernels.apply_step(
-                self._flat.placed(at), self.momentum, self.variance, self.lanes.divisors(at),
+                self._flat.placed(at), self.momentum, self.variance, self.tensors.divisors(at),
                 step=rate_of(group, self.steps_done), decay=decay_of(group),
             )  # fmt: skip
 
@@ -148,11 +148,11 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         for (group, at), (_, decay) in zip(self.groups(), window, strict=True):
             segments = self._flat.segments(at) if gain else self._flat.placed(at)
             good, beyond = self.kernels.local_step(
-                segments, self.momentum, self.accumulated, self.anchor, self.variance, self.lanes.divisors(at),
+                segments, self.momentum, self.accumulated, self.anchor, self.variance, self.tensors.divisors(at),
                 beta=group["betas"][0] if gain else 1.0, gain=gain, lr=rate_of(group, self.steps_done), decay=decay_of(group),
                 anchor_decay=decay, begins=self.held == 0,
             )  # fmt: skip
-            self.lanes.see(at, beyond)
+            self.tensors.see(at, beyond)
             finite &= good
         self.counters.ignored_gradients += not finite
         self.windows.hold(window, span)
@@ -174,7 +174,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                 self.refresh()
                 yield from self.agree_on_floor()
         if self.windows.updates != self.steps_done and self.held == 0:
-            self.lanes.keep_up(range(len(self._flat.parameters)), self.steps_done)
+            self.tensors.keep_up(range(len(self._flat.parameters)), self.steps_done)
 
     # ------------------------------------------------------------ the variance
 
@@ -183,10 +183,10 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         if not self._stale:
             return
         for i in range(len(self._flat.parameters)):
-            self.lanes.divide(i)
-            ready = self.lanes.may_freeze(i)
-            if ready != bool(self.lanes.frozen[i]):
-                (self.lanes.freeze if ready else self.lanes.thaw)([i], self.steps_done)
+            self.tensors.divide(i)
+            ready = self.tensors.may_freeze(i)
+            if ready != bool(self.tensors.frozen[i]):
+                (self.tensors.freeze if ready else self.tensors.thaw)([i], self.steps_done)
         self.recut()
         self._stale = False
 
@@ -225,14 +225,14 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         if self.held == 0:
             return
         for i, work in enumerate(self._works):
-            torch.div(self._flat.view(self.accumulated, i), self.lanes.divisor(i), out=work)
+            torch.div(self._flat.view(self.accumulated, i), self.tensors.divisor(i), out=work)
         if any(rate > 0 for rate in self.windows.rates):
             outcomes = yield from self.reduce(RoundKind.COMPRESSED, range(len(self._flat.parameters)))
             if not (yield from self.settled(outcomes)):
                 self.work.zero_()
         self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)))
         self._flat.publish()
-        yield from self._agree_who_wakes(self.lanes.waking())
+        yield from self._agree_who_wakes(self.tensors.waking())
         self.counters.compressed_rounds += 1
         self.counters.compressed_bytes += self.sent_bytes()
 
@@ -240,7 +240,7 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
 
     def schedule_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.windows.state() | {
-            "stale": self._stale, "trips": self.lanes.trips.tolist(), "common": self.lanes.common
+            "stale": self._stale, "trips": self.tensors.trips.tolist(), "common": self.tensors.common
         }  # fmt: skip
         if self.held:
             differ = {"exp_avg": self.momentum, "accumulated": self.accumulated, "anchor": self.anchor}
@@ -272,11 +272,11 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
                 self.windows.exact_until = self.steps_done + 1  # it ends with an agreement on the floor
             return
         self.windows.load(schedule)
-        self.lanes.common = schedule["common"]
+        self.tensors.common = schedule["common"]
         self._members = frozenset(
             i for i in range(len(self._flat.parameters)) if ReplicatedOptimizer.is_trained(self, i)
         )
-        self._stale, self.lanes.trips[:] = schedule["stale"], schedule["trips"]
+        self._stale, self.tensors.trips[:] = schedule["stale"], schedule["trips"]
         if schedule["held"]:
             if schedule["anchor"].shape != self.work.shape:
                 raise StateMismatch(
@@ -290,6 +290,6 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             for (_, at), decay in zip(self.groups(), self.windows.decays, strict=True):
                 self.kernels.local_step(  # x := D·a − u/s, nothing else changes
                     self._flat.placed(at), self.momentum, self.accumulated, self.anchor, self.variance,
-                    self.lanes.divisors(at), beta=1.0, gain=0.0, lr=0.0, decay=1.0, anchor_decay=decay, begins=False,
+                    self.tensors.divisors(at), beta=1.0, gain=0.0, lr=0.0, decay=1.0, anchor_decay=decay, begins=False,
                 )  # fmt: skip
             self._flat.publish()

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam, lanes, windows
+from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam, tensor_states, windows
 from optim_twin import Replicas, equal, flat, mean, noise, owed, reload, start, state_of
 
 LR, WARMUP, LATE = 1e-3, 20, 40
@@ -91,7 +91,7 @@ def test_a_live_tensor_takes_the_steps_of_adam():
         for p, g in zip(twin, mean(filled), strict=True):
             p.grad = g
         adam.step()
-    assert [int(at) > 0 for at in group.optimizers[0].lanes.frozen_at] == [False, False, False, True]
+    assert [int(at) > 0 for at in group.optimizers[0].tensors.frozen_at] == [False, False, False, True]
     assert all(torch.equal(p, q) for p, q in zip(group.parameters[0][:3], twin, strict=False))
 
 
@@ -108,7 +108,7 @@ def test_few_elements_without_gradients_keep_no_tensor_from_freezing_and_stay_ne
         group.step(gradients)
         moved = (group.parameters[0][3].detach() - before).abs()
         assert float(moved[dead].max()) < 2 * LR
-    assert group.optimizers[0].lanes.frozen[3]
+    assert group.optimizers[0].tensors.frozen[3]
     assert not group.optimizers[0]._momenta[3][dead].any()
     assert float(moved[~dead].mean()) > 5 * LR
 
@@ -130,7 +130,7 @@ def test_a_tensor_that_outgrows_its_variance_thaws_on_all_ranks(name, only, capl
     named = [["embed", "gate", "bias", "out"]] * 2
     for o, names in zip(group.optimizers, named, strict=True):
         o.flat.names[:] = names
-        o.lanes._index = {n: i for i, n in enumerate(names)}
+        o.tensors._index = {n: i for i, n in enumerate(names)}
     operations = []
     with caplog.at_level(logging.WARNING, "commpress"):
         for step in range(LATE + 12):
@@ -142,7 +142,7 @@ def test_a_tensor_that_outgrows_its_variance_thaws_on_all_ranks(name, only, capl
             assert group.agree()
     talks = [step for step in range(WARMUP, LATE + 12) if operations[step] > 2 and step % 1000]
     assert len(talks) == 1, "one talk, in one step"
-    assert LATE + lanes.PATIENCE <= talks[0] < LATE + lanes.PATIENCE + 5  # 0/1 Adam has exact steps in between
+    assert LATE + tensor_states.PATIENCE <= talks[0] < LATE + tensor_states.PATIENCE + 5  # 0/1 Adam has exact steps in between
     assert "'gate" in caplog.text or " gate (24, 64)" in caplog.text
     assert "embed" not in caplog.text
     assert "out" not in caplog.text.replace("without", "")
@@ -151,8 +151,8 @@ def test_a_tensor_that_outgrows_its_variance_thaws_on_all_ranks(name, only, capl
         if name == "zero-one":
             assert o.windows.exact_until == talks[0] + 1 + windows.WAKING
         else:
-            assert o.lanes.frozen.tolist() == [True, False, True, True]
-            assert int(o.lanes.thawed_at[1]) == talks[0] + 1
+            assert o.tensors.frozen.tolist() == [True, False, True, True]
+            assert int(o.tensors.thawed_at[1]) == talks[0] + 1
 
 
 def test_what_was_owed_is_in_the_momentum_of_a_tensor_that_thaws():
@@ -160,11 +160,11 @@ def test_what_was_owed_is_in_the_momentum_of_a_tensor_that_thaws():
     for step in range(WARMUP + 15):
         group.step(noise(3, step, SHAPES))
     first, places = group.optimizers[0], group.optimizers[0].flat.places
-    before, m, s = group.owed(), first._momenta[1].clone(), first.lanes.divisor(1)
+    before, m, s = group.owed(), first._momenta[1].clone(), first.tensors.divisor(1)
     at = slice(32 * 64, 32 * 64 + 24 * 64)
     with torch.no_grad():
         simulate([o.wake([1]) for o in group.optimizers])
-    bound = np.asarray(s.view(-1).double()) * first.lanes.bound(1)
+    bound = np.asarray(s.view(-1).double()) * first.tensors.bound(1)
     wanted = (m.double().view(-1).numpy() + s.double().view(-1).numpy() * before[at]).clip(-bound, bound)
     np.testing.assert_allclose(first._momenta[1].view(-1).numpy(), wanted, rtol=1e-4, atol=1e-6)
     assert np.abs(before[at]).max() > 0.1
@@ -188,7 +188,7 @@ def test_a_thawed_tensor_freezes_again_once_its_variance_is_new():
     seen = []
     for step in range(WARMUP + 10, WARMUP + 10 + 2 * patience):
         group.step(noise(2, step, SHAPES))
-        seen.append(bool(group.optimizers[0].lanes.frozen[1]))
+        seen.append(bool(group.optimizers[0].tensors.frozen[1]))
         assert group.agree()
     assert not any(seen[: patience - 1])
     assert seen[-1]
@@ -199,12 +199,12 @@ def test_a_step_that_is_skipped_counts_no_trip():
     group = Replicas(MAKERS["adam"], 2, SHAPES)
     for step in range(LATE):
         group.step(grown(step))
-    for _ in range(2 * lanes.PATIENCE):
+    for _ in range(2 * tensor_states.PATIENCE):
         gradients = grown(LATE)
         gradients[0][0][0, 0] = torch.inf
         assert group.step(gradients) == [False] * 2
-    assert not group.optimizers[0].lanes.trips.any()
-    assert group.optimizers[0].lanes.frozen.all()
+    assert not group.optimizers[0].tensors.trips.any()
+    assert group.optimizers[0].tensors.frozen.all()
 
 
 # ---------------------------------------------------------------- what the state holds
@@ -311,14 +311,14 @@ def test_what_torchs_tools_carry_tells_a_resumed_run_what_is_frozen(name):
     models = [Two(), Two()]
     optimizers = [make(m.named_parameters(), t) for m, t in zip(models, Loopback(2).transports(), strict=True)]
     run(models, optimizers, range(60))
-    frozen = optimizers[0].lanes.frozen.tolist()
+    frozen = optimizers[0].tensors.frozen.tolist()
     assert any(frozen)
     others = copy.deepcopy(models)
     resumed = [make(m.named_parameters(), t) for m, t in zip(others, Loopback(2).transports(), strict=True)]
     for model, o, theirs, twin in zip(others, resumed, optimizers, models, strict=True):
         set_optimizer_state_dict(model, o, get_optimizer_state_dict(twin, theirs))
-    assert resumed[0].lanes.frozen.tolist() == frozen
-    assert torch.equal(resumed[0].lanes.variance_steps, optimizers[0].lanes.variance_steps)
+    assert resumed[0].tensors.frozen.tolist() == frozen
+    assert torch.equal(resumed[0].tensors.variance_steps, optimizers[0].tensors.variance_steps)
     if name == "zero-one":
         assert resumed[0].windows.state() == optimizers[0].windows.state()
     else:
@@ -337,8 +337,8 @@ def test_a_state_that_adamw_moved_on_is_taken_as_adams():
     run([model], [adam], range(60, 160))
     back = OneBitAdam(model.named_parameters(), warmup_steps=300, min_numel=0, transport=Loopback(2).transport(0))
     back.load_state_dict(adam.state_dict())
-    assert not back.lanes.frozen.any()
-    assert back.lanes.variance_steps.tolist() == [160] * 4
+    assert not back.tensors.frozen.any()
+    assert back.tensors.variance_steps.tolist() == [160] * 4
     assert back.frozen_at is None
 
 
@@ -369,30 +369,30 @@ def test_a_warm_up_in_which_gradients_change_in_size_is_warned_of(make, caplog):
         group = Replicas(lambda p, t: make(p, transport=t, warmup_steps=12, min_numel=64, betas=(0.9, 0.99)), 2)
         for step in range(16):
             group.step(gradients(step))
-        assert group.optimizers[0].lanes.frozen.tolist() == [True, True, False]
+        assert group.optimizers[0].tensors.frozen.tolist() == [True, True, False]
         said = [r.getMessage() for r in caplog.records if "the variance freezes, but" in r.getMessage()]
         assert len(said) == (2 if warns else 0), "once on each rank"
         assert all("(40, 50)" in line and "(700,)" not in line for line in said)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_elastic_states_keep_lanes(size):
+def test_elastic_states_keep_frozen_tensors(size):
     group = Replicas(MAKERS["adam"], 2, SHAPES)
     for step in range(LATE + 9):
         group.step(grown(step))
-    assert group.optimizers[0].lanes.frozen.tolist() == [True, False, True, True]
+    assert group.optimizers[0].tensors.frozen.tolist() == [True, False, True, True]
     other = Replicas(MAKERS["adam"], size, SHAPES)
     parts = group.elastic()
     for theirs, o in zip(other.parameters, other.optimizers, strict=True):
         for q, p in zip(theirs, group.parameters[0], strict=True):
             q.data.copy_(p)
         o.load_state_dict(*parts)
-        assert o.lanes.frozen.tolist() == [True, False, True, True]
+        assert o.tensors.frozen.tolist() == [True, False, True, True]
     before = [p.detach().clone() for p in other.parameters[0]]
     for step in range(LATE + 9, LATE + 14):
         other.step(grown(step, size))
         assert other.agree()
-    assert other.optimizers[0].lanes.frozen.any() == (size > 1)
+    assert other.optimizers[0].tensors.frozen.any() == (size > 1)
     for p, b in zip(other.parameters[0], before, strict=True):
         assert float((p.detach() - b).abs().max()) < 5 * 8 * LR
 

@@ -1,4 +1,4 @@
-"""Lanes of tensors, frozen or live, and what everything is divided by.
+"""States of tensors, frozen or live, and what everything is divided by.
 
     live      g travels, eight bits or more an element; m, v and the step are Adam's own
     frozen    v stands still, and in one bit travels         p = (β1·m + (1 − β1)·g')/s        g' = g within ±κ·s
@@ -14,7 +14,7 @@ within some κ learning rates, whatever the gradients are.
 
 Freezing: a tensor has been live for long enough, all but few of its elements (``UNSEEN``: units that are always off) have had a
 gradient, and its variance is not concentrated in few (``SPIKY``: embeddings, output layers), which one bit would serve badly.
-Tensors of fewer than ``min_numel`` elements travel as they are in either lane, and are live for ever.
+Tensors of fewer than ``min_numel`` elements travel as they are in either state, and are live for ever.
 
 Note: the few. One bit cannot say zero. An element without variance has no momentum, so what it says too much in one step it
 takes back in the next, a fraction of a learning rate to and fro. Its first gradients move it at the floor's rate.
@@ -22,7 +22,7 @@ takes back in the next, a fraction of a learning rate to and fro. Its first grad
 Waking: gradients beyond κ·(√v̂ + ε), in more than ``FEW`` of a frozen tensor's elements, in ``PATIENCE`` more steps than not.
 This is no longer the tensor whose variance was frozen. Ranks see different gradients, so one that saw it asks in the header of
 its next message, all ranks see that somebody asked, and say once, after that step, which tensors they mean. So all change the
-lane, and with it what messages look like, between the same two steps.
+state, and with it what messages look like, between the same two steps.
 
 Note: ``exp_avg_sq`` is what AdamW makes of it. AdamW divides v by 1 − β2^step, and step goes on while v stands still; so v is
 multiplied by (1 − β2^step)/(1 − β2^variance_steps) every now and then, and ``variance_steps`` says up to which step that was
@@ -53,7 +53,7 @@ PATIENCE = 3
 STATE = ("frozen_at", "thawed_at", "variance_steps")  # of each parameter, as tensors of no dimension
 
 
-class Lanes:
+class TensorStates:
     """``floor``: φ. ``finer``: the codec of tensors that are spiky; None for no codec of their own."""
 
     def __init__(self, codec: Policy, finer: Codec | None, exact: Codec, min_numel: int, floor: float) -> None:
