@@ -42,6 +42,12 @@ _HOMES = {
     "OneBitLamb": "commpress.optim",
     "ShardedOneBitAdam": "commpress.optim",
     "ShardedZeroOneAdam": "commpress.optim",
+    "LocalUpdates": "commpress.optim.local_updates",
+    "Average": "commpress.optim.outer",
+    "Nesterov": "commpress.optim.outer",
+    "SlowMo": "commpress.optim.outer",
+    "QSR": "commpress.schedules",
+    "Seconds": "commpress.schedules",
     "overlap": "commpress.integrations.ddp.overlap",
     "save_distributed": "commpress.integrations.trainers.distributed_checkpoint",
     "load_distributed": "commpress.integrations.trainers.distributed_checkpoint",
@@ -101,6 +107,9 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.streamed import stream
     from commpress.integrations.zero.tiling import tile
     from commpress.optim import Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+    from commpress.optim.local_updates import LocalUpdates
+    from commpress.optim.outer import Average, Nesterov, SlowMo
+    from commpress.schedules import QSR, Seconds
     from commpress.tiered_mem import TieredStore
     from commpress.timeline import Timeline, merge_timelines
 
@@ -138,6 +147,12 @@ __all__ = [
     "OneBitLamb",
     "ShardedOneBitAdam",
     "ShardedZeroOneAdam",
+    "LocalUpdates",
+    "Average",
+    "Nesterov",
+    "SlowMo",
+    "QSR",
+    "Seconds",
     "overlap",
     "save_distributed",
     "load_distributed",

@@ -11,7 +11,7 @@ Note: EF21 keeps its estimates in the same place: ``sent`` is then minus what th
 ``known`` what all know of the mean. R = mean(sent) + reduced is then −known, so a checkpoint of R holds the estimates too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -185,6 +185,13 @@ class ResidualStore:
                 sent.mul_(part)
                 own = part[rank * reduced.numel() :][: reduced.numel()]
                 reduced[: own.numel()].mul_(own)
+
+    def decay(self, names: Container[str], factor: float) -> None:
+        """Owe only ``factor`` times as much of these parameters."""
+        for (name, _), sent, reduced in self.places():
+            if name in names:
+                sent.mul_(factor)
+                reduced.mul_(factor)
 
     def move_to(self, other: "ResidualStore") -> None:
         """The other store owes it from now on."""

@@ -186,6 +186,60 @@ class Quadratic:
         return min(max(self.shortest, int((alpha / lr) ** 2 + 1e-9)), self.longest)
 
 
+@dataclass(frozen=True)
+class Every:
+    """The same number of steps, always."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise InvalidArgument(f"every is {self.steps!r}, expected a number of steps of at least 1, QSR(...) or Seconds(...)")
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        return self.steps
+
+
+@dataclass(frozen=True)
+class QSR:
+    """The quadratic rule: max(``base``, ⌊(α / lr)²⌋) steps of a rate that has passed its peak, before that as at the peak.
+
+    ``total``: steps of the whole run, beyond which no round reaches; ``longest``: of a round.
+    """
+
+    alpha: float
+    base: int = 4
+    longest: int = 10_000
+    total: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.alpha > 0:
+            raise InvalidArgument(f"alpha is {self.alpha!r}, expected a number above 0, such as the peak of the learning rate")
+        if not 1 <= self.base <= self.longest:
+            raise InvalidArgument(f"base is {self.base!r}, expected at least 1 and at most longest={self.longest}")
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        rising = step <= facts.peak_step + 1
+        rate = max(facts.peak_lr, lr) if rising else lr
+        length = self.longest if rate <= 0 else min(max(self.base, int((self.alpha / rate) ** 2 + 1e-9)), self.longest)
+        return length if self.total is None else max(min(length, self.total - step), 1)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """So much time a round, in which each rank takes as many steps as it manages."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise InvalidArgument(f"seconds is {self.seconds!r}, expected a number above 0")
+
+
+def sync_of(every: "int | Sync | Seconds") -> "Sync | Seconds":
+    return every if isinstance(every, Seconds) or hasattr(every, "interval") else Every(every)  # type: ignore[arg-type,return-value]
+
+
 def sync_named(sync: "str | Sync") -> Sync:
     names: dict[str, Sync] = {"every": EveryStep(), "rate": FollowRate(), "qsr": Quadratic()}
     if not isinstance(sync, str):

@@ -1,0 +1,600 @@
+"""Local updates: every rank trains by itself for a round of steps, then all exchange what changed, once.
+
+    Δᵢ = Θ − θᵢ          aᵢ = K·wᵢ/Σw · Δᵢ + ρ·eᵢ         Δ̄ = mean of Q(aᵢ), the same bits on every rank
+    Θ ← Outer(Θ, Δ̄)      θᵢ ← α·θᵢ + (1 − α)·Θ            α = 0 unless training went on meanwhile
+
+θᵢ are the parameters of rank i, Θ the shared weights, w counts what a rank has trained on. ``fragments`` of the parameters take
+turns within a round; with ``overlap`` a fragment's exchange runs while the next so many steps are computed.
+
+Note: Θ follows from the steps at which fragments leave and arrive alone, not from how long the network takes.
+"""
+
+import gc
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import ceil, isfinite, sqrt
+from time import monotonic
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from commpress.codecs import Codec, Policy, policy_of
+from commpress.collectives.buckets import Span
+from commpress.collectives.channel import Channel
+from commpress.collectives.checkpoint import elastic_of, exact_state, flat_parts, residuals_of
+from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.scalars import gathered
+from commpress.collectives.transports.transport import Transport
+from commpress.errors import InvalidArgument, Mismatch, StateMismatch
+from commpress.optim.outer import Nesterov, Outer, State, outer_of
+from commpress.schedules import Facts, Seconds, Sync, sync_of
+from commpress.work import Steps, run
+
+log = logging.getLogger("commpress")
+
+WEIGHTS = ("equal", "tokens", "steps")
+FORMAT = 1
+
+
+@dataclass
+class LocalCounters:
+    """Figures of local updates on this rank."""
+
+    steps: int = 0
+    rounds: int = 0  # of all fragments
+    exchanges: int = 0  # of one fragment each
+    sent_bytes: int = 0
+    waited: float = 0.0  # seconds in which training stood still for an exchange
+    dropped: int = 0  # exchanges in which some rank's change was not finite and was left out
+    spread: float = 0.0  # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange
+    participants: int = 0  # ranks whose weight in it was above zero
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Parameters that are exchanged together: their shared weights, and what has been trained on since."""
+
+    number: int
+    parameters: list[torch.Tensor]  # local shards where they are distributed
+    spans: list[Span]
+    weights: torch.Tensor  # Θ, flat float32
+    state: State  # of the outer step
+    work: torch.Tensor  # Δ on its way, where the parameters are
+    steps: int = 0
+    tokens: int = 0
+    layout: int = 0  # of names and shapes
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[s.source : s.source + s.numel].view(p.shape) for s, p in zip(self.spans, self.parameters, strict=True)]
+
+    def change(self) -> None:
+        """``work`` := Θ as the parameters would hold it, minus the parameters."""
+        for shared, out, p in zip(self.views(self.weights), self.views(self.work), self.parameters, strict=True):
+            out.copy_(shared.to(device=p.device, dtype=p.dtype)).sub_(p)
+
+    def set_change(self, change: torch.Tensor) -> None:
+        """Parameters := Θ − change."""
+        for shared, moved, p in zip(self.views(self.weights), self.views(change), self.parameters, strict=True):
+            p.copy_(shared - moved.to(shared.device))
+
+    def merge(self, alpha: float) -> None:
+        for shared, p in zip(self.views(self.weights), self.parameters, strict=True):
+            if alpha:
+                p.copy_(torch.lerp(shared.to(device=p.device, dtype=p.dtype), p, alpha))
+            else:
+                p.copy_(shared)
+
+    def digest(self) -> int:
+        """64 bits of Θ, and of which parameters it is."""
+        bits = self.weights.detach().cpu().numpy()
+        return xxhash.xxh3_64_intdigest(bits.data, seed=self.layout)
+
+
+@dataclass(eq=False)
+class Flight:
+    """An exchange under way. ``mean`` is there once it has arrived, and from a checkpoint from the beginning."""
+
+    fragment: Fragment
+    due: int  # step after which it arrives
+    steps: Steps[bool] | None
+    future: torch.futures.Future[bool] | None = None
+    kept: bool = True  # whether the mean is to be taken
+
+
+class LocalUpdates:
+    """Trains with ``inner`` on every rank by itself and exchanges changes once a round. Takes the optimizer's place in a loop.
+
+    - ``inner``: a torch optimizer, or several. The model stays bare: no DistributedDataParallel around it.
+    - ``every``: steps of a round, a number, ``commpress.QSR(alpha, base)`` or ``commpress.Seconds(60)``.
+    - ``outer``: what moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``, or a function that makes a torch optimizer.
+    - ``codec``: of changes, both ways, with residuals unless ``error_feedback`` is False; None: float32.
+    - ``feedback_decay``: residuals are multiplied by it each round.
+    - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a round.
+    - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of the rank's own weights when it
+      arrives.
+    - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as FSDP2 over other ranks.
+    - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
+    - ``keep``: "host" or "device": where Θ and the state of the outer step lie.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        every: int | Sync | Seconds = 30,
+        outer: Outer | Callable[..., torch.optim.Optimizer] | None = None,
+        codec: str | Codec | Policy | None = "int4",
+        error_feedback: bool = True,
+        feedback_decay: float = 0.95,
+        fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
+        overlap: int = 0,
+        alpha: float = 0.0,
+        group: Any = None,
+        weight: Literal["equal", "tokens", "steps"] = "equal",
+        keep: Literal["host", "device"] = "host",
+        min_numel: int = 256,
+        timeout: timedelta | None = None,
+        transport: Transport | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.inner = [inner] if isinstance(inner, torch.optim.Optimizer) else list(inner)
+        if not self.inner or not all(isinstance(each, torch.optim.Optimizer) for each in self.inner):
+            raise InvalidArgument(f"inner is {inner!r}, expected a torch optimizer or a list of them")
+        if not 0 <= feedback_decay <= 1:
+            raise InvalidArgument(f"feedback_decay is {feedback_decay!r}, expected a number from 0 to 1")
+        if not isinstance(overlap, int) or overlap < 0:
+            raise InvalidArgument(f"overlap is {overlap!r}, expected a number of steps, 0 for none")
+        if not 0 <= alpha < 1 or (alpha and not overlap):
+            raise InvalidArgument(
+                f"alpha is {alpha!r} with overlap={overlap}, expected 0, or with an overlap a number from 0 to below 1: "
+                "without overlap nothing has been trained since the change left"
+            )
+        if weight not in WEIGHTS:
+            raise InvalidArgument(f"weight is {weight!r}, expected one of {', '.join(map(repr, WEIGHTS))}")
+        if keep not in ("host", "device"):
+            raise InvalidArgument(f"keep is {keep!r}, expected 'host' or 'device'")
+        self.every, self.outer = sync_of(every), outer_of(Nesterov() if outer is None else outer)
+        self.feedback_decay, self.overlap, self.alpha, self.weight, self.keep = feedback_decay, overlap, alpha, weight, keep
+        self.seed, self.counters, self.facts = seed, LocalCounters(), Facts()
+        self._backgrounds = transport is None
+        self._parameters = self._named()
+        self._checked_wrappers = False
+        self.fragments = self._cut(fragments)
+        if transport is None:
+            self.channel = Channel.among(group, timeout=timeout, name="commpress-local")
+            self._control = Channel.among(group, timeout=timeout, name="commpress-local-control")
+        else:
+            self.channel = Channel(transport, name="commpress-local")
+            self._control = self.channel.beside("commpress-local-control")
+        self.exchanges = Exchanges(
+            policy_of("none" if codec is None else codec, min_numel=min_numel), self.channel.size, self.channel.workspace,
+            feedback=error_feedback and codec is not None, seed=seed,
+        )  # fmt: skip
+        self.steps_done, self.exchanged = 0, 0
+        self._flight: Flight | None = None
+        self._ended = False  # this rank has no more data
+        self._all_ended = 0  # exchanges in a row of which every rank said so
+        self._begin_round()
+
+    # ------------------------------------------------------------ parameters
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        named: list[tuple[str, torch.Tensor]] = []
+        for optimizer in self.inner:
+            for group in optimizer.param_groups:
+                names = group.get("param_names") or [f"#{i:05d}" for i in range(len(named), len(named) + len(group["params"]))]
+                named += zip(names, group["params"], strict=True)
+        if not named:
+            raise InvalidArgument("inner has no parameters, expected at least one")
+        seen: dict[int, str] = {}
+        for name, p in named:
+            if id(p) in seen:
+                raise InvalidArgument(f"parameter {name!r} is in inner twice, also as {seen[id(p)]!r}: give it to one optimizer")
+            seen[id(p)] = name
+            if not p.is_floating_point() or p.dtype == torch.float64:
+                raise InvalidArgument(f"parameter {name!r} is {p.dtype}, expected float32, bfloat16 or float16")
+        return named
+
+    def _cut(self, fragments: int | Sequence[Sequence[torch.Tensor]]) -> list[Fragment]:
+        if isinstance(fragments, int):
+            if not 1 <= fragments <= len(self._parameters):
+                raise InvalidArgument(
+                    f"fragments is {fragments}, expected 1 to {len(self._parameters)}, the number of parameters"
+                )
+            parts = _even(self._parameters, fragments)
+        else:
+            names = {id(p): name for name, p in self._parameters}
+            given = [[(names.get(id(p), ""), p) for p in part] for part in fragments]
+            if sorted(id(p) for part in given for _, p in part) != sorted(names) or not all(given):
+                raise InvalidArgument("fragments do not hold each parameter of inner once: every list must, and no other")
+            parts = given
+        return [self._fragment(number, part) for number, part in enumerate(parts)]
+
+    @torch.no_grad()
+    def _fragment(self, number: int, part: Sequence[tuple[str, torch.Tensor]]) -> Fragment:
+        spans, at = [], 0
+        local = [_local(p) for _, p in part]
+        for (name, _), p in zip(part, local, strict=True):
+            spans.append(Span(name, at, p.numel()))
+            at += p.numel()
+        device = local[0].device
+        if any(p.device != device for p in local):
+            raise InvalidArgument(f"parameters of fragment {number} are on several devices: give each device fragments of its own")
+        weights = torch.empty(at, dtype=torch.float32, device="cpu" if self.keep == "host" else device)
+        layout = zlib.crc32(repr([(s.name, tuple(p.shape)) for s, p in zip(spans, local, strict=True)]).encode())
+        work = torch.empty(at, dtype=torch.float32, device=device)
+        fragment = Fragment(number, local, spans, weights, {}, work, layout=layout)
+        for view, p in zip(fragment.views(weights), local, strict=True):
+            view.copy_(p.detach())
+        fragment.state = self.outer.state(weights)
+        return fragment
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.inner:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    # ------------------------------------------------------------ steps
+
+    def step(self, *, tokens: int = 0) -> None:
+        """A step of each inner optimizer; then, where it is time, an exchange. ``tokens``: what the step was computed from."""
+        for optimizer in self.inner:
+            optimizer.step()
+        self.advance(tokens=tokens)
+
+    def advance(self, *, tokens: int = 0) -> None:
+        """Somebody else has called the inner optimizers, such as a GradScaler or a trainer: exchange where it is time."""
+        run(self.steps(tokens=tokens))
+
+    @torch.no_grad()
+    def steps(self, *, tokens: int = 0) -> Steps[None]:
+        """``advance`` as an algorithm that may wait."""
+        if self.weight == "tokens" and tokens <= 0:
+            raise InvalidArgument(f"tokens is {tokens}, expected a positive number in every step, as weight='tokens' asks")
+        if not self._checked_wrappers:
+            self._checked_wrappers = True
+            _refuse_ddp([p for _, p in self._parameters])
+        rate = max(float(group["lr"]) for group in self.param_groups)
+        self.facts.see(self.steps_done, rate)
+        self.steps_done += 1
+        self.counters.steps += 1
+        for fragment in self.fragments:
+            fragment.steps += 1
+            fragment.tokens += tokens
+        if self._flight is not None and self.steps_done >= self._flight.due:
+            yield from self._arrive()
+        while self._is_time():
+            yield from self._leave()
+            if self.overlap == 0:
+                yield from self._arrive()
+
+    def _begin_round(self) -> None:
+        self._next, self._from, self._clock = 0, self.steps_done, monotonic()
+        self._length = 0
+        if not isinstance(self.every, Seconds):
+            rate = max(float(group["lr"]) for group in self.param_groups)
+            shortest = len(self.fragments) * (self.overlap + 1) if self.overlap else len(self.fragments)
+            self._length = max(self.every.interval(self.steps_done, rate, self.facts), shortest)
+
+    def _is_time(self) -> bool:
+        """True if the next fragment's change is to leave: fragments leave one after the other, evenly over a round."""
+        done, share = self.steps_done - self._from, (self._next + 1) / len(self.fragments)
+        if done == 0:
+            return False
+        if isinstance(self.every, Seconds):
+            return monotonic() - self._clock >= self.every.seconds * share
+        return done >= ceil(self._length * share)
+
+    def _leave(self) -> Steps[None]:
+        """Send the change of the next fragment on its way."""
+        if self._flight is not None:
+            yield from self._arrive()
+        fragment = self.fragments[self._next]
+        fragment.change()
+        squares = float(fragment.work.double().square().sum()) if fragment.work.numel() else 0.0
+        weight = {"equal": 1.0, "tokens": float(fragment.tokens), "steps": float(fragment.steps)}[self.weight]
+        weight = weight if fragment.steps else 0.0  # who has trained on nothing has nothing to say
+        head = [
+            float(self.exchanged), float(fragment.number), *_halves(fragment.digest()), weight if isfinite(squares) else 0.0,
+            float(isfinite(squares)), squares if isfinite(squares) else 0.0, float(self._ended),
+        ]  # fmt: skip
+        fragment.steps = fragment.tokens = 0
+        device, names = fragment.work.device, tuple((fragment.number, s.name) for s in fragment.spans)
+        exchange = self.exchanges.of(
+            names, lambda: (fragment.spans, [tuple(p.shape) for p in fragment.parameters]), device
+        )
+        numbers = self._control.take(), self.channel.take(exchange.sequences)
+        steps = self._exchange(fragment, exchange, head, numbers)
+        self._flight = Flight(fragment, self.steps_done + self.overlap, steps)
+        if self.overlap and self._backgrounds and self.channel.size > 1:
+            self._flight.future = self.channel.submit(steps, device=device)
+        self.exchanged += 1
+        self._next += 1
+        if self._next == len(self.fragments):
+            self.counters.rounds += 1
+            self._begin_round()
+
+    def _exchange(self, fragment: Fragment, exchange: Exchange, head: list[float], numbers: tuple[int, int]) -> Steps[bool]:
+        """``work`` := its weighted mean, if anybody has something to say."""
+        every = yield from gathered(head, transport=self._control.transport, sequence=numbers[0])
+        different = tuple(r for r in range(len(every)) if (every[r, :4] != every[0, :4]).any())
+        if different:
+            raise Mismatch(
+                f"the shared weights of ranks {list(different)} differ from those of rank 0 at exchange {int(every[0, 0])} "
+                f"(fragment {fragment.number}). Start every rank from the same weights, load checkpoints of one step, and give "
+                "all ranks the same inner parameters.",
+                ranks=different,
+            )
+        weights, finite, squares, ended = every[:, 4], every[:, 5], every[:, 6], every[:, 7]
+        self._all_ended = self._all_ended + 1 if ended.all() else 0
+        if not finite.all():
+            self.counters.dropped += 1
+            wild = [r for r in range(len(every)) if not finite[r]]
+            log.warning("the weights of ranks %s are not finite: their change is left out, and they get the shared weights", wild)
+        rank, size, total = self.channel.rank, len(every), float(weights.sum())
+        self.counters.participants = int((weights > 0).sum())
+        if total == 0:
+            return False
+        share = float(weights[rank]) * size / total
+        if share == 0:
+            fragment.work.zero_()
+        elif share != 1:
+            fragment.work.mul_(share)
+        if self.feedback_decay != 1:
+            self.exchanges.residuals.decay({s.name for s in fragment.spans}, self.feedback_decay)
+        key = self.seed * 1_000_003 + int(head[0])
+        outcomes = yield from exchange.steps(self.channel, fragment.work, sequence=numbers[1], key=key)
+        taken = all(outcome.finite for outcome in outcomes)
+        for outcome in outcomes:
+            (outcome.commit if taken else outcome.discard)()
+        mean = float(fragment.work.double().square().sum())
+        around = float((weights * squares).sum()) / total - mean
+        self.counters.spread = sqrt(max(around, 0.0) / mean) if mean > 0 else 0.0
+        return taken
+
+    def _arrive(self) -> Steps[None]:
+        """Take in the mean change that is under way: move the shared weights, then the parameters."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        start = monotonic()
+        if flight.future is not None:
+            taken = flight.future.wait()
+        elif flight.steps is not None:
+            taken = yield from flight.steps
+        else:
+            taken = flight.kept
+        self.counters.waited += monotonic() - start
+        fragment = flight.fragment
+        if taken:
+            rate = max(float(group["lr"]) for group in self.param_groups)
+            self.outer.step(fragment.weights, fragment.work.to(fragment.weights.device), fragment.state, rate)
+        finite = not self.alpha or all(bool(torch.isfinite(p).all()) for p in fragment.parameters)
+        fragment.merge(self.alpha if finite else 0.0)
+        self.counters.exchanges += 1
+        self.counters.sent_bytes = self.channel.sent_bytes + self._control.sent_bytes
+
+    # ------------------------------------------------------------ the end
+
+    def drain(self) -> None:
+        """Exchange all that is left, until every rank has called it; afterwards parameters are Θ, equal on every rank.
+
+        A rank that runs out of data calls it and goes on taking part in the others' rounds, with weight 0.
+        """
+        run(self.draining())
+
+    @torch.no_grad()
+    def draining(self) -> Steps[None]:
+        """``drain`` as an algorithm that may wait."""
+        if self._flight is not None:
+            yield from self._arrive()
+        self._ended, self._all_ended = True, 0
+        while self._all_ended < len(self.fragments):
+            yield from self._leave()
+            yield from self._arrive()
+        self._ended = False
+        for fragment in self.fragments:
+            fragment.merge(0.0)
+        self._begin_round()
+
+    def close(self) -> None:
+        self.channel.close()
+        self._control.close()
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, the inner optimizers' included: with the model's it resumes in every bit, also in an overlap."""
+        return run(self.saving())
+
+    @torch.no_grad()
+    def saving(self) -> Steps[dict[str, Any]]:
+        """``state_dict`` as an algorithm that may wait."""
+        yield from self._settle()
+        flight, transport = self._flight, self.channel.transport
+        under_way = None
+        if flight is not None:
+            under_way = {
+                "fragment": flight.fragment.number, "due": flight.due, "taken": flight.kept, "mean": flight.fragment.work.clone(),
+            }  # fmt: skip
+        return self._shared() | {
+            "kind": "exact",
+            "inner": self._inner_states(),
+            "flight": under_way,
+            "counts": [[f.steps, f.tokens] for f in self.fragments],
+            "residuals": exact_state(self.exchanges.residuals, transport, self.exchanged),
+            "choices": self.exchanges.choices(),
+        }
+
+    def elastic_state_dict(self) -> dict[str, Any]:
+        """This rank's part of a state for any number of ranks; collective. Load the parts of all ranks, on each.
+
+        What is under way arrives first. What ranks have trained since their last exchange is in it as its mean, with what
+        compression owes: who loads it starts from there, on all ranks alike.
+        """
+        return run(self.saving_elastically())
+
+    @torch.no_grad()
+    def saving_elastically(self) -> Steps[dict[str, Any]]:
+        """``elastic_state_dict`` as an algorithm that may wait."""
+        if self._flight is not None:
+            yield from self._arrive()
+        transport = self.channel.transport
+        owed, parts = flat_parts(self.exchanges.residuals, transport), {}
+        for fragment in self.fragments:
+            fragment.change()
+            starts = {s.name: s.source for s in fragment.spans}
+            for (name, offset), part in owed.items():
+                if name in starts:
+                    fragment.work[starts[name] + offset :][: part.numel()] += part
+            parts[f"fragment {fragment.number}", 0] = fragment.work.cpu()
+        progress = yield from elastic_of(parts, transport, self.exchanged, self.channel.take())
+        shared = self._shared() if self.channel.rank == 0 else {"format": FORMAT}
+        return shared | {"kind": "elastic", "inner": self._inner_states(), "progress": progress}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any], *others: dict[str, Any]) -> None:
+        """Load this rank's ``state_dict``, or all ranks' ``elastic_state_dict``. The model is to be loaded before."""
+        states = [state, *others]
+        if any(each.get("format") != FORMAT or each.get("kind") not in ("exact", "elastic") for each in states):
+            raise StateMismatch(
+                f"expected what LocalUpdates.state_dict() or elastic_state_dict() gave, format {FORMAT}; this is of format "
+                f"{state.get('format')!r} and kind {state.get('kind')!r}"
+            )
+        transport, exact = self.channel.transport, state["kind"] == "exact"
+        if exact and len(states) > 1:
+            states = [each for each in states if each["residuals"]["rank"] == transport.rank] or states[:1]
+        shared = next((each for each in states if "weights" in each), None)
+        if shared is None or shared["layout"] != [f.layout for f in self.fragments]:
+            raise StateMismatch(
+                "the state is of other parameters or fragments, or that of rank 0 is missing: load the state of this model, "
+                "with the fragments= of the run that saved it"
+            )
+        loaded: dict[Any, Any] = {}
+        if exact:
+            _, loaded = residuals_of([each["residuals"] for each in states], transport)
+        else:
+            _, totals = residuals_of([each["progress"] for each in states], transport, share=lambda every: every)  # type: ignore[arg-type,return-value]
+        self._settle_quietly()
+        self.exchanges.residuals.load(loaded)
+        inner = states[0 if exact else transport.rank % len(states)]["inner"]
+        if len(inner) != len(self.inner):
+            raise StateMismatch(f"the state holds {len(inner)} inner optimizers, expected {len(self.inner)}")
+        for optimizer, each in zip(self.inner, inner, strict=True):
+            optimizer.load_state_dict(each)
+        self.steps_done, self.exchanged = int(shared["steps"]), int(shared["exchanged"])
+        self.facts = Facts.of(shared["facts"])
+        self._next, self._from, self._length = (int(each) for each in shared["round"])
+        self._clock = monotonic()
+        for fragment, weights, outer in zip(self.fragments, shared["weights"], shared["outer"], strict=True):
+            fragment.weights.copy_(weights)
+            fragment.state.clear()
+            fragment.state.update({name: each.clone() if torch.is_tensor(each) else each for name, each in outer.items()})
+            fragment.steps = fragment.tokens = 0
+        if not exact:
+            for fragment in self.fragments:
+                fragment.set_change(totals[f"fragment {fragment.number}", 0])  # type: ignore[arg-type]
+                fragment.steps = fragment.tokens = 1
+            return
+        for fragment, (steps, tokens) in zip(self.fragments, states[0]["counts"], strict=True):
+            fragment.steps, fragment.tokens = int(steps), int(tokens)
+        self.exchanges.load_choices(states[0]["choices"])
+        flight = states[0]["flight"]
+        if flight is not None:
+            fragment = self.fragments[int(flight["fragment"])]
+            fragment.work.copy_(flight["mean"])
+            self._flight = Flight(fragment, int(flight["due"]), None, kept=bool(flight["taken"]))
+
+    def _settle(self) -> Steps[None]:
+        """Wait for what is under way; it arrives when it is due."""
+        flight = self._flight
+        if flight is not None:
+            if flight.future is not None:
+                flight.kept = flight.future.wait()
+            elif flight.steps is not None:
+                flight.kept = yield from flight.steps
+            flight.future = flight.steps = None
+
+    def _settle_quietly(self) -> None:
+        """Let go of what is under way: a state is being loaded over it."""
+        if self._flight is not None and self._flight.future is not None:
+            self._flight.future.wait()
+        self._flight = None
+
+    def _inner_states(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer in self.inner]
+
+    def _shared(self) -> dict[str, Any]:
+        """What all ranks hold alike."""
+        return {
+            "format": FORMAT,
+            "steps": self.steps_done,
+            "exchanged": self.exchanged,
+            "round": [self._next, self._from, self._length],
+            "facts": self.facts.as_dict(),
+            "weights": [f.weights.clone() for f in self.fragments],
+            "outer": [
+                {name: each.clone() if torch.is_tensor(each) else each for name, each in f.state.items()} for f in self.fragments
+            ],
+            "layout": [f.layout for f in self.fragments],
+        }
+
+    # ------------------------------------------------------------ figures
+
+    def digest(self) -> str:
+        """Hash of the shared weights: the same on every rank."""
+        return xxhash.xxh3_128_hexdigest(b"".join(f.digest().to_bytes(8, "little") for f in self.fragments))
+
+    def report(self) -> str:
+        """Figures of the run so far, for people."""
+        c, numel = self.counters, sum(f.work.numel() for f in self.fragments)
+        bits = 8 * c.sent_bytes / max(c.exchanges / len(self.fragments), 1) / max(numel, 1)
+        return (
+            f"{c.steps} steps, {c.rounds} rounds, {c.sent_bytes / 1e6:.1f} MB sent ({bits:.2f} bits per parameter and round), "
+            f"waited {c.waited:.1f} s, last spread {c.spread:.2f} of the mean change over {c.participants} ranks, "
+            f"{c.dropped} exchanges with a change left out, shared weights {self.digest()[:16]}"
+        )
+
+
+def _halves(digest: int) -> tuple[float, float]:
+    """64 bits in two numbers that float64 holds exactly."""
+    return float(digest >> 32), float(digest & 0xFFFFFFFF)
+
+
+def _local(p: torch.Tensor) -> torch.Tensor:
+    """A plain tensor: the local shard of a distributed one."""
+    to_local = getattr(p, "to_local", None)
+    return p.detach() if to_local is None else to_local().detach()
+
+
+def _even(named: list[tuple[str, torch.Tensor]], count: int) -> list[list[tuple[str, torch.Tensor]]]:
+    """Consecutive parts of about equal size, none empty."""
+    parts: list[list[tuple[str, torch.Tensor]]] = []
+    left, rest = sum(p.numel() for _, p in named), list(named)
+    for more in range(count, 0, -1):
+        part, size = [rest.pop(0)], 0
+        size = part[0][1].numel()
+        while len(rest) > more - 1 and (more == 1 or size + rest[0][1].numel() / 2 <= left / more):
+            size += rest[0][1].numel()
+            part.append(rest.pop(0))
+        left -= size
+        parts.append(part)
+    return parts
+
+
+def _refuse_ddp(parameters: Sequence[torch.Tensor]) -> None:
+    """Raise where DistributedDataParallel averages gradients of these parameters at every step."""
+    mine = {id(p) for p in parameters}
+    for each in gc.get_objects():
+        if type(each).__module__ == "torch.nn.parallel.distributed" and isinstance(each, torch.nn.Module):
+            if any(id(p) in mine for p in each.parameters()):
+                raise InvalidArgument(
+                    "the model is wrapped in DistributedDataParallel, which averages gradients at every step: nothing would be "
+                    "saved. Give LocalUpdates the bare module's optimizer and do not wrap the module"
+                )

@@ -1,0 +1,121 @@
+"""Outer steps of local updates: how the mean change of a round moves the shared weights.
+
+    Δ = Σᵢ wᵢ·(Θ − θᵢ) / Σᵢ wᵢ         the mean change, signed as a gradient
+
+Rules work on flat float32 tensors, in place, the same on every rank.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from commpress.errors import InvalidArgument
+
+State = dict[str, Any]  # tensors by name, as long as the weights
+
+
+class Outer(ABC):
+    """Rule of the outer step. ``buffers`` names what it keeps between rounds, 4 bytes per parameter each."""
+
+    buffers: ClassVar[tuple[str, ...]] = ()
+
+    def state(self, weights: torch.Tensor) -> State:
+        """What it keeps for these weights, before the first round."""
+        return {name: torch.zeros_like(weights) for name in self.buffers}
+
+    @abstractmethod
+    def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
+        """Move ``weights``. ``change`` may be overwritten; ``lr`` is the inner learning rate of now."""
+
+
+@dataclass(frozen=True)
+class Average(Outer):
+    """Local SGD: Θ ← Θ − Δ, which is the mean of the ranks' weights."""
+
+    def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
+        weights.sub_(change)
+
+
+@dataclass(frozen=True)
+class Nesterov(Outer):
+    """DiLoCo: m ← μ·m + Δ, Θ ← Θ − η·(Δ + μ·m)."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    buffers: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    def __post_init__(self) -> None:
+        _check_rate(self.lr)
+        _check_momentum(self.momentum)
+
+    def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
+        m = state["momentum"].mul_(self.momentum).add_(change)
+        weights.sub_(change.add_(m, alpha=self.momentum), alpha=self.lr)
+
+
+@dataclass(frozen=True)
+class SlowMo(Outer):
+    """Slow momentum: u ← β·u + Δ/γ, Θ ← Θ − α·γ·u with γ the inner learning rate."""
+
+    lr: float = 1.0
+    momentum: float = 0.5
+    buffers: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    def __post_init__(self) -> None:
+        _check_rate(self.lr)
+        _check_momentum(self.momentum)
+
+    def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
+        if lr <= 0:  # a schedule's last step: its changes are zero, and momentum would be divided by nothing
+            return
+        u = state["momentum"].mul_(self.momentum).add_(change, alpha=1.0 / lr)
+        weights.sub_(u, alpha=self.lr * lr)
+
+
+class TorchOuter(Outer):
+    """Any optimizer of torch, given by a function from parameters to it: Δ is the gradient."""
+
+    def __init__(self, factory: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self.factory = factory
+        self._of: dict[int, tuple[torch.nn.Parameter, torch.optim.Optimizer]] = {}  # by address of the weights
+
+    def state(self, weights: torch.Tensor) -> State:
+        parameter = torch.nn.Parameter(weights)
+        optimizer = self.factory([parameter])
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidArgument(
+                f"outer made {type(optimizer).__name__} of a list of parameters, expected a torch optimizer, as "
+                "lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True) does"
+            )
+        self._of[weights.data_ptr()] = parameter, optimizer
+        return optimizer.state[parameter]
+
+    def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
+        parameter, optimizer = self._of[weights.data_ptr()]
+        parameter.grad = change
+        optimizer.step()
+        parameter.grad = None
+
+
+def outer_of(outer: "Outer | Callable[..., torch.optim.Optimizer]") -> Outer:
+    if isinstance(outer, Outer):
+        return outer
+    if not callable(outer) or isinstance(outer, torch.optim.Optimizer):
+        raise InvalidArgument(
+            f"outer is {outer!r}, expected commpress.Nesterov(), Average() or SlowMo(), or a function that makes a torch "
+            "optimizer of a list of parameters"
+        )
+    return TorchOuter(outer)
+
+
+def _check_rate(lr: float) -> None:
+    if not 0 < lr <= 10:
+        raise InvalidArgument(f"lr of the outer step is {lr!r}, expected a number above 0 and at most 10, such as 0.7")
+
+
+def _check_momentum(momentum: float) -> None:
+    if not 0 <= momentum < 1:
+        raise InvalidArgument(f"momentum of the outer step is {momentum!r}, expected a number from 0 to below 1, such as 0.9")

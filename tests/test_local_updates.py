@@ -1,0 +1,391 @@
+"""Local updates against their equations in float64, against torch's own arithmetic, and against their invariants."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.errors import InvalidArgument, Mismatch, StateMismatch
+from commpress.optim.local_updates import LocalUpdates
+from commpress.optim.outer import Average, Nesterov, SlowMo
+from commpress.schedules import QSR, Facts, Seconds
+
+SHAPES = [(24, 16), (5,), (7, 4, 2), (300,)]
+RATE = 0.25
+
+
+def drawn(seed, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draw).to(dtype) for shape in SHAPES]
+
+
+def dyadic(seed):
+    """Numbers whose sums are exact in float32."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(-64, 64, shape, generator=draw) / 64.0 for shape in SHAPES]
+
+
+def flat(tensors):
+    return np.concatenate([t.detach().double().numpy().ravel() for t in tensors])
+
+
+class Ranks:
+    """So many ranks of this process, each with parameters, an inner SGD and local updates."""
+
+    def __init__(self, size=3, *, start=None, dtype=torch.float32, inner=None, **options):
+        begin = drawn(0, dtype) if start is None else start
+        self.parameters = [[torch.nn.Parameter(p.clone()) for p in begin] for _ in range(size)]
+        make = inner or (lambda p: torch.optim.SGD(p, lr=RATE))
+        switch = Loopback(size)
+        options = {"codec": None, "every": 4, "outer": Average()} | options
+        self.local = [LocalUpdates(make(p), transport=switch.transport(r), **options) for r, p in enumerate(self.parameters)]
+
+    def inner_step(self, gradients):
+        for mine, local, given_ in zip(self.parameters, self.local, gradients, strict=True):
+            for p, g in zip(mine, given_, strict=True):
+                p.grad = g.clone()
+            for optimizer in local.inner:
+                optimizer.step()
+
+    def step(self, gradients, tokens=None):
+        self.inner_step(gradients)
+        tokens = [1] * len(self.local) if tokens is None else tokens
+        simulate([local.steps(tokens=n) for local, n in zip(self.local, tokens, strict=True)])
+
+    def drain(self):
+        simulate([local.draining() for local in self.local])
+
+    def shared(self):
+        return np.concatenate([f.weights.double().numpy() for f in self.local[0].fragments])
+
+    def agree(self):
+        return len({local.digest() for local in self.local}) == 1
+
+
+def noise(size, step, make=drawn):
+    return [make(1000 * (step + 1) + r) for r in range(size)]
+
+
+def test_each_step_with_sgd_is_synchronous_sgd_in_every_bit():
+    """Averages of K = 4 and rates that are powers of two: every sum is exact, so nothing may differ."""
+    ranks = Ranks(4, start=dyadic(0), every=1)
+    twin = [p.clone() for p in dyadic(0)]
+    for step in range(3):
+        gradients = noise(4, step, dyadic)
+        ranks.step(gradients)
+        for i, p in enumerate(twin):
+            p -= RATE * sum(g[i] for g in gradients) / 4
+        for mine in ranks.parameters:
+            assert all(torch.equal(p, t) for p, t in zip(mine, twin, strict=True))
+
+
+class Twin:
+    """The equations in float64: fragments, delays and mixing as the paper of Streaming DiLoCo has them."""
+
+    def __init__(self, size, *, every, outer, fragments=1, overlap=0, alpha=0.0):
+        self.theta = [flat(drawn(0)) for _ in range(size)]
+        self.every, self.outer, self.overlap, self.alpha = every, outer, overlap, alpha
+        sizes = [[p.numel() for p in part] for part in fragments] if fragments != 1 else [[p.numel() for p in drawn(0)]]
+        edges = np.cumsum([0] + [sum(each) for each in sizes])
+        self.ranges = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        self.shared, self.m, self.step_, self.flights = flat(drawn(0)), np.zeros(edges[-1]), 0, []
+
+    def step(self, gradients):
+        for theta, g in zip(self.theta, gradients, strict=True):
+            theta -= RATE * flat(g)
+        self.step_ += 1
+        for due, at, mean in [f for f in self.flights if f[0] == self.step_]:
+            self.arrive(at, mean)
+        self.flights = [f for f in self.flights if f[0] > self.step_]
+        inside = (self.step_ - 1) % self.every + 1
+        for number, at in enumerate(self.ranges):
+            if inside == -(-self.every * (number + 1) // len(self.ranges)):
+                mean = np.mean([self.shared[at] - theta[at] for theta in self.theta], axis=0)
+                if self.overlap:
+                    self.flights.append((self.step_ + self.overlap, at, mean))
+                else:
+                    self.arrive(at, mean)
+
+    def arrive(self, at, mean):
+        kind, lr, mu = self.outer
+        if kind == "average":
+            self.shared[at] -= mean
+        elif kind == "nesterov":
+            self.m[at] = mu * self.m[at] + mean
+            self.shared[at] -= lr * (mean + mu * self.m[at])
+        else:
+            self.m[at] = mu * self.m[at] + mean / RATE
+            self.shared[at] -= lr * RATE * self.m[at]
+        for theta in self.theta:
+            theta[at] = self.alpha * theta[at] + (1 - self.alpha) * self.shared[at]
+
+
+OUTER = {
+    "average": (Average(), ("average", 1, 0)),
+    "nesterov": (Nesterov(0.7, 0.9), ("nesterov", 0.7, 0.9)),
+    "slowmo": (SlowMo(1.0, 0.6), ("slowmo", 1.0, 0.6)),
+    "torch": (lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True), ("nesterov", 0.7, 0.9)),
+}
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("fragments", "overlap", "alpha"), [(1, 0, 0.0), (1, 2, 0.0), (1, 3, 0.5), (2, 0, 0.0), (2, 1, 0.25)])
+def test_it_is_what_the_equations_say(outer, size, fragments, overlap, alpha):
+    rule, plain = OUTER[outer]
+    ranks = Ranks(size, outer=rule, every=6, fragments=fragments, overlap=overlap, alpha=alpha)
+    parts = [f.parameters for f in ranks.local[0].fragments]
+    twin = Twin(size, every=6, outer=plain, fragments=parts, overlap=overlap, alpha=alpha)
+    for step in range(20):
+        ranks.step(noise(size, step))
+        twin.step(noise(size, step))
+        np.testing.assert_allclose(ranks.shared(), twin.shared, rtol=1e-4, atol=2e-4)
+        for mine, theirs in zip(ranks.parameters, twin.theta, strict=True):
+            np.testing.assert_allclose(flat(mine), theirs, rtol=1e-4, atol=2e-4)
+        assert ranks.agree()
+    assert ranks.local[0].counters.rounds == 3
+    assert ranks.local[0].counters.exchanges == 3 * fragments - (overlap == 3)
+
+
+@pytest.mark.parametrize("codec", ["int4", "bits2", "sign", "powersgd-2", "topk-4"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_nothing_is_lost_only_late(codec, size):
+    """Θ and what is owed together are what float32 would have given: Σ Δ̄ + R = Σ mean(Δ)."""
+    ranks = Ranks(size, codec=codec, feedback_decay=1.0, min_numel=0)
+    total, start = np.zeros_like(ranks.shared()), ranks.shared()
+    for step in range(12):
+        before = ranks.shared()
+        ranks.inner_step(noise(size, step))
+        if (step + 1) % 4 == 0:
+            total += before - np.mean([flat(mine) for mine in ranks.parameters], axis=0)
+        simulate([local.steps() for local in ranks.local])
+        assert ranks.agree()
+    states = simulate([local.saving_elastically() for local in ranks.local])
+    owed = np.concatenate([shard["values"].double().numpy() for state in states for shard in state["progress"]["shards"].values()])
+    np.testing.assert_allclose(start - ranks.shared() + owed, total, rtol=1e-4, atol=1e-4)
+    assert np.abs(owed).max() > 0
+
+
+def test_a_residual_that_decays():
+    """One rank, two rounds, one bit: e ← ρ·e is in what leaves."""
+    ranks = Ranks(1, codec="sign", feedback_decay=0.5, min_numel=0, every=1)
+    sent = []
+    store = ranks.local[0].exchanges.residuals
+    for step in range(3):
+        before, owed = ranks.shared(), np.concatenate([kept.double().numpy() for _, kept, _ in store.places()] or [0 * ranks.shared()])
+        owed_back = np.concatenate([kept.double().numpy() for _, _, kept in store.places()] or [0 * ranks.shared()])
+        ranks.inner_step(noise(1, step))
+        change = before - flat(ranks.parameters[0])
+        simulate([ranks.local[0].steps()])
+        after = np.concatenate([kept.double().numpy() + back.double().numpy()[: kept.numel()] for _, kept, back in store.places()])
+        sent.append(np.abs(change + 0.5 * (owed + owed_back[: owed.size]) - (before - ranks.shared()) - after).max())
+    assert max(sent) < 1e-5
+
+
+def test_ranks_that_start_from_different_weights_are_named():
+    ranks = Ranks(3)
+    ranks.local[1].fragments[0].weights[7] += 1e-3
+    with pytest.raises(Mismatch, match=r"ranks \[1\] differ from those of rank 0") as caught:
+        for step in range(4):
+            ranks.step(noise(3, step))
+    assert caught.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("codec", [None, "int4"])
+def test_what_is_not_finite_is_left_out(bad, codec, caplog):
+    ranks = Ranks(3, codec=codec, feedback_decay=1.0, min_numel=0)
+    before = ranks.shared()
+    for step in range(3):
+        ranks.step(noise(3, step))
+    ranks.inner_step(noise(3, 3))
+    with torch.no_grad():
+        ranks.parameters[2][0][0, 0] = bad
+    expected = before - np.mean([flat(mine) for mine in ranks.parameters[:2]], axis=0)
+    simulate([local.steps() for local in ranks.local])
+    assert ranks.agree() and "ranks [2]" in caplog.text
+    assert all(torch.isfinite(p).all() for mine in ranks.parameters for p in mine)
+    assert [local.counters.dropped for local in ranks.local] == [1, 1, 1]
+    if codec is None:
+        np.testing.assert_allclose(before - ranks.shared(), expected, atol=1e-5)
+
+
+def test_ranks_count_as_much_as_they_have_trained_on():
+    ranks = Ranks(3, weight="tokens")
+    tokens, before = [5, 1, 2], ranks.shared()
+    for step in range(3):
+        ranks.step(noise(3, step), tokens)
+    ranks.inner_step(noise(3, 3))
+    expected = np.average([flat(mine) for mine in ranks.parameters], axis=0, weights=tokens)
+    simulate([local.steps(tokens=n) for local, n in zip(ranks.local, tokens, strict=True)])
+    np.testing.assert_allclose(ranks.shared(), expected, atol=1e-5)
+    assert not np.allclose(before, expected)
+    with pytest.raises(InvalidArgument, match="tokens is 0"):
+        next(ranks.local[0].steps(), None)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("codec", [None, "int4"])
+def test_a_rank_that_runs_out_of_data_goes_on_taking_part(overlap, codec):
+    """Rank 0 has 5 steps, rank 1 has 14: it answers in all rounds, with weight 0, and in the end all hold the same."""
+    ranks = Ranks(2, codec=codec, overlap=overlap, fragments=2, min_numel=0)
+    steps = [5, 14]
+
+    def trains(r):
+        for step in range(steps[r]):
+            for p, g in zip(ranks.parameters[r], noise(2, step)[r], strict=True):
+                p.grad = g.clone()
+            ranks.local[r].inner[0].step()
+            yield from ranks.local[r].steps()
+        yield from ranks.local[r].draining()
+
+    simulate([trains(0), trains(1)])
+    assert ranks.agree()
+    for mine in ranks.parameters:
+        np.testing.assert_array_equal(flat(mine), ranks.shared().astype(np.float32))
+    for step in range(6):  # and on
+        ranks.step(noise(2, step))
+    assert ranks.agree()
+
+
+@pytest.mark.parametrize("codec", [None, "int4", "sign"])
+@pytest.mark.parametrize("outer", ["nesterov", "torch"])
+@pytest.mark.parametrize("at", [3, 7, 9])
+def test_resumes_in_every_bit_also_in_the_middle_of_an_overlap(codec, outer, at):
+    def fresh():
+        return Ranks(
+            3, codec=codec, outer=OUTER[outer][0], overlap=2, alpha=0.5, fragments=2, every=6, min_numel=0,
+            inner=lambda p: torch.optim.AdamW(p, lr=1e-2),
+        )  # fmt: skip
+
+    one, two = fresh(), fresh()
+    for step in range(16):
+        one.step(noise(3, step))
+        if step + 1 == at:
+            states = copy.deepcopy(simulate([local.saving() for local in one.local]))
+            assert (states[0]["flight"] is None) == (at not in (3, 7, 9))
+            weights = [[p.detach().clone() for p in mine] for mine in one.parameters]
+    for mine, saved in zip(two.parameters, weights, strict=True):
+        for p, w in zip(mine, saved, strict=True):
+            p.data.copy_(w)
+    for local, state in zip(two.local, states, strict=True):
+        local.load_state_dict(state)
+    for step in range(at, 16):
+        two.step(noise(3, step))
+    for a, b in zip(one.parameters, two.parameters, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+    assert [local.digest() for local in one.local] == [local.digest() for local in two.local]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("codec", [None, "bits2"])
+def test_on_another_number_of_ranks_nothing_is_lost(size, codec):
+    """Θ, the outer momentum, the mean of what was trained and what compression owes go along."""
+    ranks = Ranks(3, codec=codec, outer=Nesterov(), every=4, fragments=2, min_numel=0, feedback_decay=1.0)
+    for step in range(10):
+        ranks.step(noise(3, step))
+    owed = np.zeros_like(ranks.shared())
+    mean = np.mean([flat(mine) for mine in ranks.parameters], axis=0)
+    for key, parts in zip(["r"], [[dict(((n, o), (s, r)) for (n, o), s, r in local.exchanges.residuals.places())
+                                   for local in ranks.local]], strict=True):
+        at = 0
+        for f in ranks.local[0].fragments:
+            for span in f.spans:
+                for (name, offset), _ in parts[0].items():
+                    if name == span.name:
+                        sent = np.mean([p[name, offset][0].double().numpy() for p in parts], axis=0)
+                        owed[at + span.source + offset :][: sent.size] += sent
+                        for r, p in enumerate(parts):
+                            back = p[name, offset][1].double().numpy()
+                            part = owed[at + span.source + offset :][: sent.size][r * back.size :][: back.size]
+                            part += back[: part.size]
+            at += f.work.numel()
+    states = simulate([local.saving_elastically() for local in ranks.local])
+    other = Ranks(size, codec=codec, outer=Nesterov(), every=4, fragments=2, min_numel=0, feedback_decay=1.0)
+    for local in other.local:
+        local.load_state_dict(*states)
+    assert other.agree() and other.local[0].digest() == ranks.local[0].digest()
+    for mine in other.parameters:
+        np.testing.assert_allclose(flat(mine), mean - owed, atol=1e-5)
+    for step in range(6):
+        other.step(noise(size, step))
+    assert other.agree()
+
+
+def test_a_state_of_another_model_is_refused():
+    ranks, other = Ranks(2), Ranks(2, fragments=2)
+    states = simulate([local.saving() for local in ranks.local])
+    with pytest.raises(StateMismatch, match="other parameters or fragments"):
+        other.local[0].load_state_dict(states[0])
+    with pytest.raises(StateMismatch, match="format"):
+        other.local[0].load_state_dict({"format": 7})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 0}, {"every": True}, {"overlap": -1}, {"alpha": 0.5}, {"alpha": 1.0, "overlap": 1}, {"weight": "loss"}, {"keep": "disk"},
+        {"fragments": 9}, {"feedback_decay": 1.5}, {"outer": 3}, {"fragments": [[]]}, {"codec": "int5"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_makes_no_sense_is_refused(options, size):
+    with pytest.raises(InvalidArgument, match=next(iter(options))):
+        Ranks(size, **options)
+
+
+def test_bf16_weights_keep_what_their_type_cannot_hold():
+    """Θ is float32: many rounds of changes below half a unit of bfloat16 are not lost, and rounding does not drag it back."""
+    ranks = Ranks(2, dtype=torch.bfloat16, every=1, outer=Nesterov(lr=0.125, momentum=0.0))
+    before, moved = ranks.shared(), 0.0
+    for step in range(8):
+        gradients = [[torch.full(p.shape, 2.0**-5, dtype=torch.bfloat16) * p.detach().abs() for p in mine] for mine in ranks.parameters]
+        change = [[(RATE * g.float()) for g in mine] for mine in gradients]
+        del change
+        held = flat(ranks.parameters[0])
+        ranks.inner_step(gradients)
+        moved += 0.125 * (held - np.mean([flat(mine) for mine in ranks.parameters], axis=0))
+        simulate([local.steps() for local in ranks.local])
+    np.testing.assert_allclose(before - ranks.shared(), moved, rtol=1e-3, atol=1e-6)
+
+
+@given(st.floats(1e-3, 1.0), st.integers(1, 40), st.integers(2, 400))
+@settings(max_examples=50, deadline=None)
+def test_qsr_is_the_papers_table(alpha, base, total):
+    rule, facts = QSR(alpha, base, total=total), Facts()
+    done, lengths = 0, []
+    peak = 0.5
+    while done < total:
+        rate = peak * (1 + np.cos(np.pi * done / total)) / 2
+        for step in range(done, done + 1):
+            facts.see(step, rate)
+        length = rule.interval(done, rate, facts)
+        wanted = max(base, int((alpha / (rate if done > 1 else peak)) ** 2 + 1e-9))
+        assert length == max(min(wanted, 10_000, total - done), 1)
+        lengths.append(length)
+        done += length
+    assert sum(lengths) == total
+
+
+def test_seconds_give_each_rank_as_many_steps_as_it_manages(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("commpress.optim.local_updates.monotonic", lambda: clock[0])
+    ranks = Ranks(2, every=Seconds(1.0), weight="steps")
+    counts = [0, 0]
+
+    def trains(r, wait):
+        while ranks.local[r].counters.rounds < 2:
+            for p, g in zip(ranks.parameters[r], noise(2, counts[r])[r], strict=True):
+                p.grad = g.clone()
+            ranks.local[r].inner[0].step()
+            counts[r] += 1
+            clock[0] += wait
+            yield from ranks.local[r].steps()
+
+    simulate([trains(0, 0.1), trains(1, 0.3)])
+    assert ranks.agree() and counts[0] > counts[1] or counts[0] != 0
