@@ -10,6 +10,7 @@ import faults
 import fsdp
 import guard
 import hierarchical
+import local_loss
 import loss
 import observe
 import optimizer
@@ -29,7 +30,7 @@ All take --check, --json FILE and --plot FILE but faults, which writes a documen
 """
 BENCHMARKS = {
     "codec_table": codec_table, "convergence": convergence, "encoders": encoders, "faults": faults, "fsdp": fsdp,
-    "guard": guard, "hierarchical": hierarchical, "loss": loss, "observe": observe, "optimizer": optimizer, "plan": plan,
+    "guard": guard, "hierarchical": hierarchical, "local_loss": local_loss, "loss": loss, "observe": observe, "optimizer": optimizer, "plan": plan,
     "powersgd": powersgd, "simulate": simulate,
 }  # fmt: skip
 

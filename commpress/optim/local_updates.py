@@ -25,7 +25,7 @@ import xxhash
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
-from commpress.collectives.checkpoint import elastic_of, exact_state, flat_parts, residuals_of
+from commpress.collectives.residual_state import elastic_of, exact_state, flat_parts, residuals_of
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.transport import Transport
