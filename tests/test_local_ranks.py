@@ -1,0 +1,132 @@
+"""Local updates on real ranks: bit for bit what the simulation gives, with shards inside, and what happens when a rank dies."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.errors import InvalidArgument
+from test_local_updates import Ranks, drawn, noise
+
+PLANS = {
+    "blocking": {"codec": "int4", "outer": commpress.Nesterov()},
+    "overlapped": {"codec": "bits2", "outer": commpress.Nesterov(), "overlap": 2, "alpha": 0.5, "fragments": 2, "every": 6},
+    "exact": {"codec": None, "outer": commpress.SlowMo(), "overlap": 1},
+}
+
+
+def trained(options, size):
+    parameters = [torch.nn.Parameter(p) for p in drawn(0)]
+    local = commpress.LocalUpdates(torch.optim.SGD(parameters, lr=0.25), **{"every": 4, "min_numel": 0} | options)
+    for step in range(15):
+        for p, g in zip(parameters, noise(size, step)[dist.get_rank()], strict=True):
+            p.grad = g
+        local.step(tokens=1)
+    local.drain()
+    local.close()
+    return [p.detach() for p in parameters], local.digest(), local.counters.exchanges, local.counters.sent_bytes
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_equal_the_simulation(pool, plan, size):
+    twin = Ranks(size, **{"every": 4, "min_numel": 0} | PLANS[plan])
+    for step in range(15):
+        twin.step(noise(size, step))
+    twin.drain()
+    for (parameters, digest, exchanges, sent), mine, local in zip(
+        pool.run(trained, PLANS[plan], size, size=size), twin.parameters, twin.local, strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(parameters, mine, strict=True))
+        assert (digest, exchanges, sent) == (local.digest(), local.counters.exchanges, local.counters.sent_bytes)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
+
+
+def sharded(options):
+    """Two nodes of two ranks: shards inside, local updates between; the weights of this rank's part."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = model()
+    for layer in (net[0], net[2]):
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(net, mesh=mesh["shard"])
+    local = commpress.LocalUpdates(torch.optim.AdamW(net.parameters(), lr=1e-2), group=mesh["replicate"].get_group(), **options)
+    node = dist.get_rank() // 2
+    for step in range(9):
+        draw = torch.Generator().manual_seed(10 * step + node)  # both ranks of a node see the node's batch
+        net(torch.randn(8, 32, generator=draw)).square().mean().backward()
+        local.step()
+        local.zero_grad()
+    local.drain()
+    full = [p.full_tensor().detach() for p in net.parameters()]
+    local.close()
+    return full
+
+
+def whole(options, ranks):
+    """The same on one process a node, without shards."""
+    del ranks
+    net = model()
+    local = commpress.LocalUpdates(torch.optim.AdamW(net.parameters(), lr=1e-2), **options)
+    for step in range(9):
+        draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        net(torch.randn(8, 32, generator=draw)).square().mean().backward()
+        local.step()
+        local.zero_grad()
+    local.drain()
+    local.close()
+    return [p.detach() for p in net.parameters()]
+
+
+def test_between_nodes_with_fsdp2_inside(pool):
+    options = {"every": 3, "codec": None, "outer": commpress.Nesterov()}
+    parts = pool.run(sharded, options, size=4)
+    twin = pool.run(whole, options, 2, size=2)[0]
+    for every in parts:
+        for a, b in zip(every, twin, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def wrapped():
+    ddp = DistributedDataParallel(model())
+    local = commpress.LocalUpdates(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    ddp(torch.ones(2, 32)).sum().backward()
+    try:
+        local.step()
+    except InvalidArgument as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ddp_around_the_model_is_refused(pool, size):
+    assert all("DistributedDataParallel" in words for words in pool.run(wrapped, size=size))
+
+
+def left_alone():
+    parameters = [torch.nn.Parameter(p) for p in drawn(0)]
+    options = {"timeout": timedelta(seconds=3), "every": 2, "codec": "int4"}
+    local = commpress.LocalUpdates(torch.optim.SGD(parameters, lr=0.25), **options)
+    for step in range(4):
+        for p, g in zip(parameters, noise(3, step)[dist.get_rank()], strict=True):
+            p.grad = g
+        if dist.get_rank() == 1 and step == 3:
+            return "left"
+        try:
+            local.step()
+        except commpress.CommpressError as error:
+            return str(error)
+    return "nothing happened"
+
+
+def test_a_rank_that_stays_away_is_named(pool):
+    first, left, last = pool.run(left_alone, size=3)
+    assert left == "left" and all("1" in words and words != "nothing happened" for words in (first, last))
