@@ -30,7 +30,8 @@ All take --check, --json FILE and --plot FILE but faults, which writes a documen
 """
 BENCHMARKS = {
     "codec_table": codec_table, "convergence": convergence, "encoders": encoders, "faults": faults, "fsdp": fsdp,
-    "guard": guard, "hierarchical": hierarchical, "local_loss": local_loss, "loss": loss, "observe": observe, "optimizer": optimizer, "plan": plan,
+    "guard": guard, "hierarchical": hierarchical, "local_loss": local_loss, "loss": loss,
+    "observe": observe, "optimizer": optimizer, "plan": plan,
     "powersgd": powersgd, "simulate": simulate,
 }  # fmt: skip
 

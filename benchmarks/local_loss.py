@@ -61,7 +61,8 @@ class Finished:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", nargs="+", type=int, default=list(EVERY), metavar="H", help="default 10 30 100")
     parser.add_argument("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"default {' '.join(CODECS)}")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="of cells with a bar (default 1 2 3)")
+    says = "of cells with a bar (default 1 2 3)"
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help=says)
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
     parser.add_argument("--decay", type=float, default=0.95, metavar="X", help="of residuals (default 0.95)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
@@ -117,9 +118,9 @@ def summary(runs: list[Finished]) -> str:
         one = cell[0].run
         rows.append(
             [
-                "local" if every else "synchronous", str(every or 1), codec, f"{one.rate:g}", f"{one.outer_rate:g}" if every else "-",
-                f"{mean(f.loss for f in cell):.4f}", str(len(cell)), f"{_gap(cell, runs):+.2f} %",
-                f"1/{plain / mean(f.sent for f in cell):.0f}",
+                "local" if every else "synchronous", str(every or 1), codec, f"{one.rate:g}",
+                f"{one.outer_rate:g}" if every else "-", f"{mean(f.loss for f in cell):.4f}", str(len(cell)),
+                f"{_gap(cell, runs):+.2f} %",                 f"1/{plain / mean(f.sent for f in cell):.0f}",
             ]
         )  # fmt: skip
     return harness.render(HEAD, rows)
@@ -130,7 +131,8 @@ def judge(runs: list[Finished]) -> list[tuple[str, bool]]:
     for key, cell in _cells(runs).items():
         if key in BARS:
             gap = _gap(cell, runs)
-            bars.append((f"H = {key[0]}, {key[1]}: {gap:+.2f} % above synchronous training (bar {BARS[key]:+.1f} %)", gap <= BARS[key]))
+            says = f"H = {key[0]}, {key[1]}: {gap:+.2f} % above synchronous training (bar {BARS[key]:+.1f} %)"
+            bars.append((says, gap <= BARS[key]))
     return bars
 
 
@@ -214,7 +216,9 @@ def _adamw(model: torch.nn.Module, run: Run) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=run.rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
 
 
-def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: Run, step: int, x: torch.Tensor, y: torch.Tensor) -> float:
+def _step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: Run, step: int, x: torch.Tensor, y: torch.Tensor
+) -> float:
     optimizer.zero_grad()
     loss = model(x, y)
     loss.backward()

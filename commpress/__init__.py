@@ -43,6 +43,7 @@ _HOMES = {
     "ShardedOneBitAdam": "commpress.optim",
     "ShardedZeroOneAdam": "commpress.optim",
     "LocalUpdates": "commpress.optim.local_updates",
+    "keep_local": "commpress.integrations.ddp.local",
     "Average": "commpress.optim.outer",
     "Nesterov": "commpress.optim.outer",
     "SlowMo": "commpress.optim.outer",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from commpress.errors import CommpressError
     from commpress.feedback import ErrorFeedback
     from commpress.integrations.ddp.hook import CompressedState, compress, compressed_allreduce_hook
+    from commpress.integrations.ddp.local import keep_local
     from commpress.integrations.ddp.overlap import overlap
     from commpress.integrations.experts.dispatch import AllToAll
     from commpress.integrations.fsdp.fsdp1 import FlatShardState, compressed_reduce_scatter_hook
@@ -148,6 +150,7 @@ __all__ = [
     "ShardedOneBitAdam",
     "ShardedZeroOneAdam",
     "LocalUpdates",
+    "keep_local",
     "Average",
     "Nesterov",
     "SlowMo",

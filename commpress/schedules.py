@@ -194,7 +194,7 @@ class Every:
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise InvalidArgument(f"every is {self.steps!r}, expected a number of steps of at least 1, QSR(...) or Seconds(...)")
+            raise InvalidArgument(f"every is {self.steps!r}, expected a number of at least 1, QSR(...) or Seconds(...)")
 
     def interval(self, step: int, lr: float, facts: Facts) -> int:
         return self.steps

@@ -1,6 +1,7 @@
 """Local updates against their equations in float64, against torch's own arithmetic, and against their invariants."""
 
 import copy
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -91,14 +92,14 @@ class Twin:
         self.every, self.outer, self.overlap, self.alpha = every, outer, overlap, alpha
         sizes = [[p.numel() for p in part] for part in fragments] if fragments != 1 else [[p.numel() for p in drawn(0)]]
         edges = np.cumsum([0] + [sum(each) for each in sizes])
-        self.ranges = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        self.ranges = [slice(a, b) for a, b in pairwise(edges)]
         self.shared, self.m, self.step_, self.flights = flat(drawn(0)), np.zeros(edges[-1]), 0, []
 
     def step(self, gradients):
         for theta, g in zip(self.theta, gradients, strict=True):
             theta -= RATE * flat(g)
         self.step_ += 1
-        for due, at, mean in [f for f in self.flights if f[0] == self.step_]:
+        for _, at, mean in [f for f in self.flights if f[0] == self.step_]:
             self.arrive(at, mean)
         self.flights = [f for f in self.flights if f[0] > self.step_]
         inside = (self.step_ - 1) % self.every + 1
@@ -165,9 +166,16 @@ def test_nothing_is_lost_only_late(codec, size):
         simulate([local.steps() for local in ranks.local])
         assert ranks.agree()
     states = simulate([local.saving_elastically() for local in ranks.local])
-    owed = np.concatenate([shard["values"].double().numpy() for state in states for shard in state["progress"]["shards"].values()])
+    shards = [shard for state in states for shard in state["progress"]["shards"].values()]
+    owed = np.concatenate([shard["values"].double().numpy() for shard in shards])
     np.testing.assert_allclose(start - ranks.shared() + owed, total, rtol=1e-4, atol=1e-4)
     assert np.abs(owed).max() > 0
+
+
+def both(store, like):
+    """What one rank owes, sent and reduced together."""
+    parts = [sent.double().numpy() + reduced.double().numpy()[: sent.numel()] for _, sent, reduced in store.places()]
+    return np.concatenate(parts) if parts else 0 * like
 
 
 def test_a_residual_that_decays():
@@ -176,22 +184,21 @@ def test_a_residual_that_decays():
     sent = []
     store = ranks.local[0].exchanges.residuals
     for step in range(3):
-        before, owed = ranks.shared(), np.concatenate([kept.double().numpy() for _, kept, _ in store.places()] or [0 * ranks.shared()])
-        owed_back = np.concatenate([kept.double().numpy() for _, _, kept in store.places()] or [0 * ranks.shared()])
+        before, owed = ranks.shared(), both(store, ranks.shared())
         ranks.inner_step(noise(1, step))
         change = before - flat(ranks.parameters[0])
         simulate([ranks.local[0].steps()])
-        after = np.concatenate([kept.double().numpy() + back.double().numpy()[: kept.numel()] for _, kept, back in store.places()])
-        sent.append(np.abs(change + 0.5 * (owed + owed_back[: owed.size]) - (before - ranks.shared()) - after).max())
+        sent.append(np.abs(change + 0.5 * owed - (before - ranks.shared()) - both(store, before)).max())
     assert max(sent) < 1e-5
 
 
 def test_ranks_that_start_from_different_weights_are_named():
     ranks = Ranks(3)
     ranks.local[1].fragments[0].weights[7] += 1e-3
+    for step in range(3):
+        ranks.step(noise(3, step))
     with pytest.raises(Mismatch, match=r"ranks \[1\] differ from those of rank 0") as caught:
-        for step in range(4):
-            ranks.step(noise(3, step))
+        ranks.step(noise(3, 3))
     assert caught.value.ranks == (1,)
 
 
@@ -207,7 +214,8 @@ def test_what_is_not_finite_is_left_out(bad, codec, caplog):
         ranks.parameters[2][0][0, 0] = bad
     expected = before - np.mean([flat(mine) for mine in ranks.parameters[:2]], axis=0)
     simulate([local.steps() for local in ranks.local])
-    assert ranks.agree() and "ranks [2]" in caplog.text
+    assert ranks.agree()
+    assert "ranks [2]" in caplog.text
     assert all(torch.isfinite(p).all() for mine in ranks.parameters for p in mine)
     assert [local.counters.dropped for local in ranks.local] == [1, 1, 1]
     if codec is None:
@@ -290,25 +298,23 @@ def test_on_another_number_of_ranks_nothing_is_lost(size, codec):
         ranks.step(noise(3, step))
     owed = np.zeros_like(ranks.shared())
     mean = np.mean([flat(mine) for mine in ranks.parameters], axis=0)
-    for key, parts in zip(["r"], [[dict(((n, o), (s, r)) for (n, o), s, r in local.exchanges.residuals.places())
-                                   for local in ranks.local]], strict=True):
-        at = 0
-        for f in ranks.local[0].fragments:
-            for span in f.spans:
-                for (name, offset), _ in parts[0].items():
-                    if name == span.name:
-                        sent = np.mean([p[name, offset][0].double().numpy() for p in parts], axis=0)
-                        owed[at + span.source + offset :][: sent.size] += sent
-                        for r, p in enumerate(parts):
-                            back = p[name, offset][1].double().numpy()
-                            part = owed[at + span.source + offset :][: sent.size][r * back.size :][: back.size]
-                            part += back[: part.size]
-            at += f.work.numel()
+    at = 0
+    for f in ranks.local[0].fragments:
+        starts = {span.name: at + span.source for span in f.spans}
+        for r, local in enumerate(ranks.local):
+            for (name, offset), sent, reduced in local.exchanges.residuals.places():
+                if name in starts:
+                    part = owed[starts[name] + offset :][: sent.numel()]
+                    part += sent.double().numpy() / 3
+                    mine = part[r * reduced.numel() :][: reduced.numel()]
+                    mine += reduced.double().numpy()[: mine.size]
+        at += f.work.numel()
     states = simulate([local.saving_elastically() for local in ranks.local])
     other = Ranks(size, codec=codec, outer=Nesterov(), every=4, fragments=2, min_numel=0, feedback_decay=1.0)
     for local in other.local:
         local.load_state_dict(*states)
-    assert other.agree() and other.local[0].digest() == ranks.local[0].digest()
+    assert other.agree()
+    assert other.local[0].digest() == ranks.local[0].digest()
     for mine in other.parameters:
         np.testing.assert_allclose(flat(mine), mean - owed, atol=1e-5)
     for step in range(6):
@@ -328,8 +334,8 @@ def test_a_state_of_another_model_is_refused():
 @pytest.mark.parametrize(
     "options",
     [
-        {"every": 0}, {"every": True}, {"overlap": -1}, {"alpha": 0.5}, {"alpha": 1.0, "overlap": 1}, {"weight": "loss"}, {"keep": "disk"},
-        {"fragments": 9}, {"feedback_decay": 1.5}, {"outer": 3}, {"fragments": [[]]}, {"codec": "int5"},
+        {"every": 0}, {"every": True}, {"overlap": -1}, {"alpha": 0.5}, {"alpha": 1.0, "overlap": 1}, {"weight": "loss"},
+        {"keep": "disk"}, {"fragments": 9}, {"feedback_decay": 1.5}, {"outer": 3}, {"fragments": [[]]}, {"codec": "int5"},
     ],
     ids=str,
 )  # fmt: skip
@@ -343,10 +349,8 @@ def test_bf16_weights_keep_what_their_type_cannot_hold():
     """Θ is float32: many rounds of changes below half a unit of bfloat16 are not lost, and rounding does not drag it back."""
     ranks = Ranks(2, dtype=torch.bfloat16, every=1, outer=Nesterov(lr=0.125, momentum=0.0))
     before, moved = ranks.shared(), 0.0
-    for step in range(8):
-        gradients = [[torch.full(p.shape, 2.0**-5, dtype=torch.bfloat16) * p.detach().abs() for p in mine] for mine in ranks.parameters]
-        change = [[(RATE * g.float()) for g in mine] for mine in gradients]
-        del change
+    for _ in range(8):
+        gradients = [[p.detach().abs() / 32 for p in mine] for mine in ranks.parameters]
         held = flat(ranks.parameters[0])
         ranks.inner_step(gradients)
         moved += 0.125 * (held - np.mean([flat(mine) for mine in ranks.parameters], axis=0))
@@ -388,4 +392,5 @@ def test_seconds_give_each_rank_as_many_steps_as_it_manages(monkeypatch):
             yield from ranks.local[r].steps()
 
     simulate([trains(0, 0.1), trains(1, 0.3)])
-    assert ranks.agree() and counts[0] > counts[1] or counts[0] != 0
+    assert ranks.agree()
+    assert min(counts) > 0

@@ -30,6 +30,12 @@ def test_hugging_face(compiled, tmp_path):
     assert "all is well" in launch(HERE / "foreign" / "hf_script.py", tmp_path, folder=tmp_path)
 
 
+def test_hugging_face_with_local_updates(compiled, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    assert "all is well" in launch(HERE / "foreign" / "local_script.py", tmp_path, folder=tmp_path)
+
+
 def test_accelerate(compiled, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

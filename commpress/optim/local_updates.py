@@ -11,6 +11,7 @@ Note: Θ follows from the steps at which fragments leave and arrive alone, not f
 
 import gc
 import logging
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,13 @@ from time import monotonic
 from typing import Any, Literal
 
 import torch
-import xxhash
 
+from commpress.checksum import checksum_of
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
-from commpress.collectives.residual_state import elastic_of, exact_state, flat_parts, residuals_of
 from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.residual_state import elastic_of, exact_state, flat_parts, residuals_of
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
@@ -36,6 +37,7 @@ from commpress.work import Steps, run
 
 log = logging.getLogger("commpress")
 
+ALONE: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # DDP modules whose ranks each keep their own gradients
 WEIGHTS = ("equal", "tokens", "steps")
 FORMAT = 1
 
@@ -91,7 +93,7 @@ class Fragment:
     def digest(self) -> int:
         """64 bits of Θ, and of which parameters it is."""
         bits = self.weights.detach().cpu().numpy()
-        return xxhash.xxh3_64_intdigest(bits.data, seed=self.layout)
+        return checksum_of(bits.data.cast("B"), self.layout)
 
 
 @dataclass(eq=False)
@@ -110,7 +112,8 @@ class LocalUpdates:
 
     - ``inner``: a torch optimizer, or several. The model stays bare: no DistributedDataParallel around it.
     - ``every``: steps of a round, a number, ``commpress.QSR(alpha, base)`` or ``commpress.Seconds(60)``.
-    - ``outer``: what moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``, or a function that makes a torch optimizer.
+    - ``outer``: the rule that moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``, or a function that makes a torch
+      optimizer.
     - ``codec``: of changes, both ways, with residuals unless ``error_feedback`` is False; None: float32.
     - ``feedback_decay``: residuals are multiplied by it each round.
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a round.
@@ -193,7 +196,7 @@ class LocalUpdates:
         seen: dict[int, str] = {}
         for name, p in named:
             if id(p) in seen:
-                raise InvalidArgument(f"parameter {name!r} is in inner twice, also as {seen[id(p)]!r}: give it to one optimizer")
+                raise InvalidArgument(f"parameter {name!r} is in inner twice, also as {seen[id(p)]!r}: leave one out")
             seen[id(p)] = name
             if not p.is_floating_point() or p.dtype == torch.float64:
                 raise InvalidArgument(f"parameter {name!r} is {p.dtype}, expected float32, bfloat16 or float16")
@@ -223,7 +226,7 @@ class LocalUpdates:
             at += p.numel()
         device = local[0].device
         if any(p.device != device for p in local):
-            raise InvalidArgument(f"parameters of fragment {number} are on several devices: give each device fragments of its own")
+            raise InvalidArgument(f"parameters of fragment {number} are on several devices: give each device its own fragments")
         weights = torch.empty(at, dtype=torch.float32, device="cpu" if self.keep == "host" else device)
         layout = zlib.crc32(repr([(s.name, tuple(p.shape)) for s, p in zip(spans, local, strict=True)]).encode())
         work = torch.empty(at, dtype=torch.float32, device=device)
@@ -337,7 +340,7 @@ class LocalUpdates:
         if not finite.all():
             self.counters.dropped += 1
             wild = [r for r in range(len(every)) if not finite[r]]
-            log.warning("the weights of ranks %s are not finite: their change is left out, and they get the shared weights", wild)
+            log.warning("weights of ranks %s are not finite: their change is left out, they get the shared weights", wild)
         rank, size, total = self.channel.rank, len(every), float(weights.sum())
         self.counters.participants = int((weights > 0).sum())
         if total == 0:
@@ -421,10 +424,13 @@ class LocalUpdates:
         under_way = None
         if flight is not None:
             under_way = {
-                "fragment": flight.fragment.number, "due": flight.due, "taken": flight.kept, "mean": flight.fragment.work.clone(),
+                "fragment": flight.fragment.number, "due": flight.due, "taken": flight.kept,
+                "mean": flight.fragment.work.clone(),
             }  # fmt: skip
         return self._shared() | {
             "kind": "exact",
+            "rank": transport.rank,
+            "size": transport.size,
             "inner": self._inner_states(),
             "flight": under_way,
             "counts": [[f.steps, f.tokens] for f in self.fragments],
@@ -495,7 +501,7 @@ class LocalUpdates:
         for fragment, weights, outer in zip(self.fragments, shared["weights"], shared["outer"], strict=True):
             fragment.weights.copy_(weights)
             fragment.state.clear()
-            fragment.state.update({name: each.clone() if torch.is_tensor(each) else each for name, each in outer.items()})
+            fragment.state.update(_copied(outer))
             fragment.steps = fragment.tokens = 0
         if not exact:
             for fragment in self.fragments:
@@ -531,7 +537,7 @@ class LocalUpdates:
         return [optimizer.state_dict() for optimizer in self.inner]
 
     def _shared(self) -> dict[str, Any]:
-        """What all ranks hold alike."""
+        """State that all ranks hold alike."""
         return {
             "format": FORMAT,
             "steps": self.steps_done,
@@ -539,9 +545,7 @@ class LocalUpdates:
             "round": [self._next, self._from, self._length],
             "facts": self.facts.as_dict(),
             "weights": [f.weights.clone() for f in self.fragments],
-            "outer": [
-                {name: each.clone() if torch.is_tensor(each) else each for name, each in f.state.items()} for f in self.fragments
-            ],
+            "outer": [_copied(f.state) for f in self.fragments],
             "layout": [f.layout for f in self.fragments],
         }
 
@@ -549,7 +553,7 @@ class LocalUpdates:
 
     def digest(self) -> str:
         """Hash of the shared weights: the same on every rank."""
-        return xxhash.xxh3_128_hexdigest(b"".join(f.digest().to_bytes(8, "little") for f in self.fragments))
+        return f"{checksum_of(b''.join(f.digest().to_bytes(8, 'little') for f in self.fragments)):016x}"
 
     def report(self) -> str:
         """Figures of the run so far, for people."""
@@ -558,8 +562,12 @@ class LocalUpdates:
         return (
             f"{c.steps} steps, {c.rounds} rounds, {c.sent_bytes / 1e6:.1f} MB sent ({bits:.2f} bits per parameter and round), "
             f"waited {c.waited:.1f} s, last spread {c.spread:.2f} of the mean change over {c.participants} ranks, "
-            f"{c.dropped} exchanges with a change left out, shared weights {self.digest()[:16]}"
+            f"{c.dropped} exchanges with a change left out, shared weights {self.digest()}"
         )
+
+
+def _copied(state: State) -> State:
+    return {name: each.clone() if torch.is_tensor(each) else each for name, each in state.items()}
 
 
 def _halves(digest: int) -> tuple[float, float]:
@@ -592,9 +600,9 @@ def _refuse_ddp(parameters: Sequence[torch.Tensor]) -> None:
     """Raise where DistributedDataParallel averages gradients of these parameters at every step."""
     mine = {id(p) for p in parameters}
     for each in gc.get_objects():
-        if type(each).__module__ == "torch.nn.parallel.distributed" and isinstance(each, torch.nn.Module):
-            if any(id(p) in mine for p in each.parameters()):
-                raise InvalidArgument(
-                    "the model is wrapped in DistributedDataParallel, which averages gradients at every step: nothing would be "
-                    "saved. Give LocalUpdates the bare module's optimizer and do not wrap the module"
-                )
+        wrapper = type(each).__module__ == "torch.nn.parallel.distributed" and isinstance(each, torch.nn.Module)
+        if wrapper and each not in ALONE and any(id(p) in mine for p in each.parameters()):
+            raise InvalidArgument(
+                "the model is wrapped in DistributedDataParallel, which averages gradients at every step: nothing would be "
+                "saved. Leave the wrapper out, or call commpress.keep_local(ddp) before the first backward"
+            )

@@ -23,7 +23,7 @@ class Outer(ABC):
     buffers: ClassVar[tuple[str, ...]] = ()
 
     def state(self, weights: torch.Tensor) -> State:
-        """What it keeps for these weights, before the first round."""
+        """State for these weights before the first round."""
         return {name: torch.zeros_like(weights) for name in self.buffers}
 
     @abstractmethod

@@ -2,13 +2,14 @@
 
     Trainer(..., callbacks=[Compress(codec="sign")])                                              gradients, any optimizer
     Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}), callbacks=[Compress()])    momentum
+    Trainer(..., callbacks=[LocalTraining(every=30)])                                             once in 30 steps
     DistributedCompression(codec="sign").attach(accelerator)                                      gradients, Accelerate
 """
 
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from transformers import TrainerCallback
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.hook import CompressedState, compress
+from commpress.integrations.ddp.local import keep_local
 from commpress.integrations.ddp.overlap import averages, overlap
 from commpress.integrations.observe.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
 from commpress.integrations.trainers.rank_files import load_ranks, save_rank
+from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.windows import WindowedOptimizer
 
@@ -146,9 +149,90 @@ class Compress(TrainerCallback):
             log.info(self.state.counters.summary())
 
 
+class LocalTraining(TrainerCallback):
+    """Let each rank of a Trainer train by itself and exchange changes once a round: ``options`` are those of ``LocalUpdates``.
+
+    Before an evaluation or a checkpoint all ranks exchange what is left, so that what is measured and saved are the shared
+    weights. Checkpoints get one file per rank, ``commpress-<rank>.pt``, with its inner optimizer and residuals; on another
+    number of ranks a run goes on from the shared weights and the optimizer that the Trainer saved.
+    """
+
+    def __init__(self, *, every: Any = 30, metrics: Sequence[Callable[[dict[str, float]], None]] = (), **options: Any) -> None:
+        self.options, self.sinks = {"every": every, **options}, metrics
+        self.local: LocalUpdates | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._handle: Any = None
+        self._resume: Path | None = None
+        self._sent = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        self._optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
+        if isinstance(self._optimizer, CompressedOptimizer) and averages(self._optimizer):
+            raise InvalidArgument(
+                f"the optimizer is {type(self._optimizer).__name__}, which averages over the ranks in its steps: local updates "
+                "need one that does not, such as AdamW"
+            )
+        self._resume = _folder(args, state) if state.global_step else None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._handle = things["model"].register_forward_pre_hook(self._attach)
+        elif self.local is None:
+            self._begin()
+
+    @torch.compiler.disable
+    def _attach(self, model: torch.nn.Module, inputs: Any) -> None:
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is None:
+            return
+        self._handle.remove()
+        keep_local(ddp)
+        if self.local is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        assert self._optimizer is not None
+        self.local = LocalUpdates(self._optimizer, **self.options)
+        if self._resume is not None:
+            channel = self.local.channel
+            states = load_ranks(self._resume, channel.rank, channel.size)
+            if len(states) == 1 and states[0]["size"] == channel.size:
+                self.local.load_state_dict(*states)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if self.local is None:
+            raise InvalidArgument("the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off")
+        self.local.advance(tokens=1)
+        if control.should_save or control.should_evaluate:
+            self.local.drain()
+
+    def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if self.local is not None and dist.is_initialized():
+            save_rank(self.local.state_dict(), _folder(args, state))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any) -> None:
+        if self.local is None or logs is None or "loss" not in logs:
+            return
+        counters = self.local.counters
+        numbers = {
+            "commpress/rounds": counters.rounds, "commpress/sent_mb": (counters.sent_bytes - self._sent) / 1e6,
+            "commpress/spread": counters.spread, "commpress/waited": counters.waited,
+        }  # fmt: skip
+        self._sent = counters.sent_bytes
+        for sink in self.sinks:
+            sink(numbers)
+        logs.update(numbers)
+        if state.log_history:
+            state.log_history[-1].update(numbers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if self.local is not None:
+            self.local.drain()
+            if state.is_world_process_zero:
+                log.info(self.local.report())
+
+
 def report_first(trainer: Any) -> None:
     """Let TensorBoard and the like log our numbers: callbacks are asked in order, and a Trainer puts its reporters first."""
-    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, Compress))
+    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, Compress | LocalTraining))
 
 
 def _folder(args: Any, state: Any) -> Path:

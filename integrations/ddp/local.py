@@ -1,0 +1,27 @@
+"""DistributedDataParallel whose ranks keep their own gradients, for local updates where a framework insists on the wrapper."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commpress.errors import InvalidArgument
+from commpress.optim.local_updates import ALONE
+
+
+def keep_local(ddp: DistributedDataParallel) -> None:
+    """Leave gradients as each rank computed them: nothing is sent in backward. Call it before the first backward."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel")
+    if ddp not in ALONE:
+        ddp.register_comm_hook(None, _own_gradients)
+        ALONE.add(ddp)
+
+
+def _own_gradients(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    future: torch.futures.Future[torch.Tensor]
+    future = torch.futures.Future() if buffer.device.type == "cpu" else torch.futures.Future(devices=[buffer.device])
+    future.set_result(buffer)
+    return future
