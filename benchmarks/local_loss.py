@@ -120,7 +120,7 @@ def summary(runs: list[Finished]) -> str:
             [
                 "local" if every else "synchronous", str(every or 1), codec, f"{one.rate:g}",
                 f"{one.outer_rate:g}" if every else "-", f"{mean(f.loss for f in cell):.4f}", str(len(cell)),
-                f"{_gap(cell, runs):+.2f} %",                 f"1/{plain / mean(f.sent for f in cell):.0f}",
+                f"{_gap(cell, runs):+.2f} %", f"1/{plain / mean(f.sent for f in cell):.0f}",
             ]
         )  # fmt: skip
     return harness.render(HEAD, rows)
