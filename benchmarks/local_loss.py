@@ -202,8 +202,8 @@ def train(run: Run) -> Finished:
         ]  # fmt: skip
         for step in range(together, run.steps):
             losses = []
-            for each, inner, d in zip(models, optimizers, draws, strict=True):
-                losses.append(_step(each, inner, run, step, *batch(text, ROWS, LENGTH, d)))
+            for replica, inner, d in zip(models, optimizers, draws, strict=True):
+                losses.append(_step(replica, inner, run, step, *batch(text, ROWS, LENGTH, d)))
                 inner.step()
             simulate([each.steps() for each in local])
             training += [round(mean(losses), 4)] if step % 50 == 0 else []

@@ -237,7 +237,7 @@ class Seconds:
 
 
 def sync_of(every: "int | Sync | Seconds") -> "Sync | Seconds":
-    return every if isinstance(every, Seconds) or hasattr(every, "interval") else Every(every)  # type: ignore[arg-type,return-value]
+    return every if isinstance(every, Seconds) or hasattr(every, "interval") else Every(every)
 
 
 def sync_named(sync: "str | Sync") -> Sync:

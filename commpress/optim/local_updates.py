@@ -12,7 +12,6 @@ Note: Θ follows from the steps at which fragments leave and arrive alone, not f
 import gc
 import logging
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,13 +23,13 @@ import torch
 
 from commpress.checksum import checksum_of
 from commpress.codecs import Codec, Policy, policy_of
-from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.residual_state import elastic_of, exact_state, flat_parts, residuals_of
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
+from commpress.optim.fragments import Fragment, fragments_of
 from commpress.optim.outer import Nesterov, Outer, State, outer_of
 from commpress.schedules import Facts, Seconds, Sync, sync_of
 from commpress.work import Steps, run
@@ -54,46 +53,6 @@ class LocalCounters:
     dropped: int = 0  # exchanges in which some rank's change was not finite and was left out
     spread: float = 0.0  # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange
     participants: int = 0  # ranks whose weight in it was above zero
-
-
-@dataclass(eq=False)
-class Fragment:
-    """Parameters that are exchanged together: their shared weights, and what has been trained on since."""
-
-    number: int
-    parameters: list[torch.Tensor]  # local shards where they are distributed
-    spans: list[Span]
-    weights: torch.Tensor  # Θ, flat float32
-    state: State  # of the outer step
-    work: torch.Tensor  # Δ on its way, where the parameters are
-    steps: int = 0
-    tokens: int = 0
-    layout: int = 0  # of names and shapes
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[s.source : s.source + s.numel].view(p.shape) for s, p in zip(self.spans, self.parameters, strict=True)]
-
-    def change(self) -> None:
-        """``work`` := Θ as the parameters would hold it, minus the parameters."""
-        for shared, out, p in zip(self.views(self.weights), self.views(self.work), self.parameters, strict=True):
-            out.copy_(shared.to(device=p.device, dtype=p.dtype)).sub_(p)
-
-    def set_change(self, change: torch.Tensor) -> None:
-        """Parameters := Θ − change."""
-        for shared, moved, p in zip(self.views(self.weights), self.views(change), self.parameters, strict=True):
-            p.copy_(shared - moved.to(shared.device))
-
-    def merge(self, alpha: float) -> None:
-        for shared, p in zip(self.views(self.weights), self.parameters, strict=True):
-            if alpha:
-                p.copy_(torch.lerp(shared.to(device=p.device, dtype=p.dtype), p, alpha))
-            else:
-                p.copy_(shared)
-
-    def digest(self) -> int:
-        """64 bits of Θ, and of which parameters it is."""
-        bits = self.weights.detach().cpu().numpy()
-        return checksum_of(bits.data.cast("B"), self.layout)
 
 
 @dataclass(eq=False)
@@ -166,7 +125,7 @@ class LocalUpdates:
         self._backgrounds = transport is None
         self._parameters = self._named()
         self._checked_wrappers = False
-        self.fragments = self._cut(fragments)
+        self.fragments = fragments_of(self._parameters, fragments, self.outer, keep)
         if transport is None:
             self.channel = Channel.among(group, timeout=timeout, name="commpress-local")
             self._control = Channel.among(group, timeout=timeout, name="commpress-local-control")
@@ -201,40 +160,6 @@ class LocalUpdates:
             if not p.is_floating_point() or p.dtype == torch.float64:
                 raise InvalidArgument(f"parameter {name!r} is {p.dtype}, expected float32, bfloat16 or float16")
         return named
-
-    def _cut(self, fragments: int | Sequence[Sequence[torch.Tensor]]) -> list[Fragment]:
-        if isinstance(fragments, int):
-            if not 1 <= fragments <= len(self._parameters):
-                raise InvalidArgument(
-                    f"fragments is {fragments}, expected 1 to {len(self._parameters)}, the number of parameters"
-                )
-            parts = _even(self._parameters, fragments)
-        else:
-            names = {id(p): name for name, p in self._parameters}
-            given = [[(names.get(id(p), ""), p) for p in part] for part in fragments]
-            if sorted(id(p) for part in given for _, p in part) != sorted(names) or not all(given):
-                raise InvalidArgument("fragments do not hold each parameter of inner once: every list must, and no other")
-            parts = given
-        return [self._fragment(number, part) for number, part in enumerate(parts)]
-
-    @torch.no_grad()
-    def _fragment(self, number: int, part: Sequence[tuple[str, torch.Tensor]]) -> Fragment:
-        spans, at = [], 0
-        local = [_local(p) for _, p in part]
-        for (name, _), p in zip(part, local, strict=True):
-            spans.append(Span(name, at, p.numel()))
-            at += p.numel()
-        device = local[0].device
-        if any(p.device != device for p in local):
-            raise InvalidArgument(f"parameters of fragment {number} are on several devices: give each device its own fragments")
-        weights = torch.empty(at, dtype=torch.float32, device="cpu" if self.keep == "host" else device)
-        layout = zlib.crc32(repr([(s.name, tuple(p.shape)) for s, p in zip(spans, local, strict=True)]).encode())
-        work = torch.empty(at, dtype=torch.float32, device=device)
-        fragment = Fragment(number, local, spans, weights, {}, work, layout=layout)
-        for view, p in zip(fragment.views(weights), local, strict=True):
-            view.copy_(p.detach())
-        fragment.state = self.outer.state(weights)
-        return fragment
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -573,27 +498,6 @@ def _copied(state: State) -> State:
 def _halves(digest: int) -> tuple[float, float]:
     """64 bits in two numbers that float64 holds exactly."""
     return float(digest >> 32), float(digest & 0xFFFFFFFF)
-
-
-def _local(p: torch.Tensor) -> torch.Tensor:
-    """A plain tensor: the local shard of a distributed one."""
-    to_local = getattr(p, "to_local", None)
-    return p.detach() if to_local is None else to_local().detach()
-
-
-def _even(named: list[tuple[str, torch.Tensor]], count: int) -> list[list[tuple[str, torch.Tensor]]]:
-    """Consecutive parts of about equal size, none empty."""
-    parts: list[list[tuple[str, torch.Tensor]]] = []
-    left, rest = sum(p.numel() for _, p in named), list(named)
-    for more in range(count, 0, -1):
-        part, size = [rest.pop(0)], 0
-        size = part[0][1].numel()
-        while len(rest) > more - 1 and (more == 1 or size + rest[0][1].numel() / 2 <= left / more):
-            size += rest[0][1].numel()
-            part.append(rest.pop(0))
-        left -= size
-        parts.append(part)
-    return parts
 
 
 def _refuse_ddp(parameters: Sequence[torch.Tensor]) -> None:
