@@ -32,7 +32,7 @@ from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Nesterov
 
 RANKS, ROWS, LENGTH, WIDTH, LAYERS = 4, 8, 64, 128, 5
-RATES, OUTER_RATES = (1e-3, 2e-3, 4e-3), (0.5, 0.7, 0.9)
+RATES, OUTER_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2), (0.5, 0.7, 0.9)
 STEPS, EVERY, CODECS = 2000, (10, 30, 100), ("none", "int4", "bits2", "sign")
 SEEDED = [(every, codec) for every in (10, 30) for codec in ("int4", "bits2")]  # cells of several seeds
 BARS = {(30, "int4"): 1.0, (30, "bits2"): 1.5, (10, "int4"): 0.0, (10, "bits2"): 0.0}  # per cent above synchronous training
