@@ -24,7 +24,7 @@ import torch
 from commpress.checksum import checksum_of
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.exchange import Exchange
 from commpress.collectives.residual_state import elastic_of, exact_state, flat_parts, residuals_of
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.transport import Transport
@@ -132,10 +132,8 @@ class LocalUpdates:
         else:
             self.channel = Channel(transport, name="commpress-local")
             self._control = self.channel.beside("commpress-local-control")
-        self.exchanges = Exchanges(
-            policy_of("none" if codec is None else codec, min_numel=min_numel), self.channel.size, self.channel.workspace,
-            feedback=error_feedback and codec is not None, seed=seed,
-        )  # fmt: skip
+        policy = policy_of("none" if codec is None else codec, min_numel=min_numel)
+        self.exchanges = self.outer.exchanges(policy, self.channel, feedback=error_feedback and codec is not None, seed=seed)
         self.steps_done, self.exchanged = 0, 0
         self._flight: Flight | None = None
         self._ended = False  # this rank has no more data
@@ -266,19 +264,17 @@ class LocalUpdates:
             self.counters.dropped += 1
             wild = [r for r in range(len(every)) if not finite[r]]
             log.warning("weights of ranks %s are not finite: their change is left out, they get the shared weights", wild)
-        rank, size, total = self.channel.rank, len(every), float(weights.sum())
+        total = float(weights.sum())
         self.counters.participants = int((weights > 0).sum())
         if total == 0:
             return False
-        share = float(weights[rank]) * size / total
-        if share == 0:
-            fragment.work.zero_()
-        elif share != 1:
-            fragment.work.mul_(share)
         if self.feedback_decay != 1:
             self.exchanges.residuals.decay({s.name for s in fragment.spans}, self.feedback_decay)
-        key = self.seed * 1_000_003 + int(head[0])
-        outcomes = yield from exchange.steps(self.channel, fragment.work, sequence=numbers[1], key=key)
+        outcomes = yield from self.outer.exchange(
+            exchange, self.channel, fragment.work, fragment.weights, fragment.state,
+            shares=[float(weight) * len(every) / total for weight in weights], sequence=numbers[1],
+            key=self.seed * 1_000_003 + int(head[0]),
+        )  # fmt: skip
         taken = all(outcome.finite for outcome in outcomes)
         for outcome in outcomes:
             (outcome.commit if taken else outcome.discard)()

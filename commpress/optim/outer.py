@@ -6,25 +6,52 @@ Rules work on flat float32 tensors, in place, the same on every rank.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from commpress.codecs import Policy
+from commpress.collectives.allreduce import Outcome
+from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.errors import InvalidArgument
+from commpress.work import Steps
 
 State = dict[str, Any]  # tensors by name, as long as the weights
 
 
 class Outer(ABC):
-    """Rule of the outer step. ``buffers`` names what it keeps between rounds, 4 bytes per parameter each."""
+    """Rule of the outer step. ``buffers`` names what it keeps between rounds, 4 bytes per parameter each.
+
+    It also says how changes cross: ``exchanges`` makes the kind of exchange, ``exchange`` runs one.
+    """
 
     buffers: ClassVar[tuple[str, ...]] = ()
 
     def state(self, weights: torch.Tensor) -> State:
         """State for these weights before the first round."""
         return {name: torch.zeros_like(weights) for name in self.buffers}
+
+    def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool, seed: int) -> Exchanges:
+        """Exchanges of a run, and their residuals. Refuses a policy that it cannot carry."""
+        return Exchanges(policy, channel.size, channel.workspace, feedback=feedback, seed=seed)
+
+    def exchange(
+        self, exchange: Exchange, channel: Channel, change: torch.Tensor, weights: torch.Tensor, state: State, *,
+        shares: Sequence[float], sequence: int, key: int,
+    ) -> Steps[list[Outcome]]:  # fmt: skip
+        """``change`` := what ``step`` is to get, here its mean over the ranks; their ``shares`` are 1 in the mean.
+
+        May run in the background: ``weights`` and ``state`` are read only until ``step``.
+        """
+        share = shares[channel.rank]
+        if share == 0:
+            change.zero_()  # it may not be finite
+        elif share != 1:
+            change.mul_(share)
+        return (yield from exchange.steps(channel, change, sequence=sequence, key=key))
 
     @abstractmethod
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
