@@ -8,9 +8,10 @@ The sum of sparse vectors is as dense as their union, which nobody knows beforeh
 union. If the union turns out too large for the cells, all ranks see it in the same bits, and send the kept elements densely.
 
 Note: fixed point. A value is what is left of a cell after others were taken out of it, so rounding would grow along the chain
-of those others. Cells therefore hold whole multiples of a quantum, so few that float32 adds them exactly; what rounding and
-clipping to them leaves out joins the residual. Each parameter has its own quantum, from its last mean, which all ranks know;
-where one has none yet, the exchange is dense.
+of those others. Cells therefore hold whole multiples of a quantum, so few that float32 adds them exactly; what rounding to them
+leaves out joins the residual. Each parameter has its own quantum, from its last mean, which all ranks know; where one has none
+yet, or a rank's values have outgrown it, the exchange is dense. Values are never cut off: a mean that was cut off would give a
+smaller quantum, which would cut off more, until nothing is left.
 """
 
 import math
@@ -38,7 +39,11 @@ from commpress.work import Steps, overlapped
 
 Quanta = dict[str, float]  # parameter → a power of two, the same on every rank
 _EXACT = 1 << 22  # whole numbers up to here survive float32's mean and back, whatever the number of ranks
+_ADDED = 1 << 24  # float32 adds whole numbers exactly up to here
 _LOAD = 16  # elements of one rank that one cell may hold at most, in all likelihood
+_ENDLESS = 2.0**126  # quanta; nothing is cut off, but nothing becomes infinite either
+_TOO_MUCH = float(1 << 30)  # in a cell: its rank has values that cells cannot carry
+_LEAST = 2.0**-120  # of quanta, so that float32 can divide by them
 
 
 @dataclass(eq=False)
@@ -58,7 +63,7 @@ class SketchPlan:
 
     @property
     def most(self) -> int:
-        """Of a value in quanta, so that a cell's sum stays below ``_EXACT``."""
+        """What a value of the size of the mean may be in quanta, so that a cell's sum stays below ``_EXACT``."""
         return 1 << int(math.log2(_EXACT / (_LOAD * self.dense.pieces.rows)))
 
     def sent_bytes(self, ranks: int) -> int:
@@ -136,13 +141,14 @@ def reduce_sketch(
     options: dict[str, Any] = {"transport": transport, "workspace": workspace}
     mean, finite, asked = None, True, False
     if factors is not None:
-        cpu_cells.to_quanta(kept, proposed.sent, plan.starts, factors, plan.most)
+        cpu_cells.to_quanta(kept, proposed.sent, plan.starts, factors, _ENDLESS)
         workspace.encoded(start)
         told, cells = yield from _told(kept, bad, plan, transport, workspace, sequence, key, asks)
         finite, asked = cells.finite, cells.asks
         if told.numel():
             mean = torch.empty(told.numel())
-            cpu_cells.scaled(told, plan.starts, factors / transport.size, mean)
+            cpu_cells.scaled(told, plan.starts, factors, mean)
+            mean.div_(transport.size)  # rounds as the dense exchange does
     if mean is None and finite:
         workspace.dense_sketches += 1
         mean = kept
@@ -192,6 +198,8 @@ def _told(
         table.fill_(float("nan"))  # so that every rank hears of it
     else:
         cpu_cells.add(kept, table, bitmap, seed=seed)
+        if float(kept.abs().max()) > _ADDED / _LOAD or float(table.abs().max()) > _ADDED / ranks:
+            table.zero_()[0] = _TOO_MUCH
     jobs: list[Steps[object]] = [
         _either(bitmap, numel, width, transport, workspace, sequence),
         reduce_message(
@@ -209,9 +217,9 @@ def _told(
 
 
 def next_quanta(mean: torch.Tensor, plan: SketchPlan) -> Quanta:
-    """So fine that twice to four times the largest mean of this call is the most that the next one can say."""
+    """So fine that the cells can just carry a mean four times as large as the largest of this call."""
     peaks = zip(plan.names, cpu_cells.peaks(mean, plan.starts).tolist(), strict=True)
-    return {name: 4 * 2.0 ** math.ceil(math.log2(peak)) / plan.most for name, peak in peaks if peak > 0}
+    return {name: max(4 * 2.0 ** math.ceil(math.log2(peak)) / plan.most, _LEAST) for name, peak in peaks if peak > 0}
 
 
 def load_quanta(quanta: Quanta, loaded: Any) -> None:

@@ -122,9 +122,10 @@ def test_nothing_is_lost(ranks):
     assert group.quanta[0]["a"] < group.quanta[0]["b"] / 100  # each its own
 
 
-def test_the_cells_say_what_a_dense_exchange_says():
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_cells_say_what_a_dense_exchange_says(ranks):
     """Whole multiples of quanta: both ways give the same bits, so it is of no matter who shares cells with whom."""
-    numel, ranks = 5000, 2
+    numel = 5000
     cells, dense = Ranks(ranks, numel, "sketch-32"), Ranks(ranks, numel, "sketch-32")
     for plan in dense.plans:
         plan.cells = plan_sketches([Span("a", 0, 300)], policy_of("sketch-32"), ranks, {})[0].cells  # far too few
@@ -132,6 +133,40 @@ def test_the_cells_say_what_a_dense_exchange_says():
         one, two = cells.reduce(inputs_of(ranks, numel, step), step)[0], dense.reduce(inputs_of(ranks, numel, step), step)[0]
         assert torch.equal(one[0], two[0])
     assert cells.dense[0] < dense.dense[0] == 5
+
+
+def test_what_one_rank_has_alone_arrives_whole():
+    """A mean of 16 ranks is a sixteenth of it: values cut off near the last mean would give ever smaller means."""
+    ranks, numel = 16, 2048
+    group, inputs = Ranks(ranks, numel, "sketch-16"), list(torch.zeros(ranks, numel))
+    for rank, x in enumerate(inputs):
+        x[rank::ranks] = torch.randn(numel // ranks, generator=torch.Generator().manual_seed(rank))
+    mean, sent = torch.stack(inputs).mean(0), torch.zeros(numel)
+    for step in range(6):
+        outputs, finite, _ = group.reduce(inputs, step)
+        assert all(finite)
+        sent += outputs[0]
+    assert float((sent / 6 - mean).norm() / mean.norm()) < 0.1
+
+
+def test_values_that_outgrow_their_quantum_go_densely_and_whole():
+    """Opposite values, of which the mean tells nothing, and a leap: both ranks learn of it in the same bits."""
+    group = Ranks(2, 3000, "sketch-4")
+    quiet = [torch.full((3000,), 1e-6), torch.full((3000,), 1e-6)]
+    group.reduce(quiet, 0)
+    sent, wanted = torch.zeros(3000, dtype=torch.float64), torch.zeros(3000, dtype=torch.float64)
+    for step, leap in enumerate((1.0, 1e4, 1e20), 1):
+        inputs, dense = [x.clone() for x in quiet], group.dense[0]
+        inputs[0][7], inputs[1][7] = leap, -leap
+        owed = torch.stack([f.sent for f in group.feedbacks]).double().mean(0)
+        outputs, finite, _ = group.reduce(inputs, step)
+        assert finite == [True, True]
+        assert torch.equal(outputs[0], outputs[1])
+        assert group.dense == [dense + 1, dense + 1]
+        wanted = torch.stack(inputs).double().mean(0) + owed
+        sent = outputs[0].double() + torch.stack([f.sent for f in group.feedbacks]).double().mean(0)
+        torch.testing.assert_close(sent, wanted, atol=1e-7, rtol=1e-5)
+        assert float(group.feedbacks[0].sent.abs().max()) < 1e-4
 
 
 def test_a_loss_scale_changes_nothing():
