@@ -322,6 +322,63 @@ def test_on_another_number_of_ranks_nothing_is_lost(size, codec):
     assert other.agree()
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_end_of_a_round_fits_another_number_of_ranks(size, caplog):
+    """All ranks' own states: the shared weights, the outer momentum, and what compression owes, conserved."""
+    options = {"codec": "bits2", "outer": Nesterov(), "every": 4, "min_numel": 0, "feedback_decay": 1.0}
+    ranks, other, alone = Ranks(3, **options), Ranks(size, **options), Ranks(size, **options)
+    for step in range(6):
+        ranks.step(noise(3, step))
+    middle = simulate([local.saving() for local in ranks.local])
+    with pytest.raises(StateMismatch, match="in the middle of a round"):
+        other.local[0].load_state_dict(*(middle if size != 2 else middle[2:]))
+    ranks.drain()
+    states = simulate([local.saving() for local in ranks.local])
+    for mine, twin in ((other, states), (alone, states[2:])):
+        for local, parameters in zip(mine.local, mine.parameters, strict=True):
+            for p, shared in zip(parameters, ranks.parameters[0], strict=True):
+                p.data.copy_(shared)
+            local.load_state_dict(*twin)
+    assert other.local[0].digest() == ranks.local[0].digest() == alone.local[0].digest()
+    assert "starts from zero" in caplog.text
+
+    def owed(ranks):
+        every = [local.exchanges.residuals.places() for local in ranks.local]
+        sent, reduced = (sum(float(place[i].double().sum()) for places in every for place in places) for i in (1, 2))
+        return sent / len(every) + reduced
+
+    assert owed(other) == pytest.approx(owed(ranks), rel=1e-4)
+    for step in range(5):
+        other.step(noise(size, step))
+        alone.step(noise(size, step))
+    assert other.agree()
+    assert alone.agree()
+
+
+def test_in_the_place_of_an_optimizer():
+    """Schedulers and scalers take it for one; a step whose gradients overflowed counts and moves nothing."""
+    ranks, twin = Ranks(1, every=5), Ranks(1, every=5)
+    local, scaler = ranks.local[0], torch.amp.GradScaler("cpu", init_scale=4.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(local, lambda step: 0.5**step)
+    scaler.scale(torch.zeros(()))
+    for step in range(4):
+        gradients = noise(1, step)
+        for p, g in zip(ranks.parameters[0], gradients[0], strict=True):
+            p.grad = 4 * g if step != 2 else torch.full_like(g, float("inf"))
+        before = [p.detach().clone() for p in ranks.parameters[0]]
+        scaler.step(local)
+        scaler.update(4.0)
+        twin.local[0].inner[0].param_groups[0]["lr"] = RATE * 0.5**step
+        if step == 2:
+            assert all(torch.equal(a, b) for a, b in zip(before, ranks.parameters[0], strict=True))
+        else:
+            twin.step(gradients)
+        schedule.step()
+    assert local.counters.steps == 4
+    for p, q in zip(ranks.parameters[0], twin.parameters[0], strict=True):
+        assert torch.equal(p, q)
+
+
 def test_a_state_of_another_model_is_refused():
     ranks, other = Ranks(2), Ranks(2, fragments=2)
     states = simulate([local.saving() for local in ranks.local])

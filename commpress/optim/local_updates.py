@@ -66,8 +66,9 @@ class Flight:
     kept: bool = True  # whether the mean is to be taken
 
 
-class LocalUpdates:
-    """Trains with ``inner`` on every rank by itself and exchanges changes once a round. Takes the optimizer's place in a loop.
+class LocalUpdates(torch.optim.Optimizer):
+    """Trains with ``inner`` on every rank by itself and exchanges changes once a round. Takes the optimizer's place in a loop,
+    and in what expects one: schedulers of learning rates, GradScaler, Accelerate's ``prepare``.
 
     - ``inner``: a torch optimizer, or several. The model stays bare: no DistributedDataParallel around it.
     - ``every``: steps of a round, a number, ``commpress.QSR(alpha, base)`` or ``commpress.Seconds(60)``.
@@ -82,6 +83,8 @@ class LocalUpdates:
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
     - ``keep``: "host" or "device": where Θ and the state of the outer step lie.
     """
+
+    _step_supports_amp_scaling = True  # a GradScaler calls ``step`` always: ranks count steps alike
 
     def __init__(
         self,
@@ -103,6 +106,7 @@ class LocalUpdates:
         transport: Transport | None = None,
         seed: int = 0,
     ) -> None:
+        self.__setstate__({"defaults": {}})  # as torch's own from a file: groups and state are those of ``inner``
         self.inner = [inner] if isinstance(inner, torch.optim.Optimizer) else list(inner)
         if not self.inner or not all(isinstance(each, torch.optim.Optimizer) for each in self.inner):
             raise InvalidArgument(f"inner is {inner!r}, expected a torch optimizer or a list of them")
@@ -160,8 +164,12 @@ class LocalUpdates:
         return named
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        return {p: of for optimizer in self.inner for p, of in optimizer.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.inner:
@@ -169,11 +177,30 @@ class LocalUpdates:
 
     # ------------------------------------------------------------ steps
 
-    def step(self, *, tokens: int = 0) -> None:
-        """A step of each inner optimizer; then, where it is time, an exchange. ``tokens``: what the step was computed from."""
-        for optimizer in self.inner:
-            optimizer.step()
+    def step(self, closure: Callable[[], Any] | None = None, *, tokens: int = 0) -> Any:
+        """A step of each inner optimizer; then, where it is time, an exchange. ``tokens``: what the step was computed from.
+
+        With a GradScaler a rank whose gradients overflowed leaves its step out, and takes part in the exchange all the same.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not bool(getattr(self, "found_inf", False)):
+            self._unscale()
+            for optimizer in self.inner:
+                optimizer.step()
         self.advance(tokens=tokens)
+        return loss
+
+    @torch.no_grad()
+    def _unscale(self) -> None:
+        """Take off the scale that a GradScaler left on the gradients."""
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for _, p in self._parameters:
+                if p.grad is not None:
+                    p.grad.div_(scale.to(p.grad.device))
 
     def advance(self, *, tokens: int = 0) -> None:
         """Somebody else has called the inner optimizers, such as a GradScaler or a trainer: exchange where it is time."""
@@ -387,7 +414,10 @@ class LocalUpdates:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], *others: dict[str, Any]) -> None:
-        """Load this rank's ``state_dict``, or all ranks' ``elastic_state_dict``. The model is to be loaded before."""
+        """Load this rank's ``state_dict``, or all ranks' ``elastic_state_dict``. The model is to be loaded before.
+
+        Where ``drain`` came before ``state_dict``, the states of all ranks fit another number of them too.
+        """
         states = [state, *others]
         if any(each.get("format") != FORMAT or each.get("kind") not in ("exact", "elastic") for each in states):
             raise StateMismatch(
@@ -395,8 +425,8 @@ class LocalUpdates:
                 f"{state.get('format')!r} and kind {state.get('kind')!r}"
             )
         transport, exact = self.channel.transport, state["kind"] == "exact"
-        if exact and len(states) > 1:
-            states = [each for each in states if each["residuals"]["rank"] == transport.rank] or states[:1]
+        if exact:
+            states = self._own(states)
         shared = next((each for each in states if "weights" in each), None)
         if shared is None or shared["layout"] != [f.layout for f in self.fragments]:
             raise StateMismatch(
@@ -404,13 +434,13 @@ class LocalUpdates:
                 "with the fragments= of the run that saved it"
             )
         loaded: dict[Any, Any] = {}
-        if exact:
+        if exact and (len(states) > 1 or _place(states[0]) == (transport.rank, transport.size)):
             _, loaded = residuals_of([each["residuals"] for each in states], transport)
-        else:
+        elif not exact:
             _, totals = residuals_of([each["progress"] for each in states], transport, share=lambda every: every)  # type: ignore[arg-type,return-value]
         self._settle_quietly()
         self.exchanges.residuals.load(loaded)
-        inner = states[0 if exact else transport.rank % len(states)]["inner"]
+        inner = states[transport.rank % len(states)]["inner"]
         if len(inner) != len(self.inner):
             raise StateMismatch(f"the state holds {len(inner)} inner optimizers, expected {len(self.inner)}")
         for optimizer, each in zip(self.inner, inner, strict=True):
@@ -437,6 +467,26 @@ class LocalUpdates:
             fragment = self.fragments[int(flight["fragment"])]
             fragment.work.copy_(flight["mean"])
             self._flight = Flight(fragment, int(flight["due"]), None, kept=bool(flight["taken"]))
+
+    def _own(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The one that this rank saved, if as many ranks saved it; else all of them, which must be of the end of a round."""
+        place = self.channel.rank, self.channel.size
+        own = [each for each in states if _place(each) == place]
+        if own:
+            return own
+        rank, size = _place(states[0])
+        if states[0]["flight"] is not None or any(steps for each in states for steps, _ in each["counts"]):
+            raise StateMismatch(
+                f"the state was saved by rank {rank} of {size} in the middle of a round, in which ranks differ, and this is "
+                f"rank {place[0]} of {place[1]}: load each rank's own, or call drain() before state_dict(), or save with "
+                "elastic_state_dict()"
+            )
+        if len(states) == 1 and size > 1:
+            log.warning(
+                "the loaded state is of rank %d of %d, this is rank %d of %d: what compression left behind here starts from "
+                "zero, unless what this rank saved is loaded next", rank, size, *place,
+            )  # fmt: skip
+        return states
 
     def _settle(self) -> Steps[None]:
         """Wait for what is under way; it arrives when it is due."""
@@ -489,6 +539,10 @@ class LocalUpdates:
 
 def _copied(state: State) -> State:
     return {name: each.clone() if torch.is_tensor(each) else each for name, each in state.items()}
+
+
+def _place(state: dict[str, Any]) -> tuple[int, int]:
+    return state["residuals"]["rank"], state["residuals"]["size"]
 
 
 def _halves(digest: int) -> tuple[float, float]:
