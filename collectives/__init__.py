@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from commpress.lazy import lazily
 
 if TYPE_CHECKING:
+    from commpress.collectives.all_gather_mean import GatherMean
     from commpress.collectives.all_to_all.all_to_all import compressed_all_to_all
     from commpress.collectives.allreduce import Outcome, Workspace, compressed_allreduce
     from commpress.collectives.channel import Channel
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     from commpress.collectives.two_level import hierarchical_allreduce
 
 __all__ = [
-    "Channel", "Exchange", "Exchanges", "Links", "Loopback", "MpiTransport", "Outcome", "Reduce", "ReduceInLevels",
-    "Round", "Scatter", "Topology", "Transport", "Workspace", "compressed_all_to_all", "compressed_allreduce",
+    "Channel", "Exchange", "Exchanges", "GatherMean", "Links", "Loopback", "MpiTransport", "Outcome", "Reduce",
+    "ReduceInLevels", "Round", "Scatter", "Topology", "Transport", "Workspace", "compressed_all_to_all", "compressed_allreduce",
     "hierarchical_allreduce", "load_links", "own_transport", "simulate",
 ]  # fmt: skip
 __getattr__ = lazily(__name__, {
+    "all_gather_mean": ("GatherMean",),
     "all_to_all.all_to_all": ("compressed_all_to_all",),
     "allreduce": ("Outcome", "Workspace", "compressed_allreduce"),
     "channel": ("Channel",),

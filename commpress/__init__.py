@@ -32,6 +32,7 @@ _HOMES = {
     "RandomKCodec": "commpress.codecs",
     "LowRankCodec": "commpress.codecs",
     "SketchCodec": "commpress.codecs",
+    "SparseCodec": "commpress.codecs",
     "BySize": "commpress.codecs",
     "ByName": "commpress.codecs",
     "by_role": "commpress.codecs",
@@ -47,6 +48,7 @@ _HOMES = {
     "Average": "commpress.optim.outer",
     "Nesterov": "commpress.optim.outer",
     "SlowMo": "commpress.optim.outer",
+    "SparseLoCo": "commpress.optim.outer",
     "QSR": "commpress.schedules",
     "Seconds": "commpress.schedules",
     "overlap": "commpress.integrations.ddp.overlap",
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
         RandomKCodec,
         SignCodec,
         SketchCodec,
+        SparseCodec,
         TernaryCodec,
         TopKCodec,
         by_role,
@@ -110,7 +113,7 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.tiling import tile
     from commpress.optim import Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
     from commpress.optim.local_updates import LocalUpdates
-    from commpress.optim.outer import Average, Nesterov, SlowMo
+    from commpress.optim.outer import Average, Nesterov, SlowMo, SparseLoCo
     from commpress.schedules import QSR, Seconds
     from commpress.tiered_mem import TieredStore
     from commpress.timeline import Timeline, merge_timelines
@@ -135,6 +138,7 @@ __all__ = [
     "RandomKCodec",
     "LowRankCodec",
     "SketchCodec",
+    "SparseCodec",
     "BySize",
     "ByName",
     "by_role",
@@ -154,6 +158,7 @@ __all__ = [
     "Average",
     "Nesterov",
     "SlowMo",
+    "SparseLoCo",
     "QSR",
     "Seconds",
     "overlap",

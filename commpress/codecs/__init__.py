@@ -4,6 +4,7 @@ from commpress.codecs.codec import Codec
 from commpress.codecs.family import BitsCodec, BlockCodec, CastCodec, RandomKCodec, SignCodec, TernaryCodec, TopKCodec
 from commpress.codecs.policy import ByName, ByRole, BySize, Policy, by_role, policy_of
 from commpress.codecs.registry import codec_named, register_codec
+from commpress.codecs.sparse import SparseCodec
 from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "RandomKCodec",
     "SignCodec",
     "SketchCodec",
+    "SparseCodec",
     "TernaryCodec",
     "TopKCodec",
     "by_role",

@@ -9,13 +9,16 @@ import torch
 
 from commpress.codecs.codec import Codec
 from commpress.codecs.family import NAMES, BitsCodec, RandomKCodec, TernaryCodec, TopKCodec
+from commpress.codecs.sparse import SparseCodec
 from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec
 from commpress.errors import InvalidArgument
 from commpress.kernels import registered
 from commpress.kernels.reference import CHUNK
 from commpress.kernels.registered import PlainCodec
 
-EXAMPLES = ("terngrad", "bits3", "shift8", "topk-64", "randk-32", "sketch-64", "powersgd-4")  # of names that are patterns
+EXAMPLES = (  # of names that are patterns
+    "terngrad", "bits3", "shift8", "topk-64", "topk-64+bits2", "randk-32", "sketch-64", "powersgd-4",
+)  # fmt: skip
 REGISTERED: dict[str, Codec] = {}
 
 
@@ -40,9 +43,12 @@ def codec_named(codec: str | Codec) -> Codec:
 
 
 def _numbered(name: str) -> Codec | None:
-    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 and sketch-64 likewise, powersgd-4 (rank 4)."""
+    """terngrad, bits2 … bits8, shift2 … shift8, topk-64 (one of 64), randk-32 and sketch-64 likewise, powersgd-4 (rank 4);
+    topk-64+bits2: values in two bits."""
     if name == "terngrad":
         return TernaryCodec(clip=2.5)
+    if sparse := re.fullmatch(r"topk-([1-9]\d{0,3})\+bits(\d)", name):
+        return SparseCodec(1 / int(sparse[1]), int(sparse[2]))
     match = re.fullmatch(r"(bits|shift|topk-|randk-|sketch-|powersgd-)([1-9]\d{0,3})", name)
     if not match:
         return None

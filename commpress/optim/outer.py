@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from commpress.codecs import Policy
+from commpress.collectives.all_gather_mean import GatherMean, GatherMeans
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
@@ -102,6 +103,37 @@ class SlowMo(Outer):
         weights.sub_(u, alpha=self.lr * lr)
 
 
+@dataclass(frozen=True)
+class SparseLoCo(Outer):
+    """SparseLoCo: Θ ← Θ − α·Δ̄ without momentum; the residual that decays, e ← β·e + Δ, stands in for it.
+
+    Takes a sparse codec, such as "topk-64+bits2". Every rank sends its payload to every other, so traffic grows with their
+    number; it weighs what has been decoded, Δ̄ = Σ wᵢ·clip(yᵢ) / Σ wᵢ. ``clip``: no rank's block counts for more than the
+    median of the ranks' norms, which holds a rank whose change is wild.
+    """
+
+    lr: float = 1.0
+    clip: bool = True
+
+    def __post_init__(self) -> None:
+        _check_rate(self.lr)
+        if not isinstance(self.clip, bool):
+            raise InvalidArgument(f"clip is {self.clip!r}, expected True or False")
+
+    def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool, seed: int) -> Exchanges:
+        return GatherMeans(policy, channel.size, channel.workspace, clip=self.clip, feedback=feedback, seed=seed)
+
+    def exchange(
+        self, exchange: Exchange, channel: Channel, change: torch.Tensor, weights: torch.Tensor, state: State, *,
+        shares: Sequence[float], sequence: int, key: int,
+    ) -> Steps[list[Outcome]]:  # fmt: skip
+        assert isinstance(exchange, GatherMean)
+        return (yield from exchange.steps(channel, change, sequence=sequence, key=key, shares=shares))
+
+    def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
+        weights.sub_(change.mul_(self.lr))
+
+
 class TorchOuter(Outer):
     """Any optimizer of torch, given by a function from parameters to it: Δ is the gradient."""
 
@@ -132,8 +164,8 @@ def outer_of(outer: "Outer | Callable[..., torch.optim.Optimizer]") -> Outer:
         return outer
     if not callable(outer) or isinstance(outer, torch.optim.Optimizer):
         raise InvalidArgument(
-            f"outer is {outer!r}, expected commpress.Nesterov(), Average() or SlowMo(), or a function that makes a torch "
-            "optimizer of a list of parameters"
+            f"outer is {outer!r}, expected commpress.Nesterov(), Average(), SlowMo() or SparseLoCo(), or a function that makes "
+            "a torch optimizer of a list of parameters"
         )
     return TorchOuter(outer)
 

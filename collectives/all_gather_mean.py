@@ -1,0 +1,156 @@
+"""The mean of sparse changes in one phase: everybody's payload to everybody, and all decode all, in the order of ranks.
+
+    c = g·x + e        y = Q(c)        e ← c − y        y to everybody                    (all-gather)
+    x := Σᵢ sᵢ·clip(yᵢ) / (K·g)                         sᵢ: the rank's share, 1 in the mean
+    clip(yᵢ) = yᵢ · min(1, median‖y‖ / ‖yᵢ‖)            block by block, over the ranks that say something in it
+
+Blocks run through all tensors of the buffer, so small tensors cost no more bytes than their elements. The median (the lower of
+two) holds a rank whose change is wild at the length of the others'.
+
+Note: the same bits everywhere. Every sum has its order written down: norms are added by halves, ranks one after the other.
+"""
+
+import sys
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from commpress.codecs import Policy, SparseCodec
+from commpress.codecs.policy import BySize, Same, policy_of
+from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, any_flag, check_buffer, exchange
+from commpress.collectives.buckets import MESSAGE, Message, Span, messages
+from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, NOT_FINITE, Frame
+from commpress.errors import InvalidArgument
+from commpress.feedback import ErrorFeedback
+from commpress.work import Steps, overlapped
+
+
+class GatherMean(Exchange):
+    """The mean of what the ranks sent, decoded by each of them. ``clip``: no rank's block is longer than the median."""
+
+    def __init__(
+        self, spans: list[Span], named: list[Message], codec: SparseCodec, feedback: ErrorFeedback | None, *, clip: bool = True
+    ) -> None:
+        self.spans, self.messages, self.codec, self.feedback, self.clip = spans, named, codec, feedback, clip
+        self.first, self.numel = (spans[0].source, sum(span.numel for span in spans)) if named else (0, 0)
+        self.waits = self.sequences = -(-self.numel // MESSAGE)
+
+    def steps(
+        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False,
+        shares: Sequence[float] = (),
+    ) -> Steps[list[Outcome]]:  # fmt: skip
+        """As the law says. A rank whose share is 0 is not listened to: its numbers and what it owes stay as they are."""
+        check_buffer(buffer)
+        if not self.messages:
+            return []
+        (message,), old, new = self.messages, self.feedback, None
+        if old is not None:
+            old.join(message.pieces, channel.rank)
+            new = channel.workspace.residual(message, buffer.device)
+        jobs = []
+        for i, at in enumerate(range(0, self.numel, MESSAGE)):
+            part = slice(at, min(at + MESSAGE, self.numel))
+            jobs.append(self._mean(
+                channel, buffer[self.first :][part], None if old is None else old.sent[part],
+                None if new is None else new.sent[part], sequence=sequence + i, gain=gain, asks=asks,
+                shares=shares or [1.0] * channel.size,
+            ))  # fmt: skip
+        flags = yield from overlapped(jobs, limit=ALONGSIDE)
+        finite, asked = not any(flag & NOT_FINITE for flag in flags), any(flag & ASKS for flag in flags)
+        return [Outcome(message, finite, old, new, channel.workspace, asks=asked)]
+
+    def _mean(
+        self, channel: Channel, x: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None, *, sequence: int,
+        gain: float, asks: bool, shares: Sequence[float],
+    ) -> Steps[int]:  # fmt: skip
+        """``x`` := its mean, if the flags of all ranks, which are returned, say that all were finite."""
+        workspace, device, code = channel.workspace, x.device, self.codec.arithmetic
+        size, start = HEADER + code.row_bytes(x.numel()), perf_counter()
+        outbox, inbox = workspace.rows(size, 1, device), workspace.rows(size, channel.size, device)
+        row, flag = outbox[0, HEADER:].zero_(), ASKS * asks
+        if new is not None and old is not None:
+            new.copy_(old)
+        if shares[channel.rank]:
+            values = x * gain if old is None else x * gain + old
+            if bool(torch.isfinite(values).all()):
+                row.copy_(code.encode(values))
+                if new is not None:
+                    torch.sub(values, code.decode(row, x.numel()), out=new)
+            else:
+                flag |= NOT_FINITE
+        workspace.encoded(start)
+        frame = Frame(ALL_GATHER, channel.size, self.codec.spec, x.numel(), sequence, self.messages[0].label)
+        mark = torch.full((1,), flag, dtype=torch.uint8, device=device)
+        yield from exchange(channel.transport.all_gather, inbox, outbox, frame, mark, channel.transport, workspace)
+        flags = int(any_flag(inbox)) | int(any_flag(inbox, ASKS))
+        start = perf_counter()
+        if not flags & NOT_FINITE:
+            x.zero_()
+            heard = [rank for rank, share in enumerate(shares) if share]
+            self._add(x, inbox[heard, HEADER:], [shares[rank] for rank in heard])
+            x.div_(gain * channel.size)
+        workspace.decoded(start)
+        workspace.give_wires(outbox, inbox)
+        return flags
+
+    def _add(self, out: torch.Tensor, rows: torch.Tensor, shares: Sequence[float]) -> None:
+        """``out`` += what the rows say, each times its share."""
+        weights = torch.tensor(shares, dtype=torch.float64, device=out.device)[:, None]
+        for places, values in self.codec.arithmetic.sparse(rows, out.numel()):
+            factors = within_median(_norms(values)) * weights if self.clip else weights
+            values = values * factors.float()[:, :, None]
+            for at, said in zip(places.flatten(1), values.flatten(1), strict=True):
+                out[at] = out[at] + said
+
+    def forget(self, workspace: Workspace) -> None:
+        for message in self.messages:
+            workspace.forget(message)
+
+
+def within_median(norms: torch.Tensor) -> torch.Tensor:
+    """Factors, 1 or less, that bring each rank's norms [ranks, blocks] to the median of those above zero."""
+    ascending = norms.sort(dim=0).values
+    silent = (ascending == 0).sum(0)
+    median = ascending.gather(0, ((len(norms) + silent - 1) // 2)[None])
+    return torch.where(norms > median, median / norms, 1.0)
+
+
+def _norms(values: torch.Tensor) -> torch.Tensor:
+    """Along the last dimension, in float64: added by halves, so that it is the same on every machine."""
+    squares = values.double().square()
+    width = 1 << (squares.shape[-1] - 1).bit_length()
+    squares = torch.nn.functional.pad(squares, (0, width - squares.shape[-1]))
+    while width > 1:
+        width //= 2
+        squares = squares[..., :width] + squares[..., width:]
+    return squares[..., 0].sqrt()
+
+
+class GatherMeans(Exchanges):
+    """Exchanges of sparse changes, all of one codec; ``min_numel`` of a policy is of no account."""
+
+    def __init__(
+        self, policy: Policy, size: int, workspace: Workspace, *, clip: bool = True, feedback: bool = True, seed: int = 0
+    ) -> None:
+        super().__init__(policy, size, workspace, feedback=feedback, seed=seed)
+        self.codec, self.clip = _one_sparse(policy), clip
+
+    def _cut(self, spans: list[Span], shapes: Sequence[Sequence[int]], policy: Policy, device: torch.device) -> Exchange:
+        named = messages(spans, Same(self.codec), self.size, feedback=self.feedback, message=sys.maxsize)
+        feedbacks = [self.residuals.attach(message.keys, message.pieces, device) for message in named]  # of one, or of nothing
+        return GatherMean(spans, named, self.codec, *(feedbacks or [None]), clip=self.clip)
+
+
+def _one_sparse(policy: Policy) -> SparseCodec:
+    inner: Any = policy_of(policy.large) if isinstance(policy, BySize) else policy
+    codec = inner.codec if isinstance(inner, Same) else inner
+    if not isinstance(codec, SparseCodec):
+        raise InvalidArgument(
+            f"codec is {getattr(codec, 'spec', codec)!r}, expected one sparse codec for all tensors, such as 'topk-64+bits2': "
+            "every rank sends its whole change to every other"
+        )
+    return codec
