@@ -5,8 +5,8 @@ Its bytes are ``[scales: S × float32 LE][codes]`` with one scale per ``block`` 
 the casts have codes only.
 Padding never enters a scale, its codes are zero and its residual does not exist.
 
-Kinds from ``BITS`` on have a *head* per block in place of the scale, and a parameter in the bits of the kind above the lowest
-eight (``kind_of``): see "blocks with a head" below.
+Kinds from ``BITS`` on have a *header* per block in place of the scale, and a parameter in the bits of the kind above the lowest
+eight (``kind_of``): see "blocks with a header" below.
 
 The fast paths must give these bytes bit for bit, hence the fixed order of every floating-point sum.
 """
@@ -38,7 +38,7 @@ def family_of(kind: int) -> int:
 
 
 def code_bits(kind: int) -> int:
-    """Bits per element behind the heads."""
+    """Bits per element behind the headers."""
     family = family_of(kind)
     return CODE_BITS[family] if family < BITS else kind >> 8 & ~SHIFTED if family == BITS else 3 if family == LOG else 0
 
@@ -200,7 +200,7 @@ def decode_block(scale: np.float32, codes: np.ndarray, kind: int, numel: int) ->
 
 
 def row_bytes(kind: int, width: int, block: int) -> int:
-    return head_bytes(kind, width, block) + width * code_bits(kind) // 8
+    return row_header_bytes(kind, width, block) + width * code_bits(kind) // 8
 
 
 def scale_count(kind: int, width: int, block: int) -> int:
@@ -216,44 +216,44 @@ def encode_row(c: np.ndarray, kind: int, width: int, block: int, *, first: int =
     if kind in CASTS:
         codes[: len(c) * bits // 8] = cast_codes(c, kind)
         return codes
-    step, heads = block or width, []
+    step, headers = block or width, []
     for start in range(0, width, step or 1):
         part, span = c[start : start + step], min(step, width - start)
         if len(part) == 0:
-            head, packed = np.zeros(block_head(kind, span, block), np.uint8), np.zeros(0, np.uint8)
+            header, packed = np.zeros(header_bytes(kind, span, block), np.uint8), np.zeros(0, np.uint8)
         elif family_of(kind) >= BITS:
-            head, packed = encode_headed(part, kind, span, block, first + start, key)
+            header, packed = encode_with_header(part, kind, span, block, first + start, key)
         else:
             scale, packed = encode_block(part, kind, first + start, key)
-            head = np.array([scale], np.float32).view(np.uint8)
-        heads.append(head)
+            header = np.array([scale], np.float32).view(np.uint8)
+        headers.append(header)
         codes[start * bits // 8 :][: len(packed)] = packed
-    return np.concatenate([*heads, codes]) if heads else np.concatenate([np.zeros(4, np.uint8), codes])
+    return np.concatenate([*headers, codes]) if headers else np.concatenate([np.zeros(4, np.uint8), codes])
 
 
 def decode_row(row: np.ndarray, kind: int, numel: int, width: int, block: int, gain: float = 1.0) -> np.ndarray:
     """The first ``numel`` elements; each scale is multiplied by ``gain`` before it meets a code."""
     if kind in CASTS:
         return uncast(row, kind, numel) * np.float32(gain)
-    codes = row[head_bytes(kind, width, block) :]
+    codes = row[row_header_bytes(kind, width, block) :]
     out = np.zeros(numel, np.float32)
     step, at = block or width, 0
     for start in range(0, numel, step or 1):
-        stop, size = min(start + step, numel), block_head(kind, min(step, width - start), block)
-        head, packed = row[at : at + size].copy(), codes[start * code_bits(kind) // 8 :]
+        stop, size = min(start + step, numel), header_bytes(kind, min(step, width - start), block)
+        header, packed = row[at : at + size].copy(), codes[start * code_bits(kind) // 8 :]
         if family_of(kind) >= BITS:
-            out[start:stop] = decode_headed(head, packed, kind, stop - start, np.float32(gain))
+            out[start:stop] = decode_with_header(header, packed, kind, stop - start, np.float32(gain))
         else:
-            scale = np.float32(head.view(np.float32)[0] * np.float32(gain))
+            scale = np.float32(header.view(np.float32)[0] * np.float32(gain))
             out[start:stop] = decode_block(scale, packed, family_of(kind), stop - start)
         at += size
     return out
 
 
-# ---------------------------------------------------------------- blocks with a head
+# ---------------------------------------------------------------- blocks with a header
 
 
-def block_head(kind: int, span: int, block: int) -> int:
+def header_bytes(kind: int, span: int, block: int) -> int:
     """Bytes before the codes of one block of ``span`` elements; ``block`` is the length of a whole one."""
     family, parameter = family_of(kind), kind >> 8
     if family == BITS:
@@ -265,64 +265,64 @@ def block_head(kind: int, span: int, block: int) -> int:
     return 0 if family in CASTS else 4
 
 
-def head_bytes(kind: int, width: int, block: int) -> int:
-    """Bytes of all heads of one row."""
+def row_header_bytes(kind: int, width: int, block: int) -> int:
+    """Bytes of all headers of one row."""
     if kind in CASTS or not block or not width:
         return 0 if kind in CASTS else 4
     whole, rest = divmod(width, block)
-    return whole * block_head(kind, block, block) + (block_head(kind, rest, block) if rest else 0)
+    return whole * header_bytes(kind, block, block) + (header_bytes(kind, rest, block) if rest else 0)
 
 
-def encode_headed(
+def encode_with_header(
     c: np.ndarray, kind: int, span: int, block: int, first: int, key: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Head and codes; a block that is not finite has a NaN first and, of top-k, no places."""
+    """Header and codes; a block that is not finite has a NaN first and, of top-k, no places."""
     family, parameter = family_of(kind), kind >> 8
-    head, codes = np.zeros(block_head(kind, span, block), np.uint8), np.zeros(len(c), np.uint8)
+    header, codes = np.zeros(header_bytes(kind, span, block), np.uint8), np.zeros(len(c), np.uint8)
     if not np.isfinite(c).all():
-        head[:4] = np.array([np.nan], np.float32).view(np.uint8)
+        header[:4] = np.array([np.nan], np.float32).view(np.uint8)
         if family == TOP:
-            head[4 * (len(head) // 6) :] = 0xFF
+            header[4 * (len(header) // 6) :] = 0xFF
     elif family == BITS:
         shift = uniform(np.array([first], np.uint32), key)[0] if parameter & SHIFTED else None
-        head[:], codes = encode_bits(c, code_bits(kind), shift)
+        header[:], codes = encode_bits(c, code_bits(kind), shift)
     elif family == LOG:
-        head[:], codes = encode_powers(c)
+        header[:], codes = encode_powers(c)
     elif family == TOP:
-        places = top_places(c, min(len(head) // 6, len(c)))
-        values = np.zeros(len(head) // 6, np.float32)
+        places = top_places(c, min(len(header) // 6, len(c)))
+        values = np.zeros(len(header) // 6, np.float32)
         values[: len(places)] = c[places] + np.float32(0)
         every = np.full(len(values), 0xFFFF, "<u2")
         every[: len(places)] = places
-        head[:] = np.concatenate([values.view(np.uint8), every.view(np.uint8)])
+        header[:] = np.concatenate([values.view(np.uint8), every.view(np.uint8)])
     else:
         seed = block_seed(first, key)
-        values = np.zeros(len(head) // 4 - 1, np.float32)
+        values = np.zeros(len(header) // 4 - 1, np.float32)
         places = random_places(len(c), parameter, seed)
         values[: len(places)] = c[places] + np.float32(0)
         if family == UNBIASED:
             values[: len(places)] *= run_lengths(len(c), parameter)
-        head[:] = np.concatenate([np.array([seed], "<u4").view(np.uint8), values.view(np.uint8)])
-    return head, pack_codes(codes, code_bits(kind)) if code_bits(kind) else np.zeros(0, np.uint8)
+        header[:] = np.concatenate([np.array([seed], "<u4").view(np.uint8), values.view(np.uint8)])
+    return header, pack_codes(codes, code_bits(kind)) if code_bits(kind) else np.zeros(0, np.uint8)
 
 
-def decode_headed(head: np.ndarray, codes: np.ndarray, kind: int, numel: int, gain: np.float32) -> np.ndarray:
+def decode_with_header(header: np.ndarray, codes: np.ndarray, kind: int, numel: int, gain: np.float32) -> np.ndarray:
     family, parameter = family_of(kind), kind >> 8
     out = np.zeros(numel, np.float32)
     if family == BITS:
-        step, zero, least, greatest = head[:16].view(np.float32)
-        places = head[16:].view("<u2")
+        step, zero, least, greatest = header[:16].view(np.float32)
+        places = header[16:].view("<u2")
         out = (unpack_codes(codes, code_bits(kind), numel).astype(np.float32) - zero) * (step * gain)
         out[places[0]], out[places[1]] = least * gain, greatest * gain
     elif family == LOG:
-        out = POWERS[unpack_codes(codes, code_bits(kind), numel)] * (head.view(np.float32)[0] * gain)
+        out = POWERS[unpack_codes(codes, code_bits(kind), numel)] * (header.view(np.float32)[0] * gain)
     elif family == TOP:
-        count = len(head) // 6
-        values, places = head[: 4 * count].view(np.float32), head[4 * count :].view("<u2")
+        count = len(header) // 6
+        values, places = header[: 4 * count].view(np.float32), header[4 * count :].view("<u2")
         out[places[places < numel]] = values[places < numel] * gain
     else:
-        places = random_places(numel, parameter, int(head[:4].view("<u4")[0]))
-        out[places] = head[4:].view(np.float32)[: len(places)] * gain
+        places = random_places(numel, parameter, int(header[:4].view("<u4")[0]))
+        out[places] = header[4:].view(np.float32)[: len(places)] * gain
     return out
 
 

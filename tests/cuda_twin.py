@@ -101,7 +101,7 @@ def scales_of(kind: int, width: int, block: int) -> int:
 
 
 def finite(c: np.ndarray, rows: list[np.ndarray], kind: int, width: int, block: int) -> bool:
-    """Every scale is a number; every element where there are no scales; with heads also what they decode to."""
+    """Every scale is a number; every element where there are no scales; with headers also what they decode to."""
     if kind in reference.CASTS:
         return bool(np.isfinite(c).all())
     if family_of(kind) < BITS:

@@ -200,10 +200,10 @@ def test_every_code_decodes_as_the_law_says(shim, kind):
     block = 0 if kind in reference.CASTS else 2048
     pieces = cut([Piece(0, count, kind, block)], 1)
     row = np.zeros(pieces.row_bytes, np.uint8)
-    head = 4 * reference.scale_count(kind, count, block)
-    row[:head].view(np.float32)[:] = 1.5
+    header = 4 * reference.scale_count(kind, count, block)
+    row[:header].view(np.float32)[:] = 1.5
     codes = np.arange(count, dtype=np.uint8 if count == 256 else np.uint16).view(np.uint8)
-    row[head : head + len(codes)] = codes
+    row[header : header + len(codes)] = codes
     out = torch.empty(count)
     cuda.decode(torch.from_numpy(row[None]), out, pieces)
     with np.errstate(invalid="ignore"):  # NaN among the codes

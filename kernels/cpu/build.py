@@ -83,8 +83,8 @@ def bitcode(family: str) -> bytes:
     for part in parts:
         module.link_in(part)
     _strip(module, {f"{family}.{name}.{i}" for name, variants in names.items() for i in range(len(variants))})
-    head = {"family": family, "digest": digest(), "llvm": list(llvm.llvm_version_info), "kernels": names}
-    return json.dumps(head, separators=(",", ":")).encode() + b"\n" + zlib.compress(module.as_bitcode(), 9)
+    header = {"family": family, "digest": digest(), "llvm": list(llvm.llvm_version_info), "kernels": names}
+    return json.dumps(header, separators=(",", ":")).encode() + b"\n" + zlib.compress(module.as_bitcode(), 9)
 
 
 def _variant(function: Any, kinds: tuple[Kind, ...], name: str) -> llvm.ModuleRef:

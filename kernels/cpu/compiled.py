@@ -148,10 +148,10 @@ class _Family(NamedTuple):
 
 @cache
 def _family(name: str) -> _Family:
-    head, _, body = bitcode(name).partition(b"\n")
+    header, _, body = bitcode(name).partition(b"\n")
     variants = {
         kernel: [tuple(Kind(dtype, int(dims)) for dtype, dims in (kind.split("/") for kind in kinds)) for kinds in each]
-        for kernel, each in json.loads(head)["kernels"].items()
+        for kernel, each in json.loads(header)["kernels"].items()
     }
     return _Family(variants, zlib.decompress(body))
 
@@ -167,8 +167,8 @@ def _packed(name: str) -> bytes | None:
         file = (FOLDER / f"{name}.bc").read_bytes()
     except OSError:
         return None
-    head = json.loads(file.partition(b"\n")[0])
-    return file if head["digest"] == digest() and head["llvm"] <= list(llvm.llvm_version_info) else None
+    header = json.loads(file.partition(b"\n")[0])
+    return file if header["digest"] == digest() and header["llvm"] <= list(llvm.llvm_version_info) else None
 
 
 def _of_these_sources(name: str) -> bytes:

@@ -8,7 +8,7 @@ typedef long long int64;
 
 constexpr bool SIGN = KIND == SIGN_L1 || KIND == SIGN_RMS;
 constexpr bool SCALED = KIND < BF16; // the casts have codes only
-constexpr bool HEADED = KIND >= ANY_BITS; // a head per block, and nothing of what this file says of codes and scales
+constexpr bool WITH_HEADER = KIND >= ANY_BITS; // a header per block, and nothing that this file says of codes
 constexpr int BITS = SIGN ? 1 : KIND == TERNARY ? 2 : KIND == INT4 ? 4 : KIND == FP32 ? 32 : KIND >= BF16 ? 16 : 8;
 constexpr int PER_BYTE = BITS < 8 ? 8 / BITS : 1;
 constexpr unsigned MASK = 0xffffffffu >> (32 - BITS);

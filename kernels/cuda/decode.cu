@@ -1,4 +1,4 @@
-// Rows, or the mean of rows, to floats. What one row's bytes mean is in read_codes.cu or read_heads.cu.
+// Rows, or the mean of rows, to floats. What one row's bytes mean is in read_codes.cu or read_headers.cu.
 
 template <int STRIDE, int COUNT>
 __device__ __forceinline__ void read_row(f32 (&v)[COUNT], const byte *row, const Tile &tile) {

@@ -18,7 +18,7 @@ struct Job {
     f32 *totals; // one per tile, for pieces with one scale per row
 
     __device__ byte *row(const Tile &tile) const { return wire + tile.row * stride + tile.column; }
-    __device__ byte *codes(const Tile &tile) const { return row(tile) + tile.head + tile.start * BITS / 8; }
+    __device__ byte *codes(const Tile &tile) const { return row(tile) + tile.headers + tile.start * BITS / 8; }
 };
 
 // Every kernel from here on has the same parameters.

@@ -38,7 +38,7 @@ __device__ __forceinline__ void read_items(f32 (&v)[COUNT], const byte *row, con
     const int down = 8 - BITS - BITS * (base % PER_BYTE);
     unsigned raw[COUNT];
     f32 scale[ONE ? 1 : COUNT];
-    load_codes<STRIDE>(raw, row + tile.head + (element * BITS >> 3), base, real);
+    load_codes<STRIDE>(raw, row + tile.headers + (element * BITS >> 3), base, real);
 #pragma unroll
     for (int j = 0; j < (ONE ? 1 : COUNT); ++j) {
         const byte *from = row + 4 * ((element + j * STRIDE) >> tile.shift);

@@ -21,10 +21,10 @@ import torch
 
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.kernels.pieces import BLOCK, COLUMN, HASH, KIND, NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH, Pieces
-from commpress.kernels.reference import BITS, CHUNK, SIGN_L1, SIGN_RMS, head_bytes
+from commpress.kernels.reference import BITS, CHUNK, SIGN_L1, SIGN_RMS, row_header_bytes
 
 THREADS, FINISH_THREADS = 256, 1024
-TILE, DECODE_TILE = CHUNK, 2 * CHUNK  # elements per thread block; of blocks with a head always TILE
+TILE, DECODE_TILE = CHUNK, 2 * CHUNK  # elements per thread block; of blocks with a header always TILE
 ROW_SCALE = 62  # as log2 of a block: element >> 62 = 0, every element meets the row's only scale
 EVERY_ROW = -1  # as rank: the rows of the grid are the rows of the pieces
 Arguments = ParamSpec("Arguments")
@@ -47,7 +47,7 @@ class Launch(NamedTuple):
 
 def source(family: int) -> str:
     """The CUDA source of the module of ``family``, to be compiled with ``options``."""
-    meaning = "heads" if family >= BITS else "codes"
+    meaning = "headers" if family >= BITS else "codes"
     names = ["arithmetic.cu", "codes.cu", "tiles.cu", f"read_{meaning}.cu", "decode.cu", "encode.cu", f"write_{meaning}.cu"]
     if family in (SIGN_L1, SIGN_RMS):
         names.append("rows.cu")
@@ -146,10 +146,10 @@ def _upload(table_bytes: bytes, device: torch.device) -> list[Group]:
         tiles = -(-lines[:, WIDTH] // TILE)
         decode_tiles = tiles if family >= BITS else -(-lines[:, WIDTH] // DECODE_TILE)
         shifts = [int(block).bit_length() - 1 if block else ROW_SCALE for block in lines[:, BLOCK]]
-        heads = [head_bytes(int(line[KIND]), int(line[WIDTH]), int(line[BLOCK])) for line in lines]
+        headers = [row_header_bytes(int(line[KIND]), int(line[WIDTH]), int(line[BLOCK])) for line in lines]
         columns = [
             np.cumsum(tiles) - tiles, np.cumsum(decode_tiles) - decode_tiles, numbers, lines[:, SOURCE],
-            lines[:, NUMEL], lines[:, WIDTH], shifts, lines[:, KIND] >> 8, heads, lines[:, COLUMN], lines[:, RESIDUAL],
+            lines[:, NUMEL], lines[:, WIDTH], shifts, lines[:, KIND] >> 8, headers, lines[:, COLUMN], lines[:, RESIDUAL],
             lines[:, SHARD], lines[:, HASH],
         ]  # fmt: skip
         on_device = torch.from_numpy(np.array(columns, np.int64)).to(device)

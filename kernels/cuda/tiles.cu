@@ -8,12 +8,13 @@ constexpr int THREADS = 256;
 constexpr int ITEMS = 8; // elements of a tile that one thread holds
 constexpr int TILE_SHIFT = 11, TILE = THREADS * ITEMS; // = CHUNK of reference.py, the longest run summed in float32
 static_assert(TILE == 1 << TILE_SHIFT, "");
-constexpr int DECODE_ITEMS = HEADED ? ITEMS : 16; // decoding reads next to nothing: more bytes in flight per thread
+constexpr int DECODE_ITEMS = WITH_HEADER ? ITEMS : 16; // decoding reads little: more bytes in flight per thread
 constexpr int DECODE_TILE = THREADS * DECODE_ITEMS;
 
 // The pieces of one family: columns[c * lines + line]. Kernels find their tile in it, cuda.py writes it.
 enum {
-    TILES_BEFORE, DECODE_TILES_BEFORE, PIECE, SOURCE, NUMEL, WIDTH, SHIFT, PARAMETER, HEAD, COLUMN, RESIDUAL, SHARD, HASH
+    TILES_BEFORE, DECODE_TILES_BEFORE, PIECE, SOURCE, NUMEL, WIDTH, SHIFT, PARAMETER, HEADERS, COLUMN, RESIDUAL, SHARD,
+    HASH
 };
 
 struct Table {
@@ -35,7 +36,7 @@ struct Tile {
     bool feedback;    // the piece has a residual
     int64 column;     // bytes of the row before the piece
     int row, scale;   // scale: place of the row's scale among the lazy ones
-    int64 head;       // bytes of the piece's scales or heads
+    int64 headers;    // bytes of the piece's scales or headers
     int shift, parameter;
     int real, padded; // how many elements exist, without and with padding
     unsigned hash;
@@ -67,7 +68,7 @@ __device__ __forceinline__ Tile this_tile(const Table &table) {
     tile.residual_at = table.rank < 0 ? table.get(RESIDUAL, line) + tile.at : table.get(SHARD, line) + tile.start;
     tile.scale = (int)table.get(PIECE, line) * table.rows + tile.row;
     tile.column = table.get(COLUMN, line);
-    tile.head = table.get(HEAD, line);
+    tile.headers = table.get(HEADERS, line);
     tile.shift = (int)table.get(SHIFT, line);
     tile.parameter = (int)table.get(PARAMETER, line);
     tile.hash = (unsigned)table.get(HASH, line);

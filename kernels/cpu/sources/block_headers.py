@@ -1,4 +1,4 @@
-"""Blocks with a head: any number of bits with outliers apart, top-k, one at random, powers of four."""
+"""Blocks with a header: any number of bits with outliers apart, top-k, one at random, powers of four."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ from commpress.kernels.cpu.sources.block_codes import INFINITY, MAGNITUDE, peak_
 from commpress.kernels.cpu.sources.decorators import jit
 from commpress.kernels.reference import BITS, LOG, SHIFTED, TINY, TOP, UNBIASED
 
-HEADS = BITS  # kinds of this family and above have heads
+WITH_HEADER = BITS  # kinds of this family and above have headers
 _SIGN = np.int32(0x7FFFFFFF)
 
 
 @jit
-def block_head(kind, span, block):
+def header_bytes(kind, span, block):
     """Bytes before the codes of one block of ``span`` elements."""
     family, parameter = kind & 255, kind >> 8
     if family == BITS:
@@ -24,72 +24,72 @@ def block_head(kind, span, block):
 
 
 @jit
-def _put(head, at, pattern, count):
+def _put(header, at, pattern, count):
     """The lowest ``count`` bytes of a pattern, little endian."""
     for i in range(count):
-        head[at + i] = np.uint8((pattern >> np.uint32(8 * i)) & np.uint32(255))
+        header[at + i] = np.uint8((pattern >> np.uint32(8 * i)) & np.uint32(255))
 
 
 @jit
-def _get(head, at, count):
+def _get(header, at, count):
     pattern = np.uint32(0)
     for i in range(count):
-        pattern |= np.uint32(head[at + i]) << np.uint32(8 * i)
+        pattern |= np.uint32(header[at + i]) << np.uint32(8 * i)
     return pattern
 
 
 @jit
-def encode_headed(c, n, kind, first, key, work, left, head, codes):
-    """Head and codes of one block, ``left`` := c − decoded; returns NaN if the block is not finite."""
+def encode_with_header(c, n, kind, first, key, work, left, header, codes):
+    """Header and codes of one block, ``left`` := c − decoded; returns NaN if the block is not finite."""
     family, parameter = kind & 255, kind >> 8
-    head[:] = 0
+    header[:] = 0
     peak = peak_bits(c, n)
     if peak >= INFINITY:
         for i in range(n):
             left[i] = c[i]
         codes[:] = 0
-        _put(head, 0, np.uint32(0x7FC00000), 4)
+        _put(header, 0, np.uint32(0x7FC00000), 4)
         if family == TOP:
-            head[4 * (head.size // 6) :] = 0xFF
+            header[4 * (header.size // 6) :] = 0xFF
         return np.float32(np.nan)
     if family == BITS:
         shift = uniform(first, key) if parameter & SHIFTED else np.float32(-1)
-        return _encode_bits(c, n, parameter & ~SHIFTED, shift, work, left, head, codes)
+        return _encode_bits(c, n, parameter & ~SHIFTED, shift, work, left, header, codes)
     if family == TOP:
-        return _encode_top(c, n, work, left, head)
+        return _encode_top(c, n, work, left, header)
     if family == LOG:
-        return _encode_powers(c, n, peak, work, left, head, codes)
+        return _encode_powers(c, n, peak, work, left, header, codes)
     seed = np.uint32(key + np.uint32(np.uint32(first) * np.uint32(0x9E3779B1)))
-    return _encode_random(c, n, parameter, family == UNBIASED, seed, work, left, head)
+    return _encode_random(c, n, parameter, family == UNBIASED, seed, work, left, header)
 
 
 @jit
-def decode_headed(head, codes, n, kind, gain, work, out, add):
+def decode_with_header(header, codes, n, kind, gain, work, out, add):
     """out := or += the decoded block, each value times ``gain``."""
     family, parameter = kind & 255, kind >> 8
     patterns = work.view(np.uint32)
     if family == BITS:
-        _decode_bits(head, codes, n, parameter & ~SHIFTED, gain, work, out, add)
+        _decode_bits(header, codes, n, parameter & ~SHIFTED, gain, work, out, add)
         return
     if family == LOG:
-        _decode_powers(head, codes, n, gain, work, out, add)
+        _decode_powers(header, codes, n, gain, work, out, add)
         return
     if not add:
         for i in range(n):
             out[i] = np.float32(0)
     if family == TOP:
-        count = head.size // 6
+        count = header.size // 6
         for i in range(count):
-            place = np.int64(_get(head, 4 * count + 2 * i, 2))
+            place = np.int64(_get(header, 4 * count + 2 * i, 2))
             if place < n:
-                patterns[0] = _get(head, 4 * i, 4)
+                patterns[0] = _get(header, 4 * i, 4)
                 out[place] += work[0] * gain
         return
-    seed = _get(head, 0, 4)
+    seed = _get(header, 0, 4)
     for i in range((n + parameter - 1) // parameter):
         start = i * parameter
         place = start + np.int64(uniform(start, seed) * np.float32(min(parameter, n - start)))
-        patterns[0] = _get(head, 4 + 4 * i, 4)
+        patterns[0] = _get(header, 4 + 4 * i, 4)
         out[place] += work[0] * gain
 
 
@@ -116,7 +116,7 @@ def _float_at(order, work):
 
 
 @jit
-def _encode_bits(c, n, bits, shift, work, left, head, codes):
+def _encode_bits(c, n, bits, shift, work, left, header, codes):
     """``shift`` < 0: none."""
     low_order, high_order = _extremes(c, n)
     low, high = _float_at(low_order, work), _float_at(high_order, work)
@@ -162,9 +162,9 @@ def _encode_bits(c, n, bits, shift, work, left, head, codes):
     spare = work.view(np.uint32)
     work[0], work[1], work[2], work[3] = step, zero, bottom, top
     for i in range(4):
-        _put(head, 4 * i, spare[i], 4)
-    _put(head, 16, np.uint32(least), 2)
-    _put(head, 18, np.uint32(greatest), 2)
+        _put(header, 4 * i, spare[i], 4)
+    _put(header, 16, np.uint32(least), 2)
+    _put(header, 18, np.uint32(greatest), 2)
     return step
 
 
@@ -199,12 +199,12 @@ def _unpack(codes, n, bits, work):
 
 
 @jit
-def _decode_bits(head, codes, n, bits, gain, work, out, add):
+def _decode_bits(header, codes, n, bits, gain, work, out, add):
     spare = work.view(np.uint32)
     for i in range(4):
-        spare[i] = _get(head, 4 * i, 4)
+        spare[i] = _get(header, 4 * i, 4)
     step, zero, bottom, top = work[0] * gain, work[1], work[2] * gain, work[3] * gain
-    least, greatest = np.int64(_get(head, 16, 2)), np.int64(_get(head, 18, 2))
+    least, greatest = np.int64(_get(header, 16, 2)), np.int64(_get(header, 18, 2))
     _unpack(codes, n, bits, work)
     for i in range(n):
         work[i] = (work[i] - zero) * step
@@ -223,7 +223,7 @@ def _decode_bits(head, codes, n, bits, gain, work, out, add):
 
 
 @jit
-def _encode_powers(c, n, peak, work, left, head, codes):
+def _encode_powers(c, n, peak, work, left, header, codes):
     patterns = work.view(np.uint32)
     patterns[0] = peak
     scale = work[0]
@@ -245,14 +245,14 @@ def _encode_powers(c, n, peak, work, left, head, codes):
     for i in range(n, (n + 7) // 8 * 8):
         work[i] = np.float32(0)
     _pack(work, n, 3, codes)
-    _put(head, 0, peak, 4)
+    _put(header, 0, peak, 4)
     return scale
 
 
 @jit
-def _decode_powers(head, codes, n, gain, work, out, add):
+def _decode_powers(header, codes, n, gain, work, out, add):
     spare = work.view(np.uint32)
-    spare[0] = _get(head, 0, 4)
+    spare[0] = _get(header, 0, 4)
     scale = work[0] * gain
     _unpack(codes, n, 3, work)
     for i in range(n):
@@ -272,9 +272,9 @@ def _decode_powers(head, codes, n, gain, work, out, add):
 
 
 @jit
-def _encode_top(c, n, work, left, head):
+def _encode_top(c, n, work, left, header):
     """The threshold is the pattern of the count-th largest magnitude, found bit by bit: each a pass that vectorises."""
-    slots = head.size // 6
+    slots = header.size // 6
     count = min(slots, n)
     source, patterns = c.view(np.uint32), work.view(np.uint32)
     for i in range(n):
@@ -300,21 +300,21 @@ def _encode_top(c, n, work, left, head):
             value = c[i] + np.float32(0)
             left[i] = c[i] - value
             work[n] = value
-            _put(head, 4 * slot, patterns[n], 4)
-            _put(head, 4 * slots + 2 * slot, np.uint32(i), 2)
+            _put(header, 4 * slot, patterns[n], 4)
+            _put(header, 4 * slots + 2 * slot, np.uint32(i), 2)
             slot += 1
     for s in range(slot, slots):
-        _put(head, 4 * slots + 2 * s, np.uint32(0xFFFF), 2)
+        _put(header, 4 * slots + 2 * s, np.uint32(0xFFFF), 2)
     return np.float32(0)
 
 
 @jit
-def _encode_random(c, n, run, unbiased, seed, work, left, head):
+def _encode_random(c, n, run, unbiased, seed, work, left, header):
     for i in range(n):
         left[i] = c[i]
     patterns = work.view(np.uint32)
     finite = True
-    _put(head, 0, seed, 4)
+    _put(header, 0, seed, 4)
     for i in range((n + run - 1) // run):
         start = i * run
         length = np.float32(min(run, n - start))
@@ -325,5 +325,5 @@ def _encode_random(c, n, run, unbiased, seed, work, left, head):
             finite = finite and np.isfinite(value)
         left[place] = c[place] - value
         work[0] = value
-        _put(head, 4 + 4 * i, patterns[0], 4)
+        _put(header, 4 + 4 * i, patterns[0], 4)
     return np.float32(0) if finite else np.float32(np.nan)

@@ -18,7 +18,12 @@ from commpress.kernels.cpu.sources.block_codes import (
     uncast,
     widened,
 )
-from commpress.kernels.cpu.sources.block_headers import HEADS, block_head, decode_headed, encode_headed
+from commpress.kernels.cpu.sources.block_headers import (
+    WITH_HEADER,
+    decode_with_header,
+    encode_with_header,
+    header_bytes,
+)
 from commpress.kernels.cpu.sources.decorators import jit
 from commpress.kernels.cpu.sources.kernel import kernel
 from commpress.kernels.cpu.sources.signs import encode_signs, mean_signs, pack_signs, stream_signs, unpack_signs
@@ -35,23 +40,23 @@ def _geometry(line, mixed):
     steps = (line[WIDTH] + step - 1) // step
     if is_cast(line[KIND]):
         return step, steps, 0
-    if mixed is not None and line[KIND] & 255 >= HEADS:
+    if mixed is not None and line[KIND] & 255 >= WITH_HEADER:
         last = line[WIDTH] - (steps - 1) * step
-        return step, steps, (steps - 1) * block_head(line[KIND], step, step) + block_head(line[KIND], last, step)
+        return step, steps, (steps - 1) * header_bytes(line[KIND], step, step) + header_bytes(line[KIND], last, step)
     return step, steps, 4 * steps if line[BLOCK] else 4
 
 
 @jit
-def _head_at(line, step, k, mixed):
-    """Place where the scale or head of block ``k`` begins in its row."""
-    if mixed is not None and line[KIND] & 255 >= HEADS:
-        return k * block_head(line[KIND], step, step)
+def _header_at(line, step, k, mixed):
+    """Place where the scale or header of block ``k`` begins in its row."""
+    if mixed is not None and line[KIND] & 255 >= WITH_HEADER:
+        return k * header_bytes(line[KIND], step, step)
     return 4 * k if line[BLOCK] else 0
 
 
 @jit
-def _head_size(kind, span, step, mixed):
-    return block_head(kind, span, step) if mixed is not None and kind & 255 >= HEADS else 4
+def _header_size(kind, span, step, mixed):
+    return header_bytes(kind, span, step) if mixed is not None and kind & 255 >= WITH_HEADER else 4
 
 
 @jit
@@ -85,14 +90,14 @@ def _load(x, gain, residual, stale, c):
 
 @jit
 def _decode_block(
-    row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, out, add, mixed
+    row, headers, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, out, add, mixed
 ):  # fmt: skip
-    codes = row[head + code_at :]
+    codes = row[headers + code_at :]
     if is_cast(kind):
         uncast(codes, n, kind, gain, work, out, add)
         return
-    if mixed is not None and kind & 255 >= HEADS:
-        decode_headed(row[scale_at : scale_at + size], codes, n, kind, gain, work, out, add)
+    if mixed is not None and kind & 255 >= WITH_HEADER:
+        decode_with_header(row[scale_at : scale_at + size], codes, n, kind, gain, work, out, add)
         return
     scale = _load_float(row, scale_at, word, word_bytes) * gain
     if mixed is None or kind <= SIGN_RMS:
@@ -151,19 +156,19 @@ def encode(
     done = 0
     for p in range(table.shape[0]):
         line = table[p]
-        step, steps, head = _geometry(line, mixed)
+        step, steps, headers = _geometry(line, mixed)
         width, kind, bits = line[WIDTH], line[KIND], line[BITS]
         whole_row = line[BLOCK] == 0 and kind <= SIGN_RMS
-        headed = mixed is not None and kind & 255 >= HEADS
+        has_header = mixed is not None and kind & 255 >= WITH_HEADER
         for b in range(max(start - done, 0), min(stop - done, rows * steps)):
             r, k = b // steps, b % steps
-            row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + head + width * bits // 8]
+            row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + headers + width * bits // 8]
             at = (rank if senders > 0 else r) * width + k * step
             span = min(step, width - k * step)
             n = min(span, max(line[NUMEL] - at, 0))
-            scale_at, code_at = _head_at(line, step, k, mixed), k * step * bits // 8
-            size = _head_size(kind, min(step, width - k * step), step, mixed)
-            codes = row[head + code_at : head + code_at + span * bits // 8]
+            scale_at, code_at = _header_at(line, step, k, mixed), k * step * bits // 8
+            size = _header_size(kind, min(step, width - k * step), step, mixed)
+            codes = row[headers + code_at : headers + code_at + span * bits // 8]
             residual_at = line[SHARD] + k * step if senders > 0 else line[RESIDUAL] + at
             feedback = line[RESIDUAL] >= 0
             old = residual[residual_at : residual_at + n] if residual.size and feedback else residual[:0]
@@ -176,18 +181,18 @@ def encode(
                 if senders > 0:
                     for s in range(senders):
                         scales[s] = _load_float(wires[s * in_stride + line[COLUMN] :], scale_at, word, word_bytes)
-                    mean_signs(wires, in_stride, line[COLUMN] + head + code_at, scales, gain, n, source)
+                    mean_signs(wires, in_stride, line[COLUMN] + headers + code_at, scales, gain, n, source)
                 else:
                     source, factor = widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work), gain
                 scale = encode_signs(
                     source, factor, residual if old.size else residual[:0], residual_at, lazy, new, new_at, wire,
-                    r * stride + line[COLUMN] + head + code_at, step, kind == SIGN_RMS, whole_row, writes, c, tree,
+                    r * stride + line[COLUMN] + headers + code_at, step, kind == SIGN_RMS, whole_row, writes, c, tree,
                 )  # fmt: skip
             elif n > 0:
                 if senders > 0:
                     for s in range(senders):
                         sent = wires[s * in_stride + line[COLUMN] : (s + 1) * in_stride]
-                        _decode_block(sent, head, scale_at, size, code_at, n, kind, np.float32(1), word, word_bytes,
+                        _decode_block(sent, headers, scale_at, size, code_at, n, kind, np.float32(1), word, word_bytes,
                                       flags, work, c, s > 0, mixed)  # fmt: skip
                     for i in range(n):
                         c[i] = c[i] / gain
@@ -198,12 +203,12 @@ def encode(
                     _load(widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work), gain, old, lazy, c)
                 new = new_residual[residual_at : residual_at + n] if new_residual.size and feedback else left
                 noise = key ^ np.uint32(line[HASH])
-                if mixed is not None and headed:
+                if mixed is not None and has_header:
                     first = row[scale_at : scale_at + size]
-                    scale = encode_headed(c, n, kind, at, noise, work, new, first, codes)
+                    scale = encode_with_header(c, n, kind, at, noise, work, new, first, codes)
                 else:
                     scale = _quantize(c, n, kind, step, at, noise, tree, flags, work, new, whole_row, codes, mixed)
-            elif headed:
+            elif has_header:
                 row[scale_at : scale_at + size] = 0
             for i in range((n * bits + 7) // 8, span * bits // 8):
                 codes[i] = 0
@@ -211,7 +216,7 @@ def encode(
                 finite = False
             if whole_row:
                 partial[done + b] = scale
-            elif not headed and not is_cast(kind):
+            elif not has_header and not is_cast(kind):
                 _store_float(row, scale_at, word, word_bytes, scale)
         done += rows * steps
     return finite
@@ -273,7 +278,7 @@ def decode(wire, stride, out, gain, add, past, senders, rank, table, rows, mixed
     done = 0
     for p in range(table.shape[0]):
         line = table[p]
-        step, steps, head = _geometry(line, mixed)
+        step, steps, headers = _geometry(line, mixed)
         width, kind, bits = line[WIDTH], line[KIND], line[BITS]
         for b in range(max(start - done, 0), min(stop - done, rows * steps)):
             r, k = b // steps, b % steps
@@ -281,17 +286,17 @@ def decode(wire, stride, out, gain, add, past, senders, rank, table, rows, mixed
             n = min(step, width - k * step, line[NUMEL] - at)
             if n <= 0:
                 continue
-            scale_at, code_at = _head_at(line, step, k, mixed), k * step * bits // 8
-            size = _head_size(kind, min(step, width - k * step), step, mixed)
+            scale_at, code_at = _header_at(line, step, k, mixed), k * step * bits // 8
+            size = _header_size(kind, min(step, width - k * step), step, mixed)
             if senders == 0:
-                row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + head + width * bits // 8]
+                row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + headers + width * bits // 8]
                 place = out[line[SOURCE] + at : line[SOURCE] + at + n]
                 values = widened(place, wide)
                 if past and kind <= SIGN_RMS and values.ctypes.data == place.ctypes.data:
                     scale = _load_float(row, scale_at, word, word_bytes) * gain
-                    if stream_signs(row[head + code_at :], n, scale, values):
+                    if stream_signs(row[headers + code_at :], n, scale, values):
                         continue
-                _decode_block(row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, values, add,
+                _decode_block(row, headers, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, values, add,
                               mixed)  # fmt: skip
                 narrowed(values, place)
                 continue
@@ -299,7 +304,7 @@ def decode(wire, stride, out, gain, add, past, senders, rank, table, rows, mixed
             part = widened(place, wide)
             for s in range(senders):
                 row = wire[s * stride + line[COLUMN] : (s + 1) * stride]
-                _decode_block(row, head, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, part,
+                _decode_block(row, headers, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, part,
                               s > 0, mixed)  # fmt: skip
             count = np.float32(senders)
             for i in range(n):

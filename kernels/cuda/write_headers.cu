@@ -1,5 +1,5 @@
-// Floats to rows of bytes where each block has a head. A thread holds eight neighbours, all of one block of the codec;
-// the threads of a block are its team, 1 to 256 of them.
+// Floats to rows of bytes where each block has a header. A thread holds eight neighbours, all of one block of the
+// codec; the threads of a block are its team, 1 to 256 of them.
 
 struct Team {
     int threads, rank; // how many, and which this one is
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_words(uint64 word, int bits, const Job &jo
     __shared__ byte packed[TILE];
     for (int i = 0; i < bits; ++i) packed[threadIdx.x * bits + i] = (byte)(word >> 8 * (bits - 1 - i));
     __syncthreads();
-    byte *codes = job.row(tile) + tile.head + tile.start / 8 * bits;
+    byte *codes = job.row(tile) + tile.headers + tile.start / 8 * bits;
     for (int i = threadIdx.x; i < tile.padded / 8 * bits; i += THREADS) codes[i] = packed[i];
 }
 
@@ -152,13 +152,13 @@ __device__ __forceinline__ void encode_grid(f32 (&c)[ITEMS], const Job &job, con
     const Ends ends = find_ends(c, first, block.real, team);
     const f32 shift = uniform((unsigned)tile.at + block.start, job.key ^ tile.hash);
     const Grid grid = find_grid(c, first, block.real, ends, top, shifted, shift, team);
-    byte *head = job.row(tile) + block.head;
+    byte *header = job.row(tile) + block.header;
     if (team.rank == 0 && block.span) {
-        store_float(head, grid.step);
-        store_float(head + 4, grid.zero);
-        if (!ends.sound) store_float(head + 8, f32{0}), store_float(head + 12, f32{0});
-        store_short(head + 16, ends.least);
-        store_short(head + 18, ends.greatest);
+        store_float(header, grid.step);
+        store_float(header + 4, grid.zero);
+        if (!ends.sound) store_float(header + 8, f32{0}), store_float(header + 12, f32{0});
+        store_short(header + 16, ends.least);
+        store_short(header + 18, ends.greatest);
         if (!finite(grid.step)) *job.flag = 1;
     }
     uint64 word = 0;
@@ -167,8 +167,8 @@ __device__ __forceinline__ void encode_grid(f32 (&c)[ITEMS], const Job &job, con
         const int place = first + j;
         const bool end = ends.has(place), coded = ends.sound && place < block.real && !end;
         const unsigned code = coded ? to_grid(c[j], grid, top, shifted) : 0;
-        if (ends.sound && place == ends.least) store_float(head + 8, c[j]);
-        if (ends.sound && place == ends.greatest) store_float(head + 12, c[j]);
+        if (ends.sound && place == ends.least) store_float(header + 8, c[j]);
+        if (ends.sound && place == ends.greatest) store_float(header + 12, c[j]);
         if (!end) c[j] = c[j] - (f32{(float)code} - grid.zero) * grid.step;
         else if (ends.sound) c[j] = f32{0};
         word = word << bits | code;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void encode_powers(f32 (&c)[ITEMS], const Job &job, c
     for (int j = 0; j < ITEMS; ++j) peak[0] = max(peak[0], pattern(magnitude(c[j])));
     unite<Max>(peak, team);
     const Scale s = peak_scale(peak[0]); // of top 1
-    if (team.rank == 0 && block.span) store_float(job.row(tile) + block.head, s.scale);
+    if (team.rank == 0 && block.span) store_float(job.row(tile) + block.header, s.scale);
     if (!finite(s.scale)) *job.flag = 1;
     const bool coded = pattern(s.inverse) != 0;
     const f32 half = s.scale * f32{1.0f / 2}, eighth = s.scale * f32{1.0f / 8};
@@ -223,7 +223,7 @@ __device__ __forceinline__ void encode_top(f32 (&c)[ITEMS], const Job &job, cons
                                            Team &team) {
     const bool sound = all_finite(c, team);
     const int slots = slots_of(tile.parameter, block.span, tile.shift), count = sound ? min(slots, block.real) : 0;
-    byte *values = job.row(tile) + block.head, *places = values + 4 * slots;
+    byte *values = job.row(tile) + block.header, *places = values + 4 * slots;
     unsigned size[ITEMS], mine = 0, total; // counts of larger ones above those of equals
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) size[j] = pattern(magnitude(c[j]));
@@ -259,8 +259,8 @@ __device__ __forceinline__ void encode_random(f32 (&c)[ITEMS], const Job &job, c
     const int length = tile.parameter;
     unsigned seed = (job.key ^ tile.hash) + ((unsigned)tile.at + block.start) * 0x9e3779b1u;
     if (!sound) seed = NOT_A_NUMBER;
-    byte *head = job.row(tile) + block.head;
-    if (team.rank == 0 && block.span) store_float(head, number(block.real ? seed : 0));
+    byte *header = job.row(tile) + block.header;
+    if (team.rank == 0 && block.span) store_float(header, number(block.real ? seed : 0));
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
         const int place = team.rank * ITEMS + j, run = place / length, start = run * length;
@@ -271,7 +271,7 @@ __device__ __forceinline__ void encode_random(f32 (&c)[ITEMS], const Job &job, c
             if (sound) value = c[j] + f32{0};
             if (KIND == UNBIASED) value = value * f32{(float)min(length, block.real - start)};
         } else if (place != start) continue;
-        store_float(head + 4 + 4 * run, value);
+        store_float(header + 4 + 4 * run, value);
         c[j] = c[j] - value;
         if (!sound || !finite(value)) *job.flag = 1;
     }

@@ -1,7 +1,7 @@
-// Rows of bytes to floats where each block has a head: any number of bits, top-k, one at random, powers of four. Mirrors
-// "blocks with a head" in reference.py.
+// Rows of bytes to floats where each block has a header: any number of bits, top-k, one at random, powers of
+// four. Mirrors "blocks with a header" in reference.py.
 
-constexpr bool CODED = KIND == ANY_BITS || KIND == LOG; // a code per element behind the heads
+constexpr bool CODED = KIND == ANY_BITS || KIND == LOG; // a code per element behind the headers
 constexpr int APART = CODED ? 1 : 32; // STRIDE of decoding: eight codes of b bits are b bytes, one thread's
 constexpr int SHIFTED = 16;           // in the parameter of ANY_BITS
 typedef unsigned long long uint64;
@@ -10,10 +10,10 @@ typedef unsigned long long uint64;
 struct Block {
     int start;      // first element, in the tile
     int real, span; // how many elements exist, without and with padding; past the row none
-    int64 head;     // bytes of the row before its head
+    int64 header;   // bytes of the row before its header
 };
 
-// How many values a head has room for.
+// How many values a header has room for.
 __device__ __forceinline__ int slots_of(int parameter, int span, int shift) {
     if (KIND == LOG) return 0;
     return KIND == TOP ? (span * parameter + (1 << shift) - 1) >> shift : (span + parameter - 1) / parameter;
@@ -26,7 +26,7 @@ __device__ __forceinline__ Block this_block(const Tile &tile, int element) {
     block.start = element >> tile.shift << tile.shift;
     block.real = max(min(tile.real - block.start, size), 0);
     block.span = max(min(tile.padded - block.start, size), 0);
-    block.head = ((tile.start + block.start) >> tile.shift) * bytes;
+    block.header = ((tile.start + block.start) >> tile.shift) * bytes;
     return block;
 }
 
@@ -46,18 +46,18 @@ __device__ __forceinline__ void read_grid(f32 (&v)[ITEMS], const byte *row, cons
     const int element = item_base<1, ITEMS>(), bits = tile.parameter & ~SHIFTED;
     if (element >= tile.real) return;
     const Block block = this_block(tile, element);
-    const byte *head = row + block.head, *codes = row + tile.head + (tile.start + element) / 8 * bits;
+    const byte *header = row + block.header, *codes = row + tile.headers + (tile.start + element) / 8 * bits;
     uint64 word = 0;
     for (int i = 0; i < bits; ++i) word = word << 8 | codes[i];
-    const f32 step = load_float(head) * gain, zero = load_float(head + 4);
-    const int least = load_short(head + 16), greatest = load_short(head + 18);
+    const f32 step = load_float(header) * gain, zero = load_float(header + 4);
+    const int least = load_short(header + 16), greatest = load_short(header + 18);
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
         const int place = element + j - block.start;
         const unsigned code = (unsigned)(word >> bits * (ITEMS - 1 - j)) & ((1u << bits) - 1);
         v[j] = (f32{(float)code} - zero) * step;
-        if (place == least) v[j] = load_float(head + 8) * gain;
-        if (place == greatest) v[j] = load_float(head + 12) * gain;
+        if (place == least) v[j] = load_float(header + 8) * gain;
+        if (place == greatest) v[j] = load_float(header + 12) * gain;
     }
 }
 
@@ -71,9 +71,9 @@ __device__ __forceinline__ f32 power(unsigned code) {
 __device__ __forceinline__ void read_powers(f32 (&v)[ITEMS], const byte *row, const Tile &tile, f32 gain) {
     const int element = item_base<1, ITEMS>();
     if (element >= tile.real) return;
-    const byte *codes = row + tile.head + (tile.start + element) / 8 * 3;
+    const byte *codes = row + tile.headers + (tile.start + element) / 8 * 3;
     const unsigned word = codes[0] << 16 | codes[1] << 8 | codes[2];
-    const f32 scale = load_float(row + this_block(tile, element).head) * gain;
+    const f32 scale = load_float(row + this_block(tile, element).header) * gain;
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) v[j] = power(word >> 3 * (ITEMS - 1 - j) & 7) * scale;
 }
@@ -87,12 +87,12 @@ __device__ __forceinline__ void read_sparse(f32 (&v)[ITEMS], const byte *row, co
     for (int j = 0; j < ITEMS; ++j) values[spaced(base + j * STRIDE)] = absent;
     __syncthreads();
     const Block block = this_block(tile, threadIdx.x * ITEMS);
-    const byte *head = row + block.head, *from = KIND == TOP ? head : head + 4;
+    const byte *header = row + block.header, *from = KIND == TOP ? header : header + 4;
     const int slots = slots_of(tile.parameter, KIND == TOP ? block.span : block.real, tile.shift);
-    const unsigned seed = slots && KIND != TOP ? pattern(load_float(head)) : 0;
+    const unsigned seed = slots && KIND != TOP ? pattern(load_float(header)) : 0;
     const int team = 1 << (tile.shift - 3);
     for (int s = threadIdx.x & (team - 1); s < slots; s += team) {
-        const int place = KIND == TOP ? load_short(head + 4 * slots + 2 * s)
+        const int place = KIND == TOP ? load_short(header + 4 * slots + 2 * s)
                                       : random_place(s, tile.parameter, block.real, seed);
         if (place < block.real) values[spaced(block.start + place)] = load_float(from + 4 * s) * gain;
     }
