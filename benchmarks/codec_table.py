@@ -96,13 +96,13 @@ def _rows(name: str, codec: Codec, found: dict[str, torch.Tensor]) -> Line:
         spans[key] = slice(at, at + g.numel())
         at += g.numel()
     layout = cut(pieces, ROWS)
-    wire, flag, out = torch.zeros(ROWS, layout.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), x.clone()
+    message, flag, out = torch.zeros(ROWS, layout.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), x.clone()
     residual, left = torch.zeros(layout.residual_numel), torch.zeros(layout.residual_numel)
-    encode = _seconds(lambda: cpu.encode(x, wire, flag, layout, residual=residual, new_residual=left))
-    decode = _seconds(lambda: cpu.decode(wire, out, layout))
+    encode = _seconds(lambda: cpu.encode(x, message, flag, layout, residual=residual, new_residual=left))
+    decode = _seconds(lambda: cpu.decode(message, out, layout))
     gigabytes = 4e-9 * x.numel()
     return Line(
-        name, 8 * wire.numel() / x.numel(), _error(x, out), _error(x[spans["head.weight"]], out[spans["head.weight"]]),
+        name, 8 * message.numel() / x.numel(), _error(x, out), _error(x[spans["head.weight"]], out[spans["head.weight"]]),
         gigabytes / encode, gigabytes / decode, codec.feedback and not codec.lossless,
         codec.spec.startswith(("ternary", "randk", "shift")), True,
     )  # fmt: skip

@@ -65,7 +65,7 @@ class Workspace:
         if self.timeline is not None:
             self.timeline.span("decode", start, end)
 
-    def wires(self, message: Message, rows: int, device: torch.device) -> torch.Tensor:
+    def rows_of(self, message: Message, rows: int, device: torch.device) -> torch.Tensor:
         return self.rows(HEADER + message.pieces.row_bytes, rows, device)
 
     def rows(self, size: int, rows: int, device: torch.device) -> torch.Tensor:
@@ -94,11 +94,11 @@ class Workspace:
         except IndexError:
             return ErrorFeedback.zeros(message.pieces, device)
 
-    def give_wires(self, *wires: torch.Tensor) -> None:
+    def give_rows(self, *lent: torch.Tensor) -> None:
         if self.pooled:
-            return self.take_back(*wires)
-        for wire in wires:
-            self._free[wire.shape[0], wire.shape[1], wire.device].append(wire)
+            return self.take_back(*lent)
+        for rows in lent:
+            self._free[rows.shape[0], rows.shape[1], rows.device].append(rows)
 
     def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
         self._free[message.pieces.residual_layout, residual.sent.device].append(residual)
@@ -244,7 +244,7 @@ def reduce_message(
     if outcome.finite:
         arithmetic(buffer.device, message.mean).decode(rows[:, HEADER:], buffer, message.mean, gain=1.0 / gain)
     workspace.decoded(start)
-    workspace.give_wires(rows)
+    workspace.give_rows(rows)
     return outcome
 
 
@@ -267,7 +267,7 @@ def average_rows(
     """
     pieces, device, ranks = message.pieces, buffer.device, transport.size
     kernels = arithmetic(device, pieces)
-    outbox, inbox = workspace.wires(message, ranks, device), workspace.wires(message, ranks, device)
+    outbox, inbox = workspace.rows_of(message, ranks, device), workspace.rows_of(message, ranks, device)
     back = HEADER + message.mean.row_bytes
     reply, every = workspace.rows(back, 1, device), outbox
     if message.back is not None:
@@ -293,11 +293,11 @@ def average_rows(
         kernels.decode_mean(inbox[:, HEADER:], mean, pieces, transport.rank)
         factor = ranks / divisor if divisor else 1.0
         kernels.encode(mean, row, flag, own_row(message.mean, transport.rank), gain=factor, key=seed, **owed)
-        workspace.give_wires(scratch)
+        workspace.give_rows(scratch)
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, sequence, message.label)
     yield from exchange(transport.all_gather, every, reply, frame, flag | asked, transport, workspace)
-    workspace.give_wires(inbox, reply, *(() if every is outbox else (outbox,)))
+    workspace.give_rows(inbox, reply, *(() if every is outbox else (outbox,)))
     finite, asks = not bool(any_flag(every)), bool(any_flag(every, ASKS))
     return every, Outcome(message, finite, old, new, workspace, asks=asks)
 
@@ -348,9 +348,9 @@ def exchange(
     verify(out, frame, packed, transport)
 
 
-def any_flag(wire: torch.Tensor, which: int = NOT_FINITE) -> torch.Tensor:
+def any_flag(rows: torch.Tensor, which: int = NOT_FINITE) -> torch.Tensor:
     """``which`` if the sender of some row set that flag, else 0."""
-    return (wire[:, FLAGS] & which).amax()
+    return (rows[:, FLAGS] & which).amax()
 
 
 def noise(key: int, rank: int, direction: int) -> int:

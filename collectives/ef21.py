@@ -61,7 +61,7 @@ def reduce_changes(
     outcome = yield from reduce_message(buffer, feedback, **others)
     if outcome.finite and outcome.proposed is not None:
         _take_up(buffer, given, feedback, outcome.proposed, pieces, gain, scale)
-    workspace.give_wires(scratch)
+    workspace.give_rows(scratch)
     return outcome
 
 

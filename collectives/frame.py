@@ -123,17 +123,17 @@ def pack_rows(frames: Mapping[int, Frame], size: int) -> torch.Tensor:
 # ---------------------------------------------------------------- before it leaves
 
 
-def stamp(wire: torch.Tensor, packed: torch.Tensor, flag: torch.Tensor) -> None:
+def stamp(rows: torch.Tensor, packed: torch.Tensor, flag: torch.Tensor) -> None:
     """Write the header before every row; ``flag`` (uint8[1]) holds the flags: what this rank says of itself."""
-    wire[:, :HEADER] = packed.to(wire.device, non_blocking=True)
-    wire[:, FLAGS : FLAGS + 1] = flag
+    rows[:, :HEADER] = packed.to(rows.device, non_blocking=True)
+    rows[:, FLAGS : FLAGS + 1] = flag
     if not packed[_CHECKED]:
         return
-    host = wire.cpu()
+    host = rows.cpu()
     for row in rows_in(host):
         _U32.pack_into(row, _SUM, _sum(row[FLAGS], row[HEADER:]))
-    if wire.device.type != "cpu":
-        wire[:, _SUM:HEADER] = host[:, _SUM:HEADER].to(wire.device)
+    if rows.device.type != "cpu":
+        rows[:, _SUM:HEADER] = host[:, _SUM:HEADER].to(rows.device)
 
 
 def stamp_rows(headers: torch.Tensor, payloads: Mapping[int, torch.Tensor]) -> None:
@@ -160,9 +160,9 @@ def alike(mine: np.ndarray, theirs: np.ndarray) -> bool:
     return not differ.any()
 
 
-def verify(wire: torch.Tensor, frame: Frame, packed: torch.Tensor, transport: Receiver) -> None:
+def verify(received: torch.Tensor, frame: Frame, packed: torch.Tensor, transport: Receiver) -> None:
     """Raise ``Mismatch`` naming every rank whose message is not the expected one, ``Corrupted`` if one changed on the way."""
-    host = (wire if frame.checked else wire[:, :HEADER]).cpu()
+    host = (received if frame.checked else received[:, :HEADER]).cpu()
     rows, mine = rows_in(host), packed.numpy().tobytes()
     wrong = {r: frame for r, row in enumerate(rows) if not same(mine, bytes(row[:HEADER]))}
     if wrong:

@@ -247,7 +247,7 @@ def _reduce(
     arithmetic(device, deal.every.pieces).decode_mean(inbox[:, HEADER:], out, deal.own, 0)
     finite, asks = not bool(any_flag(inbox)), bool(any_flag(inbox, ASKS))
     workspace.decoded(start)
-    workspace.give_wires(outbox, inbox)
+    workspace.give_rows(outbox, inbox)
     return Outcome(deal.every, finite, old, new, workspace, asks=asks)
 
 
@@ -265,23 +265,23 @@ def _gather(
 ) -> Steps[bool]:
     device, ranks, seed = row.device, deal.ranks, noise(key, transport.rank, 0)
     kernels = arithmetic(device, deal.every.pieces)
-    wire = workspace.rows(deal.size, 1, device)
+    encoded = workspace.rows(deal.size, 1, device)
     every = workspace.rows(deal.size, ranks, device) if kept is None else kept
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
 
     start = perf_counter()
     if base is None:
-        kernels.encode(row, wire[:, HEADER:], flag, deal.own, key=seed)
+        kernels.encode(row, encoded[:, HEADER:], flag, deal.own, key=seed)
     else:
-        kernels.encode(base, wire[:, HEADER:], flag, deal.own, gain=-1.0, key=seed, residual=row)
+        kernels.encode(base, encoded[:, HEADER:], flag, deal.own, gain=-1.0, key=seed, residual=row)
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, deal.every.codec, deal.every.pieces.numel, sequence, deal.every.label)
-    yield from exchange(transport.all_gather, every, wire, frame, flag, transport, workspace)
+    yield from exchange(transport.all_gather, every, encoded, frame, flag, transport, workspace)
 
     start = perf_counter()
     options = {"add": True} if add else {}
     kernels.decode(every.view(1, -1), out, deal.every.pieces, **options)
     finite = not bool(any_flag(every))
     workspace.decoded(start)
-    workspace.give_wires(wire, *(() if kept is not None else (every,)))
+    workspace.give_rows(encoded, *(() if kept is not None else (every,)))
     return finite

@@ -181,7 +181,7 @@ def keep(
     cpu.encode(buffer, row, flag, plan.sparse, gain=gain, residual=old and old.sent, new_residual=new.sent)
     kept = torch.empty(plan.sparse.numel)
     cpu.decode(row, kept, plan.compact)
-    workspace.give_wires(row)
+    workspace.give_rows(row)
     return kept, bool(flag.item())
 
 
@@ -248,4 +248,4 @@ def _either(
         reply[0, HEADER:] |= inbox[rank, HEADER:]
     yield from exchange(transport.all_gather, outbox, reply, frame(ALL_GATHER), flag, transport, workspace)
     bitmap.copy_(outbox[:, HEADER:].reshape(-1))
-    workspace.give_wires(outbox, inbox, reply)
+    workspace.give_rows(outbox, inbox, reply)

@@ -179,11 +179,11 @@ def agree(
             f"topology {str(topology)!r} has {topology.size} ranks, the group has {size}: name them all"
         )
     mine = Place(GIVEN, f"{topology} {note}".strip()) if topology is not None else place(environment)
-    wire = torch.zeros(size, HEADER + PLACE, dtype=torch.uint8, device=device)
-    wire[:, HEADER:] = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8).to(device)
-    frame, out = Frame(ALL_TO_ALL, size, "topology", 0, sequence), torch.zeros_like(wire)
+    rows = torch.zeros(size, HEADER + PLACE, dtype=torch.uint8, device=device)
+    rows[:, HEADER:] = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8).to(device)
+    frame, out = Frame(ALL_TO_ALL, size, "topology", 0, sequence), torch.zeros_like(rows)
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
-    yield from exchange(transport.all_to_all, out, wire, frame, flag, transport, Workspace(checksum=True))
+    yield from exchange(transport.all_to_all, out, rows, frame, flag, transport, Workspace(checksum=True))
     places = [Place.unpack(row.tobytes()) for row in out[:, HEADER:].cpu().numpy()]
     return topology_of(places, topology)
 

@@ -249,7 +249,7 @@ def reduce_route(
         back, reply, lent, gain = route.inside, sums[:1], [sums], 1.0  # the means themselves
     else:
         averaged = yield from _abreast([average_rows(total, f, gain=gain * scale, **o) for f, o in jobs])
-        workspace.give_wires(sums)
+        workspace.give_rows(sums)
         outcomes, back = [outcome for _, outcome in averaged], message.mean
         size = HEADER + back.row_bytes
         reply, lent = _side_by_side([rows for rows, _ in averaged], size, hierarchy, workspace, buffer.device)
@@ -258,7 +258,7 @@ def reduce_route(
     every = workspace.rows(reply.shape[1], inside.size, buffer.device)
     frame = Frame(ALL_GATHER, inside.size, message.codec, message.pieces.numel, sequence, message.label)
     yield from exchange(inside.all_gather, every, reply, frame, flag, inside, workspace)
-    workspace.give_wires(*lent)
+    workspace.give_rows(*lent)
 
     start = perf_counter()
     finite = not bool(any_flag(every))
@@ -266,7 +266,7 @@ def reduce_route(
         rows = every.view(-1, HEADER + back.row_bytes)[: back.rows]
         arithmetic(buffer.device, back).decode(rows[:, HEADER:], buffer, back, gain=1.0 / gain)
     workspace.decoded(start)
-    workspace.give_wires(every)
+    workspace.give_rows(every)
     for outcome in outcomes:
         outcome.finite = finite
     return outcomes
@@ -285,7 +285,7 @@ def _sum_inside(
         ALL_TO_ALL, inside.size, route.message.codec, route.message.pieces.numel, sequence, route.message.label
     )
     yield from exchange(inside.all_to_all, inbox, outbox, frame, flag, inside, workspace)
-    workspace.give_wires(outbox)
+    workspace.give_rows(outbox)
     start = perf_counter()
     flag.copy_(any_flag(inbox))
     total = _floats(inbox[0])
@@ -304,7 +304,7 @@ def _side_by_side(
     reply = workspace.rows(hierarchy.share * len(hierarchy.topology.nodes) * size, 1, device)
     for i, rows in enumerate(own):
         reply[0, i * rows.numel() : (i + 1) * rows.numel()] = rows.view(-1)
-    workspace.give_wires(*own)
+    workspace.give_rows(*own)
     return reply, [reply]
 
 

@@ -11,7 +11,7 @@ from commpress.kernels.registered import PlainCodec, of_kind
 
 
 def encode(
-    x: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, *, gain: float = 1.0,
+    x: torch.Tensor, message: torch.Tensor, flag: torch.Tensor, pieces: Pieces, *, gain: float = 1.0,
     residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None, **_: Any,
 ) -> None:  # fmt: skip
     """As the kernels of a device: what else they take is for codecs that draw, and for one scale per row."""
@@ -19,30 +19,30 @@ def encode(
         for row, (start, stop) in enumerate(_rows(line, pieces.rows)):
             values = x[line[SOURCE] + start : line[SOURCE] + stop].float() * gain
             place = slice(line[RESIDUAL] + start, line[RESIDUAL] + stop) if line[RESIDUAL] >= 0 else None
-            _encode(values, wire[row], flag, line, place, residual, new_residual)
+            _encode(values, message[row], flag, line, place, residual, new_residual)
 
 
 def serve(
-    wires: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
+    received: torch.Tensor, message: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
     residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None, **_: Any,
 ) -> None:  # fmt: skip
     for line in pieces.table:
-        mean = _mean(wires, line, rank, divisor)
+        mean = _mean(received, line, rank, divisor)
         place = slice(line[SHARD], line[SHARD] + len(mean)) if line[RESIDUAL] >= 0 else None
-        _encode(mean, wire[0], flag, line, place, residual, new_residual)
+        _encode(mean, message[0], flag, line, place, residual, new_residual)
 
 
-def decode(wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False) -> None:
+def decode(message: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False) -> None:
     for line in pieces.table:
-        for row, (start, stop) in enumerate(_rows(line, wire.shape[0])):
+        for row, (start, stop) in enumerate(_rows(line, message.shape[0])):
             target = out[line[SOURCE] + start : line[SOURCE] + stop]
-            values = (_decode(wire[row], line, stop - start) * gain).to(target.dtype)
+            values = (_decode(message[row], line, stop - start) * gain).to(target.dtype)
             target.copy_(target + values if add else values)
 
 
-def decode_mean(wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> None:
+def decode_mean(received: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> None:
     for line in pieces.table:
-        mean, row = _mean(wires, line, rank, 0.0), out[line[SHARD] : line[SHARD] + line[WIDTH]]
+        mean, row = _mean(received, line, rank, 0.0), out[line[SHARD] : line[SHARD] + line[WIDTH]]
         row[: len(mean)] = mean
         row[len(mean) :] = 0
 
@@ -95,10 +95,10 @@ def _decode(row: torch.Tensor, line: np.ndarray, numel: int) -> torch.Tensor:
     return codec.decode(row[columns], numel)
 
 
-def _mean(wires: torch.Tensor, line: np.ndarray, rank: int, divisor: float) -> torch.Tensor:
+def _mean(received: torch.Tensor, line: np.ndarray, rank: int, divisor: float) -> torch.Tensor:
     """Of what all ranks sent of this rank's row, added in the order of ranks."""
     numel = min(max(int(line[NUMEL]) - rank * int(line[WIDTH]), 0), int(line[WIDTH]))
-    total = torch.zeros(numel, device=wires.device)
-    for row in wires:
+    total = torch.zeros(numel, device=received.device)
+    for row in received:
         total += _decode(row, line, numel)
-    return total / (divisor or len(wires))
+    return total / (divisor or len(received))

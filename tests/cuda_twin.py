@@ -63,7 +63,7 @@ def floats(values: np.ndarray, device: str, shift: int = 1) -> torch.Tensor:
     return buffer[shift:]
 
 
-class Wire:
+class MessageRows:
     """Rows of bytes with a header before each, all rubbish; ``check`` compares rows and what lies between them."""
 
     def __init__(self, rows: int, pieces: Pieces, offset: int, device: str) -> None:
@@ -71,7 +71,7 @@ class Wire:
         self.rows = self.all[:, offset:]
         self.offset = offset
 
-    def fill(self, rows: np.ndarray) -> "Wire":
+    def fill(self, rows: np.ndarray) -> "MessageRows":
         self.rows[:, : rows.shape[1]] = torch.from_numpy(rows)
         return self
 
@@ -87,13 +87,13 @@ class Wire:
 
 def expected(c: np.ndarray, rows: int, kind: int, block: int, key: int) -> tuple[list[np.ndarray], np.ndarray]:
     """The law: all rows of one piece, those of padding included, and the residual."""
-    width, wire, left = width_of(len(c), rows), [], np.zeros_like(c)
+    width, message, left = width_of(len(c), rows), [], np.zeros_like(c)
     with np.errstate(all="ignore"):
         for r in range(rows):
             part = c[r * width : (r + 1) * width]
-            wire.append(reference.encode_row(part, kind, width, block, first=r * width, key=key))
-            left[r * width : (r + 1) * width] = part - reference.decode_row(wire[-1], kind, len(part), width, block)
-    return wire, left
+            message.append(reference.encode_row(part, kind, width, block, first=r * width, key=key))
+            left[r * width : (r + 1) * width] = part - reference.decode_row(message[-1], kind, len(part), width, block)
+    return message, left
 
 
 def scales_of(kind: int, width: int, block: int) -> int:
@@ -112,9 +112,9 @@ def finite(c: np.ndarray, rows: list[np.ndarray], kind: int, width: int, block: 
     return bool(np.isfinite(c).all() and np.isfinite(np.concatenate(decoded)[: len(c)]).all())
 
 
-def check_rows(wire: Wire, want: list[np.ndarray], kind: int, width: int, block: int) -> None:
+def check_rows(message: MessageRows, want: list[np.ndarray], kind: int, width: int, block: int) -> None:
     for r, row in enumerate(want):
-        wire.check(r, row, scales_of(kind, width, block))
+        message.check(r, row, scales_of(kind, width, block))
 
 
 def check_round(device, numel, rows, kind, block, seed, *, offset=3, gain=1.0, spread=1.0, x=None):
@@ -129,22 +129,22 @@ def check_round(device, numel, rows, kind, block, seed, *, offset=3, gain=1.0, s
     on_device = floats(x, device)
     for c, old, in_place in [(scaled, None, False), (compensated, residual, False), (compensated, residual, True)]:
         want, want_left = expected(c, rows, kind, block, key_of_piece)
-        wire, flag = Wire(rows, pieces, offset, device), torch.zeros(1, dtype=torch.uint8, device=device)
+        message, flag = MessageRows(rows, pieces, offset, device), torch.zeros(1, dtype=torch.uint8, device=device)
         before = None if old is None else floats(old, device)
         left = before if in_place else torch.full((numel,), 7.0, device=device)
-        cuda.encode(on_device, wire.rows, flag, pieces, gain=gain, key=key, residual=before, new_residual=left)
-        check_rows(wire, want, kind, width, block)
+        cuda.encode(on_device, message.rows, flag, pieces, gain=gain, key=key, residual=before, new_residual=left)
+        check_rows(message, want, kind, width, block)
         same(left, want_left)
         assert flag.item() == int(not finite(c, want, kind, width, block))
     out = torch.full((numel + 2,), 7.0, device=device)
-    cuda.decode(wire.rows, out[1:-1], pieces, gain=0.3)
+    cuda.decode(message.rows, out[1:-1], pieces, gain=0.3)
     with np.errstate(all="ignore"):
         parts = [
             reference.decode_row(row, kind, min(max(numel - r * width, 0), width), width, block, 0.3)
             for r, row in enumerate(want)
         ]
     same(out[1:-1], np.concatenate(parts))
-    cuda.decode(wire.rows, out[1:-1], pieces, gain=0.3, add=True)
+    cuda.decode(message.rows, out[1:-1], pieces, gain=0.3, add=True)
     with np.errstate(all="ignore"):
         same(out[1:-1], np.concatenate(parts) + np.concatenate(parts))
     assert out[0] == out[-1] == 7
@@ -160,29 +160,29 @@ def check_serve(device, numel, senders, kind, block, seed, *, offset=5):
             reference.encode_row(sample(mine, seed + p), kind, width, block, first=rank * width, key=p)
             for p in range(senders)
         ])  # fmt: skip
-        wires = Wire(senders, pieces, offset, device).fill(rows)
+        received = MessageRows(senders, pieces, offset, device).fill(rows)
         mean = reference.decode_mean(rows, kind, mine, width, block)
         out = torch.full((width,), 7.0, device=device)
-        cuda.decode_mean(wires.rows, out, pieces, rank)
+        cuda.decode_mean(received.rows, out, pieces, rank)
         same(out[:mine], mean)
         assert (out[mine:] == 7).all()
         residual = sample(width, seed + 99)
         for old, in_place in [(None, False), (residual, False), (residual, True)]:
             c = mean if old is None else mean + old[:mine]
             want = reference.encode_row(c, kind, width, block, first=rank * width, key=11 ^ 9)
-            wire, flag = Wire(1, pieces, offset, device), torch.zeros(1, dtype=torch.uint8, device=device)
+            message, flag = MessageRows(1, pieces, offset, device), torch.zeros(1, dtype=torch.uint8, device=device)
             before = None if old is None else floats(old, device)
             left = before if in_place else torch.full((width,), 7.0, device=device)
-            cuda.serve(wires.rows, wire.rows, flag, pieces, rank, key=11, residual=before, new_residual=left)
-            wire.check(0, want, scales_of(kind, width, block))
+            cuda.serve(received.rows, message.rows, flag, pieces, rank, key=11, residual=before, new_residual=left)
+            message.check(0, want, scales_of(kind, width, block))
             same(left[:mine], c - reference.decode_row(want, kind, mine, width, block))
             assert in_place or (left[mine:] == 7).all()
             assert flag.item() == 0
-        wire = Wire(1, pieces, offset, device)
-        cuda.serve(wires.rows, wire.rows, flag, pieces, rank, divisor=2.25)
+        message = MessageRows(1, pieces, offset, device)
+        cuda.serve(received.rows, message.rows, flag, pieces, rank, divisor=2.25)
         c = reference.decode_mean(rows, kind, mine, width, block, 2.25)
         want = reference.encode_row(c, kind, width, block, first=rank * width, key=9)
-        wire.check(0, want, scales_of(kind, width, block))
+        message.check(0, want, scales_of(kind, width, block))
 
 
 def check_lazy(device, kind, numel, rows):
@@ -194,12 +194,12 @@ def check_lazy(device, kind, numel, rows):
         x = sample(numel, step)
         c = reference.compensate(x, plain)
         want, plain = expected(c, rows, kind, 0, 0)
-        wire = Wire(rows, pieces, 2, device)
+        message = MessageRows(rows, pieces, 2, device)
         cuda.encode(
-            floats(x, device), wire.rows, flag, pieces, residual=value, residual_scale=scale, new_residual=value,
+            floats(x, device), message.rows, flag, pieces, residual=value, residual_scale=scale, new_residual=value,
             new_scale=scale,
         )  # fmt: skip
-        check_rows(wire, want, kind, width, 0)
+        check_rows(message, want, kind, width, 0)
         same(value, c)
         same(scale, np.array([row[:4].view(np.float32)[0] for row in want]))
     cuda.settle(value, scale, pieces)
@@ -216,12 +216,12 @@ def check_lazy_serve(device, kind, numel, senders):
         c = reference.decode_mean(rows, kind, width, width, 0) + plain
         want = reference.encode_row(c, kind, width, 0)
         plain = c - reference.decode_row(want, kind, width, width, 0)
-        wire = Wire(1, pieces, 1, device)
+        message = MessageRows(1, pieces, 1, device)
         cuda.serve(
-            Wire(senders, pieces, 6, device).fill(rows).rows, wire.rows, flag, pieces, rank, residual=value,
+            MessageRows(senders, pieces, 6, device).fill(rows).rows, message.rows, flag, pieces, rank, residual=value,
             residual_scale=scale, new_residual=value, new_scale=scale,
         )  # fmt: skip
-        wire.check(0, want, 1)
+        message.check(0, want, 1)
         same(value, c)
     cuda.settle(value, scale, pieces, shard=True)
     same(value, plain)
@@ -242,13 +242,13 @@ def check_pieces(device, repeat: int = 1):
     x, residual = sample(int(max(sources + lengths)) + 3, 1), sample(pieces.residual_numel, 2)
     stale = np.where([k == (0, 0) or k == (1, 0) for k in kinds], 0.25, 0).astype(np.float32).repeat(rows)
     value, scale = floats(residual, device), torch.full((len(stale),), 7.0, device=device)
-    wire, left = Wire(rows, pieces, 64, device), torch.full((pieces.residual_numel,), 7.0, device=device)
+    message, left = MessageRows(rows, pieces, 64, device), torch.full((pieces.residual_numel,), 7.0, device=device)
     cuda.encode(
-        floats(x, device), wire.rows, flag, pieces, key=5, residual=value, residual_scale=floats(stale, device),
+        floats(x, device), message.rows, flag, pieces, key=5, residual=value, residual_scale=floats(stale, device),
         new_residual=left, new_scale=scale,
     )  # fmt: skip
     out = torch.full((len(x),), 7.0, device=device)
-    cuda.decode(wire.rows, out, pieces)
+    cuda.decode(message.rows, out, pieces)
     touched = np.zeros(len(x), bool)
     for i, (item, line) in enumerate(zip(items, pieces.table, strict=True)):
         width, lazy = int(line[WIDTH]), item.block == 0 and item.kind <= reference.SIGN_RMS
@@ -260,7 +260,7 @@ def check_pieces(device, repeat: int = 1):
         c = x[span] if old is None else reference.compensate(x[span], old)
         want, want_left = expected(c, rows, item.kind, item.block, 5 ^ i)
         columns = slice(int(line[COLUMN]), int(line[COLUMN]) + len(want[0]))
-        np.testing.assert_array_equal(wire.rows[:, columns].cpu().numpy(), np.stack(want))
+        np.testing.assert_array_equal(message.rows[:, columns].cpu().numpy(), np.stack(want))
         if item.feedback:
             same(left[kept], c if lazy else want_left)
         scales = [row[:4].view(np.float32)[0] if lazy else np.float32(0) for row in want]
@@ -272,16 +272,16 @@ def check_pieces(device, repeat: int = 1):
         same(out[span], np.concatenate(parts))
         touched[span] = True
     assert (out.cpu().numpy()[~touched] == 7).all()
-    check_pieces_served(device, wire, pieces, items)
+    check_pieces_served(device, message, pieces, items)
 
 
-def check_pieces_served(device, wire: Wire, pieces: Pieces, items: list[Piece]) -> None:
+def check_pieces_served(device, message: MessageRows, pieces: Pieces, items: list[Piece]) -> None:
     rank, flag = 1, torch.zeros(1, dtype=torch.uint8, device=device)
-    reply, left = Wire(1, pieces, 1, device), torch.full((pieces.shard,), 7.0, device=device)
+    reply, left = MessageRows(1, pieces, 1, device), torch.full((pieces.shard,), 7.0, device=device)
     mean = torch.full((pieces.shard,), 7.0, device=device)
-    cuda.decode_mean(wire.rows, mean, pieces, rank)
-    cuda.serve(wire.rows, reply.rows, flag, pieces, rank, key=6, new_residual=left)
-    sent = wire.rows.cpu().numpy()
+    cuda.decode_mean(message.rows, mean, pieces, rank)
+    cuda.serve(message.rows, reply.rows, flag, pieces, rank, key=6, new_residual=left)
+    sent = message.rows.cpu().numpy()
     for item, line in zip(items, pieces.table, strict=True):
         width, column, shard = int(line[WIDTH]), int(line[COLUMN]), int(line[SHARD])
         mine = min(width, max(item.numel - rank * width, 0))

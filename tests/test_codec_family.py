@@ -37,10 +37,10 @@ every = pytest.mark.parametrize("codec", EVERY.values(), ids=EVERY.keys())
 def through(codec, x, *, ranks=1, key=0):
     """Decoded, and whether the encoder says that all was finite."""
     pieces = cut([Piece(0, x.numel(), codec.kind, codec.block, feedback=False)], ranks)
-    wire, flag = torch.zeros(ranks, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-    cpu.encode(x, wire, flag, pieces, key=key)
+    sent, flag = torch.zeros(ranks, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    cpu.encode(x, sent, flag, pieces, key=key)
     out = torch.empty_like(x)
-    cpu.decode(wire, out, pieces)
+    cpu.decode(sent, out, pieces)
     return out, not flag.item()
 
 
@@ -355,10 +355,10 @@ def test_hard_inputs(codec, name):
                 for first in range(0, x.numel(), width)
             ]
         )
-        wire, flag = torch.zeros(ranks, message.pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        sent, flag = torch.zeros(ranks, message.pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         pieces = cut([Piece(0, x.numel(), codec.kind, codec.block, feedback=False)], ranks)
-        cpu.encode(x, wire, flag, pieces, key=3)
-        assert np.array_equal(wire[: len(rows), : rows.shape[1]].numpy(), rows)
+        cpu.encode(x, sent, flag, pieces, key=3)
+        assert np.array_equal(sent[: len(rows), : rows.shape[1]].numpy(), rows)
 
 
 @every

@@ -39,9 +39,9 @@ def test_row_bytes_is_what_encode_writes(codec, numel, ranks):
     pieces = cut([Piece(0, numel, codec.kind, codec.block)], ranks)
     x, flag, after = torch.randn(numel), torch.zeros(1, dtype=torch.uint8), []
     for before in (0x00, 0xFF):
-        wire = torch.full((ranks, pieces.row_bytes + 16), before, dtype=torch.uint8)
-        cpu.encode(x, wire[:, : pieces.row_bytes], flag, pieces)
-        after.append(wire)
+        message = torch.full((ranks, pieces.row_bytes + 16), before, dtype=torch.uint8)
+        cpu.encode(x, message[:, : pieces.row_bytes], flag, pieces)
+        after.append(message)
     size = codec.row_bytes(width_of(numel, ranks))
     assert torch.equal(after[0][:, :size], after[1][:, :size])
     assert not after[0][:, size:].any()

@@ -158,11 +158,11 @@ def test_a_sign_exchange_compiles_what_signs_and_casts_need_and_no_more(cache):
         "made, real = [], compiled.machine_code\n"
         "compiled.machine_code = lambda family, symbol: made.append(symbol) or real(family, symbol)\n"
         f"pieces = cut([Piece(0, 5000, {SIGN_L1}, 2048), Piece(5000, 10, {FP32}, 0)], 2)\n"
-        "wire, flag = torch.zeros(2, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)\n"
+        "message, flag = torch.zeros(2, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)\n"
         "x, left = torch.randn(5010), torch.zeros(pieces.shard)\n"
-        "cpu.encode(x, wire, flag, pieces)\n"
-        "cpu.serve(wire, wire[:1].clone(), flag, pieces, 0, residual=left, new_residual=left)\n"
-        "cpu.decode(wire, x, pieces)\n"
+        "cpu.encode(x, message, flag, pieces)\n"
+        "cpu.serve(message, message[:1].clone(), flag, pieces, 0, residual=left, new_residual=left)\n"
+        "cpu.decode(message, x, pieces)\n"
         "import sys; print(made, 'numba' in sys.modules)"
     )
     out, _ = said(python(code))
@@ -205,11 +205,11 @@ def test_the_smaller_kernel_for_signs_and_casts_gives_the_same_bytes(monkeypatch
     x, results = torch.randn(8100), []
     for mixed in (None, True):
         monkeypatch.setattr(cpu, "_mixed", lambda pieces, mixed=mixed: mixed)
-        wire, flag, out = torch.zeros(2, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), x.clone()
+        message, flag, out = torch.zeros(2, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), x.clone()
         left = torch.zeros(pieces.residual_numel)
-        cpu.encode(x, wire, flag, pieces, residual=torch.ones(pieces.residual_numel), new_residual=left)
-        cpu.decode(wire, out, pieces)
-        results.append((wire, left, out))
+        cpu.encode(x, message, flag, pieces, residual=torch.ones(pieces.residual_numel), new_residual=left)
+        cpu.decode(message, out, pieces)
+        results.append((message, left, out))
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 

@@ -49,24 +49,24 @@ def test_bfloat16_in_and_out_is_float32_and_a_cast(numel):
     x = torch.from_numpy(sample(numel, 3, 4.0)).bfloat16()
     for kind in (reference.FP32, reference.BF16, reference.INT8, reference.SIGN_L1):
         pieces = single(numel, 1, kind, 64)
-        wires, flags = [framed(1, pieces.row_bytes, 3) for _ in range(2)], torch.zeros(2, dtype=torch.uint8)
+        received, flags = [framed(1, pieces.row_bytes, 3) for _ in range(2)], torch.zeros(2, dtype=torch.uint8)
         for i, given_ in enumerate((x, x.float())):
-            cpu.encode(given_, wires[i], flags[i : i + 1], pieces)
-        assert torch.equal(*wires)
+            cpu.encode(given_, received[i], flags[i : i + 1], pieces)
+        assert torch.equal(*received)
         assert flags.tolist() == [0, 0]
         wide, narrow, added, mean = torch.zeros(numel), x.clone(), x.clone(), x.clone()
-        cpu.decode(wires[0], wide, pieces)
-        cpu.decode(wires[0], narrow, pieces)
-        cpu.decode(wires[0], added, pieces, add=True)
-        cpu.decode_mean(wires[0], mean, pieces, 0)
+        cpu.decode(received[0], wide, pieces)
+        cpu.decode(received[0], narrow, pieces)
+        cpu.decode(received[0], added, pieces, add=True)
+        cpu.decode_mean(received[0], mean, pieces, 0)
         assert torch.equal(narrow, wide.bfloat16())
         assert torch.equal(added, (x.float() + wide).bfloat16())
         assert torch.equal(mean, narrow)
     pieces = single(numel, 1, reference.FP32, 64)
     for value in (float("nan"), float("inf"), -float("inf"), 3.3895e38):
-        wire, narrow, wide = framed(1, pieces.row_bytes, 3), x.clone(), torch.full((numel,), value)
-        cpu.encode(wide, wire, flags[:1], pieces)
-        cpu.decode(wire, narrow, pieces)
+        message, narrow, wide = framed(1, pieces.row_bytes, 3), x.clone(), torch.full((numel,), value)
+        cpu.encode(wide, message, flags[:1], pieces)
+        cpu.decode(message, narrow, pieces)
         assert torch.equal(narrow.isnan(), wide.isnan())
         assert torch.equal(narrow.nan_to_num(7.0), wide.bfloat16().nan_to_num(7.0))
 
@@ -81,20 +81,20 @@ def check_encode(numel, rows, kind, block, seed, *, offset=3, gain=1.0, spread=1
     )
     pieces = single(numel, rows, kind, block)
     size = reference.row_bytes(kind, width, block)
-    wire = framed(rows, pieces.row_bytes, offset)
+    message = framed(rows, pieces.row_bytes, offset)
     left, flag = torch.from_numpy(residual.copy()), torch.zeros(1, dtype=torch.uint8)
     out_of_place = torch.full((numel,), 7.0)
     arguments = dict(gain=gain, key=seed)
-    cpu.encode(torch.from_numpy(x), wire, flag, pieces, residual=left, new_residual=out_of_place, **arguments)
+    cpu.encode(torch.from_numpy(x), message, flag, pieces, residual=left, new_residual=out_of_place, **arguments)
     for r in range(rows):
         want = want_rows[r] if r < len(want_rows) else np.zeros(size, np.uint8)
-        np.testing.assert_array_equal(wire[r, :size].numpy(), want)
+        np.testing.assert_array_equal(message[r, :size].numpy(), want)
     np.testing.assert_array_equal(out_of_place.numpy(), want_left)
     assert flag.item() == 0
-    cpu.encode(torch.from_numpy(x), wire, flag, pieces, residual=left, new_residual=left, **arguments)
+    cpu.encode(torch.from_numpy(x), message, flag, pieces, residual=left, new_residual=left, **arguments)
     np.testing.assert_array_equal(left.numpy(), want_left)
     out = torch.empty(numel)
-    cpu.decode(wire, out, pieces, gain=0.5)
+    cpu.decode(message, out, pieces, gain=0.5)
     want = [
         reference.decode_row(want_rows[r], kind, min(width, numel - r * width), width, block, 0.5)
         for r in range(len(want_rows))
@@ -136,26 +136,26 @@ def test_mean_and_serve_give_the_bytes_of_the_law(kind, block, senders):
         size, rank = reference.row_bytes(kind, width, block), senders - 1
         mine = min(width, max(numel - rank * width, 0))
         rows = np.stack([reference.encode_row(sample(mine, 10 * p), kind, width, block, key=p) for p in range(senders)])
-        wires = framed(senders, pieces.row_bytes, 5)
-        wires[:, :size] = torch.from_numpy(rows)
+        received = framed(senders, pieces.row_bytes, 5)
+        received[:, :size] = torch.from_numpy(rows)
         want_mean = reference.decode_mean(rows, kind, mine, width, block)
         out = torch.empty(width)
-        cpu.decode_mean(wires, out, pieces, rank)
+        cpu.decode_mean(received, out, pieces, rank)
         np.testing.assert_array_equal(out[:mine].numpy(), want_mean)
 
         residual = sample(width, 99)
         c = want_mean + residual[:mine]
         want = reference.encode_row(c, kind, width, block, first=rank * width, key=11)
         left = torch.empty(width)
-        wire, flag = framed(1, pieces.row_bytes, 1), torch.zeros(1, dtype=torch.uint8)
-        cpu.serve(wires, wire, flag, pieces, rank, key=11, residual=torch.from_numpy(residual), new_residual=left)
-        np.testing.assert_array_equal(wire[0, :size].numpy(), want)
+        message, flag = framed(1, pieces.row_bytes, 1), torch.zeros(1, dtype=torch.uint8)
+        cpu.serve(received, message, flag, pieces, rank, key=11, residual=torch.from_numpy(residual), new_residual=left)
+        np.testing.assert_array_equal(message[0, :size].numpy(), want)
         np.testing.assert_array_equal(left[:mine].numpy(), c - reference.decode_row(want, kind, mine, width, block))
 
-        cpu.serve(wires, wire, flag, pieces, rank, divisor=2.25)
+        cpu.serve(received, message, flag, pieces, rank, divisor=2.25)
         c = reference.decode_mean(rows, kind, mine, width, block, 2.25)
         want = reference.encode_row(c, kind, width, block, first=rank * width)
-        np.testing.assert_array_equal(wire[0, :size].numpy(), want)
+        np.testing.assert_array_equal(message[0, :size].numpy(), want)
 
 
 @pytest.mark.parametrize("kind", [reference.SIGN_L1, reference.SIGN_RMS])
@@ -163,17 +163,17 @@ def test_lazy_residual_equals_the_plain_one(kind):
     """Three steps with the compensated value kept instead of the residual: same bytes, same residual once settled."""
     numel, rows = 10_001, 4
     pieces = single(numel, rows, kind, 0)
-    wire = framed(rows, pieces.row_bytes, 2)
-    lazy_wire, flag = wire.clone(), torch.zeros(1, dtype=torch.uint8)
+    message = framed(rows, pieces.row_bytes, 2)
+    lazy_message, flag = message.clone(), torch.zeros(1, dtype=torch.uint8)
     plain, value, scale = torch.zeros(numel), torch.zeros(numel), torch.zeros(rows)
     for step in range(3):
         x = torch.from_numpy(sample(numel, step))
-        cpu.encode(x, wire, flag, pieces, residual=plain, new_residual=plain)
+        cpu.encode(x, message, flag, pieces, residual=plain, new_residual=plain)
         new_value, new_scale = torch.empty(numel), torch.empty(rows)
-        cpu.encode(x, lazy_wire, flag, pieces, residual=value, residual_scale=scale,
+        cpu.encode(x, lazy_message, flag, pieces, residual=value, residual_scale=scale,
                    new_residual=new_value, new_scale=new_scale)  # fmt: skip
         value, scale = new_value, new_scale
-        assert torch.equal(wire, lazy_wire)
+        assert torch.equal(message, lazy_message)
         assert not torch.equal(value, plain)
     cpu.settle(value, scale, pieces)
     assert torch.equal(value, plain)
@@ -189,12 +189,12 @@ def test_pieces_side_by_side_are_the_pieces_one_by_one():
         Piece(int(s), n, k, b, hash=i) for i, (s, n, (k, b)) in enumerate(zip(sources, lengths, kinds, strict=True))
     ]
     pieces, flag = cut(items, rows), torch.zeros(1, dtype=torch.uint8)
-    wire, left = framed(rows, pieces.row_bytes, 64), torch.empty(pieces.residual_numel)
-    cpu.encode(x, wire, flag, pieces, key=5, residual=residual, new_residual=left)
+    message, left = framed(rows, pieces.row_bytes, 64), torch.empty(pieces.residual_numel)
+    cpu.encode(x, message, flag, pieces, key=5, residual=residual, new_residual=left)
     out = torch.full((30_000,), -1.0)
-    cpu.decode(wire, out, pieces)
+    cpu.decode(message, out, pieces)
     reply, shard_left = framed(1, pieces.row_bytes, 0), torch.zeros(pieces.shard)
-    cpu.serve(wire, reply, flag, pieces, 0, key=6, new_residual=shard_left)
+    cpu.serve(message, reply, flag, pieces, 0, key=6, new_residual=shard_left)
     kept = 0
     for i, item in enumerate(items):
         alone = cut([item._replace(source=0)], rows)
@@ -204,7 +204,7 @@ def test_pieces_side_by_side_are_the_pieces_one_by_one():
         part = x[item.source : item.source + item.numel].contiguous()
         before = residual[kept : kept + item.numel].contiguous()
         cpu.encode(part, one, flag, alone, key=5, residual=before, new_residual=one_left)
-        assert torch.equal(one[:, :size], wire[:, column : column + size])
+        assert torch.equal(one[:, :size], message[:, column : column + size])
         assert torch.equal(one_left, left[kept : kept + item.numel])
         decoded = torch.empty(item.numel)
         cpu.decode(one, decoded, alone)
@@ -225,8 +225,8 @@ def test_one_bad_number_raises_the_flag(kind, bad):
         x = sample(5000, 1)
         x[position] = bad
         pieces = single(5000, 4, kind, 256)
-        wire, flag = framed(4, pieces.row_bytes, 0), torch.zeros(1, dtype=torch.uint8)
-        cpu.encode(torch.from_numpy(x), wire, flag, pieces)
+        message, flag = framed(4, pieces.row_bytes, 0), torch.zeros(1, dtype=torch.uint8)
+        cpu.encode(torch.from_numpy(x), message, flag, pieces)
         assert flag.item() == 1
 
 
@@ -245,9 +245,9 @@ def test_extreme_values_lose_nothing(kind, x):
     x = x.astype(np.float32)
     pieces = single(40, 1, kind, 64)
     rows, left = reference.encode_with_residual(x, np.zeros_like(x), kind, 40, 64)
-    wire, out = framed(1, pieces.row_bytes, 0), torch.empty(40)
-    wire[:, : rows.shape[1]] = torch.from_numpy(rows)
-    cpu.decode(wire, out, pieces)
+    message, out = framed(1, pieces.row_bytes, 0), torch.empty(40)
+    message[:, : rows.shape[1]] = torch.from_numpy(rows)
+    cpu.decode(message, out, pieces)
     np.testing.assert_allclose(out.numpy() + left, x, rtol=3e-7)
     assert np.isfinite(left).all()
 
@@ -260,12 +260,12 @@ def test_two_threads_change_no_bit():
         pieces, results = single(numel, rows, 0, block), []
         for count in (1, 2):
             torch.set_num_threads(count)
-            wire = framed(rows, pieces.row_bytes, 1)
+            message = framed(rows, pieces.row_bytes, 1)
             left, flag = torch.zeros(numel), torch.zeros(1, dtype=torch.uint8)
-            cpu.encode(x, wire, flag, pieces, residual=left, new_residual=left)
+            cpu.encode(x, message, flag, pieces, residual=left, new_residual=left)
             out = torch.empty(numel)
-            cpu.decode(wire, out, pieces)
-            results.append((wire.clone(), left, out))
+            cpu.decode(message, out, pieces)
+            results.append((message.clone(), left, out))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     torch.set_num_threads(threads)
 
@@ -275,14 +275,14 @@ def test_signs_past_the_caches_are_the_same(monkeypatch, shift):
     """Where a block of the result begins with a line (shift 0, 16) and where it does not."""
     numel = 3 * 5120 + 37
     pieces = cut([Piece(shift, numel, reference.SIGN_RMS, 512, 0)], 3)
-    wire, flag = framed(3, pieces.row_bytes, 0), torch.zeros(1, dtype=torch.uint8)
-    cpu.encode(torch.from_numpy(sample(shift + numel, 5)), wire, flag, pieces)
+    message, flag = framed(3, pieces.row_bytes, 0), torch.zeros(1, dtype=torch.uint8)
+    cpu.encode(torch.from_numpy(sample(shift + numel, 5)), message, flag, pieces)
     room = torch.zeros(shift + numel + 16)
     aligned = room[(-room.data_ptr() % 64) // 4 :][: shift + numel]
     plain = torch.zeros(shift + numel)
-    cpu.decode(wire, plain, pieces, gain=0.5)
+    cpu.decode(message, plain, pieces, gain=0.5)
     monkeypatch.setattr(cpu, "_LARGE", 0)
-    cpu.decode(wire, aligned, pieces, gain=0.5)
+    cpu.decode(message, aligned, pieces, gain=0.5)
     assert torch.equal(aligned, plain)
     assert plain.count_nonzero() == numel
 

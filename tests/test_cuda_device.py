@@ -56,14 +56,14 @@ def test_the_tree_over_a_long_row():
 def test_runs_on_the_current_stream():
     """Between two writes on a side stream, kernels see the first and not the second."""
     pieces, flag = cut([Piece(0, 1 << 22, reference.SIGN_L1, 0)], 1), torch.zeros(1, dtype=torch.uint8, device="cuda")
-    wire, x = twin.Wire(1, pieces, 0, "cuda").rows, torch.zeros(1 << 22, device="cuda")
+    message, x = twin.MessageRows(1, pieces, 0, "cuda").rows, torch.zeros(1 << 22, device="cuda")
     scale = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for step in range(1, 20):
             torch.cuda._sleep(100_000)
             x.fill_(step)
-            cuda.encode(x, wire, flag, pieces, new_scale=scale)
+            cuda.encode(x, message, flag, pieces, new_scale=scale)
             x.fill_(-1)
             assert scale.item() == step
 
@@ -78,11 +78,11 @@ def test_offsets_beyond_32_bits():
     values = twin.sample(numel, 3)
     x[first:] = torch.from_numpy(values)
     pieces = cut([Piece(first, numel, reference.INT4, 256)], 2)
-    wire, flag = twin.Wire(2, pieces, 1, "cuda"), torch.zeros(1, dtype=torch.uint8, device="cuda")
-    cuda.encode(x, wire.rows, flag, pieces)
+    message, flag = twin.MessageRows(2, pieces, 1, "cuda"), torch.zeros(1, dtype=torch.uint8, device="cuda")
+    cuda.encode(x, message.rows, flag, pieces)
     want, want_left = twin.expected(values, 2, reference.INT4, 256, 0)
-    twin.check_rows(wire, want, reference.INT4, 2504, 256)
-    cuda.decode(wire.rows, x, pieces)
+    twin.check_rows(message, want, reference.INT4, 2504, 256)
+    cuda.decode(message.rows, x, pieces)
     twin.same(x[first:], values - want_left)
 
 
@@ -113,17 +113,17 @@ def test_reaches_the_speed_of_a_copy(name):
     x, value = torch.randn(NUMEL, device="cuda"), torch.randn(NUMEL, device="cuda")
     copy = bytes_per_second(lambda: value.copy_(x), 8 * NUMEL)
     pieces = cut([Piece(0, NUMEL, reference.SIGN_L1, 2048 if name == "encode-blocks" else 0)], 1)
-    wire, flag = twin.Wire(1, pieces, 32, "cuda").rows, torch.zeros(1, dtype=torch.uint8, device="cuda")
+    message, flag = twin.MessageRows(1, pieces, 32, "cuda").rows, torch.zeros(1, dtype=torch.uint8, device="cuda")
     scale = torch.zeros(1, device="cuda")
     lazy = dict(residual_scale=scale, new_scale=scale) if name == "encode-lazy" else {}
 
     def encode():
-        cuda.encode(x, wire, flag, pieces, residual=value, new_residual=value, **lazy)
+        cuda.encode(x, message, flag, pieces, residual=value, new_residual=value, **lazy)
 
     encode()
     if name == "decode":
         moved = 4 * NUMEL + pieces.row_bytes
-        rate = bytes_per_second(lambda: cuda.decode(wire, x, pieces), moved)
+        rate = bytes_per_second(lambda: cuda.decode(message, x, pieces), moved)
     else:
         rate = bytes_per_second(encode, 12 * NUMEL + pieces.row_bytes)
     print(f"{name}: {rate / 1e9:.0f} GB/s, copy {copy / 1e9:.0f} GB/s, {rate / copy:.2f} of it")

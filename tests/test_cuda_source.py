@@ -139,10 +139,10 @@ def test_of_equals_the_first(shim, kind, block):
 def test_adding_leaves_what_was_not_sent(shim, kind, block):
     """To the bit: -0 stays -0 there, as on the CPU."""
     pieces, flag = cut([Piece(0, 3000, kind, block)], 1), torch.zeros(1, dtype=torch.uint8)
-    wire, ours, theirs = twin.Wire(1, pieces, 3, "cpu"), torch.full((3000,), -0.0), torch.full((3000,), -0.0)
-    cuda.encode(torch.from_numpy(twin.sample(3000, 5)), wire.rows, flag, pieces)
-    cuda.decode(wire.rows, ours, pieces, gain=-0.5, add=True)
-    cpu.decode(wire.rows, theirs, pieces, gain=-0.5, add=True)
+    message, ours, theirs = twin.MessageRows(1, pieces, 3, "cpu"), torch.full((3000,), -0.0), torch.full((3000,), -0.0)
+    cuda.encode(torch.from_numpy(twin.sample(3000, 5)), message.rows, flag, pieces)
+    cuda.decode(message.rows, ours, pieces, gain=-0.5, add=True)
+    cpu.decode(message.rows, theirs, pieces, gain=-0.5, add=True)
     twin.same(ours, theirs.numpy())
 
 
@@ -174,9 +174,9 @@ def check_extreme(x, kind, block):
     """As check_round, but overflow of the sums is allowed to raise the flag."""
     pieces, flag = cut([Piece(0, len(x), kind, block)], 1), torch.zeros(1, dtype=torch.uint8)
     want, want_left = twin.expected(x, 1, kind, block, 3)
-    wire, left = twin.Wire(1, pieces, 1, "cpu"), torch.empty(len(x))
-    cuda.encode(torch.from_numpy(x), wire.rows, flag, pieces, key=3, new_residual=left)
-    wire.check(0, want[0], twin.scales_of(kind, width_of(len(x), 1), block))
+    message, left = twin.MessageRows(1, pieces, 1, "cpu"), torch.empty(len(x))
+    cuda.encode(torch.from_numpy(x), message.rows, flag, pieces, key=3, new_residual=left)
+    message.check(0, want[0], twin.scales_of(kind, width_of(len(x), 1), block))
     twin.same(left, want_left)
     assert flag.item() == int(not twin.finite(x, want, kind, width_of(len(x), 1), block))
 
@@ -188,8 +188,8 @@ def test_one_bad_number_raises_the_flag(shim, kind, block):
         for position in (0, 100, 4999):
             x = twin.sample(5000, 1)
             x[position] = bad
-            wire, flag = twin.Wire(4, pieces, 0, "cpu"), torch.zeros(1, dtype=torch.uint8)
-            cuda.encode(torch.from_numpy(x), wire.rows, flag, pieces)
+            message, flag = twin.MessageRows(4, pieces, 0, "cpu"), torch.zeros(1, dtype=torch.uint8)
+            cuda.encode(torch.from_numpy(x), message.rows, flag, pieces)
             assert flag.item() == 1
 
 
@@ -216,7 +216,7 @@ def test_the_tree_over_a_long_row(shim, monkeypatch, kind, tiles):
     """finish_rows alone, over totals made up for rows too long to encode here; the tensors are never touched."""
     totals = np.random.default_rng(tiles).random(tiles).astype(np.float32)
     pieces = cut([Piece(0, tiles * cuda.TILE, kind, 0)], 1)
-    x, wire = torch.empty(tiles * cuda.TILE), torch.empty(1, pieces.row_bytes, dtype=torch.uint8)
+    x, message = torch.empty(tiles * cuda.TILE), torch.empty(1, pieces.row_bytes, dtype=torch.uint8)
     scale, flag = torch.empty(1), torch.zeros(1, dtype=torch.uint8)
 
     def execute(launch):
@@ -226,7 +226,7 @@ def test_the_tree_over_a_long_row(shim, monkeypatch, kind, tiles):
             shim.execute(launch)
 
     monkeypatch.setattr(cuda, "execute", execute)
-    cuda.encode(x, wire, flag, pieces, new_scale=scale)
+    cuda.encode(x, message, flag, pieces, new_scale=scale)
     mean = reference.tree_sum(totals.astype(np.float64)) / np.float64(tiles * cuda.TILE)
     twin.same(scale, np.array([mean if kind == reference.SIGN_L1 else np.sqrt(mean)], np.float32))
 
@@ -290,16 +290,16 @@ def test_launches_go_to_cupy_on_the_current_stream(monkeypatch):
 
 def test_wrong_tensors_are_refused():
     pieces, flag = cut([Piece(0, 64, reference.INT8, 64)], 2), torch.zeros(1, dtype=torch.uint8)
-    x, wire = torch.zeros(64), torch.zeros(2, pieces.row_bytes, dtype=torch.uint8)
+    x, message = torch.zeros(64), torch.zeros(2, pieces.row_bytes, dtype=torch.uint8)
     with pytest.raises(InvalidArgument, match=r"commpress\.kernels\.cpu"):
-        cuda.encode(x, wire, flag, pieces)
+        cuda.encode(x, message, flag, pieces)
     with pytest.raises(InvalidArgument, match=r"x is torch\.float64"):
-        cuda.encode(x.double(), wire, flag, pieces)
+        cuda.encode(x.double(), message, flag, pieces)
     with pytest.raises(InvalidArgument, match=r"residual .* expected 64"):
-        cuda.encode(x, wire, flag, pieces, residual=x[:8])
+        cuda.encode(x, message, flag, pieces, residual=x[:8])
     with pytest.raises(InvalidArgument, match=r"flag is torch\.float32"):
-        cuda.encode(x, wire, flag.float(), pieces)
+        cuda.encode(x, message, flag.float(), pieces)
     with pytest.raises(InvalidArgument, match="consecutive"):
-        cuda.decode(wire, torch.zeros(64, 2)[:, 0], pieces)
+        cuda.decode(message, torch.zeros(64, 2)[:, 0], pieces)
     with pytest.raises(InvalidArgument, match=r"pieces\.row_bytes"):
-        cuda.decode(wire[:, :-8], x, pieces)
+        cuda.decode(message[:, :-8], x, pieces)

@@ -55,7 +55,7 @@ class Me:
         self.reason = reason
 
 
-def wire(frame: Frame = FRAME, rows: int = 4, *, flag: int = 0) -> torch.Tensor:
+def arriving(frame: Frame = FRAME, rows: int = 4, *, flag: int = 0) -> torch.Tensor:
     """What arrives when every rank sends ``frame`` before a payload of its own."""
     made = torch.arange(rows * (HEADER + PAYLOAD), dtype=torch.uint8).view(rows, -1)
     stamp(made, frame.pack(), torch.tensor([flag], dtype=torch.uint8))
@@ -85,7 +85,7 @@ def test_golden_bytes():
     assert len(body) == 56
     packed = FRAME.pack().numpy().tobytes()
     assert packed == body + zlib.crc32(body).to_bytes(4, "little") + bytes(4)
-    (row,) = wire(rows=1, flag=1).numpy()
+    (row,) = arriving(rows=1, flag=1).numpy()
     assert row[60:64].tobytes() == (xxhash.xxh3_64_intdigest(bytes(range(64, 104)), 1) & 0xFFFFFFFF).to_bytes(
         4, "little"
     )
@@ -118,7 +118,7 @@ def test_headers_are_the_same_exactly_when_frames_are_equal(one, two):
     ids=["operation", "size", "codec", "numel", "sequence", "label", "back", "checked"],
 )
 def test_a_difference_names_rank_operation_expected_and_got(other):
-    arrived = wire()
+    arrived = arriving()
     arrived[2, :HEADER] = other.pack()
     with pytest.raises(Mismatch) as caught:
         check(arrived, rank=1)
@@ -131,7 +131,7 @@ def test_a_difference_names_rank_operation_expected_and_got(other):
 @settings(max_examples=500)
 @given(at=st.integers(0, HEADER + PAYLOAD - 1), bit=st.integers(0, 7), rank=st.integers(0, 3), flag=st.integers(0, 1))
 def test_any_flipped_bit_is_detected_and_its_sender_named(at, bit, rank, flag):
-    arrived = wire(flag=flag)
+    arrived = arriving(flag=flag)
     check(arrived)
     arrived[rank, at] ^= 1 << bit
     with pytest.raises(Corrupted) as caught:
@@ -147,7 +147,7 @@ def test_any_flipped_bit_is_detected_and_its_sender_named(at, bit, rank, flag):
 
 
 def test_all_damaged_ranks_are_named():
-    arrived = wire()
+    arrived = arriving()
     arrived[1, -1] ^= 1
     arrived[3, HEADER] ^= 1
     with pytest.raises(Corrupted, match=r"payload of rank 1 .* payload of rank 3") as caught:
@@ -157,7 +157,7 @@ def test_all_damaged_ranks_are_named():
 
 @given(at=st.integers(0, 59).filter(lambda i: i != FLAGS), bit=st.integers(0, 7), rank=st.integers(0, 3))
 def test_without_checksums_headers_are_checked_all_the_same(at, bit, rank):
-    arrived = wire(UNCHECKED)
+    arrived = arriving(UNCHECKED)
     arrived[:, HEADER:] = 0
     arrived[:, 60:HEADER] = 7
     check(arrived, UNCHECKED)
@@ -168,7 +168,7 @@ def test_without_checksums_headers_are_checked_all_the_same(at, bit, rank):
 
 def test_a_header_of_another_version_is_refused_by_its_name():
     """Though it is whole, and the same in everything else."""
-    arrived = wire()
+    arrived = arriving()
     body = bytearray(FRAME.bytes()[:56])
     body[2] += 1
     other = body + zlib.crc32(body).to_bytes(4, "little") + bytes(4)
@@ -181,14 +181,14 @@ def test_a_header_of_another_version_is_refused_by_its_name():
 @given(flags=st.lists(st.integers(0, 255), min_size=4, max_size=4))
 def test_flags_are_not_agreed(flags):
     """Each rank has its own: one that is not finite must not look like one that does something else."""
-    arrived = torch.cat([wire(flag=flag)[r : r + 1] for r, flag in enumerate(flags)])
+    arrived = torch.cat([arriving(flag=flag)[r : r + 1] for r, flag in enumerate(flags)])
     check(arrived)
     assert arrived[:, FLAGS].tolist() == flags
     assert [unpack(row) for row in arrived[:, :HEADER].numpy()] == [FRAME] * 4
 
 
 def test_the_flag_is_stamped_and_the_payload_left_alone():
-    plain, flagged = wire(), wire(flag=NOT_FINITE)
+    plain, flagged = arriving(), arriving(flag=NOT_FINITE)
     assert flagged[:, FLAGS].tolist() == [NOT_FINITE] * 4
     assert plain[:, FLAGS].tolist() == [0] * 4
     untouched = torch.arange(4 * (HEADER + PAYLOAD), dtype=torch.uint8).view(4, -1)

@@ -45,8 +45,8 @@ def train(codec, every):
     for _ in range(6):
         ddp(torch.randn(4, 64)).square().mean().backward()
         metrics.step()
-    wire = sum(s.wire_bytes for s in samples)
-    assert wire == state.counters.wire_bytes - before > 0
+    sent = sum(s.wire_bytes for s in samples)
+    assert sent == state.counters.wire_bytes - before > 0
     assert sum(s.logical_bytes for s in samples) == state.counters.logical_bytes
     assert sum(s.encode_seconds for s in samples) == pytest.approx(state.counters.encode_seconds)
     assert sum(s.steps for s in samples) == 6
@@ -55,12 +55,12 @@ def train(codec, every):
     left = {}
     for (name, _), sent, _ in state.residuals.places():
         left[by_layer(name)] = left.get(by_layer(name), 0.0) + float(sent.square().sum())
-    return [s.scalars() for s in samples], wire, text, {k: v**0.5 for k, v in left.items()}
+    return [s.scalars() for s in samples], sent, text, {k: v**0.5 for k, v in left.items()}
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_samples_add_up(pool, every):
-    samples, wire, text, left = pool.run(train, "sign", every, size=2)[0]
+    samples, sent, text, left = pool.run(train, "sign", every, size=2)[0]
     assert len(samples) == 6 // every
     last = samples[-1]
     assert last["ratio"] > 5
@@ -68,7 +68,7 @@ def test_samples_add_up(pool, every):
     assert last["owed/blocks.1"] == pytest.approx(left["blocks.1"]), "norms of the last even step"
     assert last["encode_seconds"] > 0 < last["decode_seconds"]
     read = samples_of(text)
-    assert read["commpress_wire_bytes_total", "rank", "0"] == wire
+    assert read["commpress_wire_bytes_total", "rank", "0"] == sent
     assert read["commpress_steps_total", "rank", "0"] == 6
     assert 0 < read["commpress_compression_error", "group", "blocks.0", "rank", "0"] < 1
 

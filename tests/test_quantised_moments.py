@@ -10,9 +10,9 @@ from commpress.integrations.zero.moments import BLOCK, bits_of, decode, encode, 
 
 
 def round_trip(values, bits, *, squares, seed=0):
-    wire, out = torch.zeros(size(values.numel(), bits), dtype=torch.uint8), torch.empty_like(values)
-    encode(values, wire, bits, squares=squares, seed=seed)
-    decode(wire, out, bits, squares=squares)
+    coded, out = torch.zeros(size(values.numel(), bits), dtype=torch.uint8), torch.empty_like(values)
+    encode(values, coded, bits, squares=squares, seed=seed)
+    decode(coded, out, bits, squares=squares)
     return out
 
 

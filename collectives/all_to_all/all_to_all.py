@@ -177,15 +177,15 @@ def compressed_all_to_all(
     width, device = _width(inp), inp.device
     pieces, answers = (_pieces(codec, [n * width for n in splits]) for splits in (ins, outs))
     held += [scratch.take(pieces.row_bytes, device), scratch.take(answers.row_bytes, device)]
-    wire, inbox = held
+    outbox, inbox = held
     if pieces.numel:
         floats = inp if inp.dtype == torch.float32 else _like(scratch, inp, torch.float32, held).copy_(inp)
         flag = torch.zeros(1, dtype=torch.uint8, device=device)
-        arithmetic(device, pieces).encode(floats.view(-1), wire[None], flag, pieces)
+        arithmetic(device, pieces).encode(floats.view(-1), outbox[None], flag, pieces)
     what = Frame(FLAT, transport.size, codec.spec, 0, sequence, way.label(f"{tuple(inp.shape[1:])}{inp.dtype}"))
     even = out_splits is None and in_splits is None
     lengths = Lengths(transport.rank, _lengths(pieces, ins), _lengths(answers, outs))
-    yield from way.carry(_encoded(inbox, answers), _encoded(wire, pieces), lengths, what, transport, even=even)
+    yield from way.carry(_encoded(inbox, answers), _encoded(outbox, pieces), lengths, what, transport, even=even)
     if answers.numel:
         floats = out if out.dtype == torch.float32 else _like(scratch, out, torch.float32, held)
         arithmetic(device, answers).decode(inbox[None], floats.view(-1), answers)
@@ -200,9 +200,9 @@ def _pieces(codec: Codec, numels: Sequence[int]) -> Pieces:
     return cut([Piece(end - n, n, codec.kind, codec.block, feedback=False) for end, n in ends if n], 1)
 
 
-def _encoded(wire: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+def _encoded(row: torch.Tensor, pieces: Pieces) -> torch.Tensor:
     """The blocks of a row, which lie side by side."""
-    return wire[int(pieces.table[0, COLUMN]) :] if pieces.numel else wire[:0]
+    return row[int(pieces.table[0, COLUMN]) :] if pieces.numel else row[:0]
 
 
 def _lengths(pieces: Pieces, splits: Sequence[int]) -> tuple[int, ...]:

@@ -76,15 +76,15 @@ def check_bytes(codec: Codec, numel: int = 10_007) -> None:
     pieces = cut([Piece(0, numel, codec.kind, codec.block)], ROWS)
     width, size = int(pieces.table[0, 2]), codec.row_bytes(int(pieces.table[0, 2]))
     rows, left = reference.encode_with_residual(x, residual, codec.kind, width, codec.block)
-    wire, flag = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    message, flag = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     kept, out = torch.empty(numel), torch.empty(numel)
-    cpu.encode(torch.from_numpy(x), wire, flag, pieces, residual=torch.from_numpy(residual), new_residual=kept)
-    cpu.decode(wire, out, pieces)
+    cpu.encode(torch.from_numpy(x), message, flag, pieces, residual=torch.from_numpy(residual), new_residual=kept)
+    cpu.decode(message, out, pieces)
     decoded = [
         reference.decode_row(row, codec.kind, min(width, numel - r * width), width, codec.block)
         for r, row in enumerate(rows)
     ]
-    np.testing.assert_array_equal(wire[:, :size].numpy(), rows, f"bytes of {codec.spec}")
+    np.testing.assert_array_equal(message[:, :size].numpy(), rows, f"bytes of {codec.spec}")
     np.testing.assert_array_equal(kept.numpy(), left, f"residual of {codec.spec}")
     np.testing.assert_array_equal(out.numpy(), np.concatenate(decoded), f"decoded floats of {codec.spec}")
 
@@ -106,23 +106,23 @@ class Buffers:
     def operations(self, codec: Codec) -> dict[str, tuple[Callable[[], object], int, float]]:
         """Name → (call, elements of float32 it handles, bytes moved per element)."""
         pieces = cut([Piece(0, self.numel, codec.kind, codec.block)], ROWS)
-        wire = torch.zeros(ROWS, HEADER + pieces.row_bytes, dtype=torch.uint8)[:, HEADER:]
-        reply, mean, owed = wire[:1].clone(), torch.zeros(pieces.shard), torch.zeros(pieces.shard)
+        message = torch.zeros(ROWS, HEADER + pieces.row_bytes, dtype=torch.uint8)[:, HEADER:]
+        reply, mean, owed = message[:1].clone(), torch.zeros(pieces.shard), torch.zeros(pieces.shard)
         lazy, lazy_row = _lazy(pieces, ROWS), _lazy(pieces, 1)
-        code = wire.shape[1] / int(pieces.table[0, WIDTH])  # heads and scales included
+        code = message.shape[1] / int(pieces.table[0, WIDTH])  # headers and scales included
         x, old, new, flag = self.x, self.residual, self.left, self.flag
 
         def encode(into: torch.Tensor) -> Callable[[], object]:
-            return lambda: cpu.encode(x, wire, flag, pieces, residual=old, new_residual=into, **lazy)
+            return lambda: cpu.encode(x, message, flag, pieces, residual=old, new_residual=into, **lazy)
 
         def serve() -> None:
-            cpu.serve(wire, reply, flag, pieces, 0, residual=owed, new_residual=owed, **lazy_row)
+            cpu.serve(message, reply, flag, pieces, 0, residual=owed, new_residual=owed, **lazy_row)
 
         return {
             "encode": (encode(new), self.numel, 12 + code),
             "encode in place": (encode(old), self.numel, 12 + code),
-            "decode": (lambda: cpu.decode(wire, self.out, pieces), self.numel, 4 + code),
-            "mean": (lambda: cpu.decode_mean(wire, mean, pieces, 0), pieces.shard, 4 + ROWS * code),
+            "decode": (lambda: cpu.decode(message, self.out, pieces), self.numel, 4 + code),
+            "mean": (lambda: cpu.decode_mean(message, mean, pieces, 0), pieces.shard, 4 + ROWS * code),
             "serve": (serve, pieces.shard, 8 + (ROWS + 1) * code),
         }
 

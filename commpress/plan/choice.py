@@ -135,11 +135,11 @@ def errors_of(gradient: torch.Tensor, codecs: Sequence[str]) -> list[float]:
     found = []
     for name in codecs:
         message = one_message(flat.numel(), codec_named(name), 1, feedback=False)
-        wire = torch.zeros(1, message.pieces.row_bytes, dtype=torch.uint8, device=flat.device)
+        row = torch.zeros(1, message.pieces.row_bytes, dtype=torch.uint8, device=flat.device)
         out = torch.empty_like(flat)
         kernels = arithmetic(flat.device, message.pieces)
-        kernels.encode(flat, wire, flag, message.pieces)
-        kernels.decode(wire, out, message.pieces)
+        kernels.encode(flat, row, flag, message.pieces)
+        kernels.decode(row, out, message.pieces)
         found.append(float((out.double() - flat.double()).square().sum()))
     return found
 

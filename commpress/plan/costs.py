@@ -58,9 +58,9 @@ def device_costs(memory_bandwidth: float, *, call: float = CALL) -> Costs:
     codecs = {}
     for name in CODECS:
         codec = codec_named(name)
-        wire = codec.row_bytes(4096) / 4096
+        sent = codec.row_bytes(4096) / 4096
         kept = 8 if codec.feedback and not codec.lossless else 0
-        codecs[codec.kind] = Cost((4 + kept + wire) * byte, wire * byte, (4 + wire) * byte)
+        codecs[codec.kind] = Cost((4 + kept + sent) * byte, sent * byte, (4 + sent) * byte)
     return Costs(codecs, byte, byte / 10, call)
 
 
@@ -75,12 +75,12 @@ def measure_costs(names: Sequence[str] = CODECS, *, numel: int = BEYOND) -> Cost
         torch.set_num_threads(threads)
 
 
-def encoding(x: torch.Tensor, wire: torch.Tensor, pieces: Pieces) -> Callable[[], None]:
+def encoding(x: torch.Tensor, message: torch.Tensor, pieces: Pieces) -> Callable[[], None]:
     """A kernel call on the CPU, always the same."""
     kernels, flag = arithmetic(x.device, pieces), torch.zeros(1, dtype=torch.uint8)
     old, new = (ErrorFeedback.zeros(pieces, x.device) if pieces.residual_numel else None for _ in range(2))
     return lambda: kernels.encode(
-        x, wire, flag, pieces, residual=old and old.sent, residual_scale=old and old.sent_scale,
+        x, message, flag, pieces, residual=old and old.sent, residual_scale=old and old.sent_scale,
         new_residual=new and new.sent, new_scale=new and new.sent_scale,
     )  # fmt: skip
 
@@ -89,10 +89,11 @@ def _cost(codec: Codec, numel: int) -> Cost:
     pieces = one_message(numel, codec, ROWS).pieces
     kernels = arithmetic(torch.device("cpu"), pieces)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    wire = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8)
-    encode = encoding(x, wire, pieces)
+    message = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8)
+    encode = encoding(x, message, pieces)
     out = torch.zeros(int(pieces.table[0, WIDTH]))
-    add, decode = _usual(lambda: kernels.decode_mean(wire, out, pieces, 0)), _usual(lambda: kernels.decode(wire, x, pieces))
+    add = _usual(lambda: kernels.decode_mean(message, out, pieces, 0))
+    decode = _usual(lambda: kernels.decode(message, x, pieces))
     return Cost(_usual(encode) / numel, add / numel, decode / numel)
 
 
@@ -136,19 +137,19 @@ class SizedKernels:
     costs: Costs
     charged: KernelSeconds = field(default_factory=KernelSeconds)
 
-    def encode(self, x: Any, wire: Any, flag: Any, pieces: Pieces, **_: Any) -> None:
+    def encode(self, x: Any, message: Any, flag: Any, pieces: Pieces, **_: Any) -> None:
         self._charge(sum(n * self.costs.of(k).encode for k, n in _elements(pieces, NUMEL)))
 
-    def serve(self, wires: Any, wire: Any, flag: Any, pieces: Pieces, rank: int, **_: Any) -> None:
-        rows = wires.shape[0]
+    def serve(self, received: Any, message: Any, flag: Any, pieces: Pieces, rank: int, **_: Any) -> None:
+        rows = received.shape[0]
         each = ((n, self.costs.of(k)) for k, n in _elements(pieces, WIDTH))
         self._charge(sum(n * (rows * cost.add + cost.encode) for n, cost in each))
 
-    def decode(self, wire: Any, out: Any, pieces: Pieces, **_: Any) -> None:
+    def decode(self, message: Any, out: Any, pieces: Pieces, **_: Any) -> None:
         self._charge(sum(n * self.costs.of(k).decode for k, n in _elements(pieces, NUMEL)))
 
-    def decode_mean(self, wires: Any, out: Any, pieces: Pieces, rank: int, **_: Any) -> None:
-        self._charge(sum(n * wires.shape[0] * self.costs.of(k).add for k, n in _elements(pieces, WIDTH)))
+    def decode_mean(self, received: Any, out: Any, pieces: Pieces, rank: int, **_: Any) -> None:
+        self._charge(sum(n * received.shape[0] * self.costs.of(k).add for k, n in _elements(pieces, WIDTH)))
 
     def settle(self, value: Any, scale: Any, pieces: Pieces, **_: Any) -> None:
         self._charge(8 * value.numel() * self.costs.memory)

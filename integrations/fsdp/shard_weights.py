@@ -96,7 +96,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         changed = not kept or (yield from self._changed(row, sequence, backward, fresh))
         whole = out if knows(out.device, out.dtype) else self.channel.workspace.borrow(out.numel(), torch.float32, out.device)
         if changed:
-            workspace.give_wires(*self._rows)
+            workspace.give_rows(*self._rows)
             self._rows = []
             if keep:
                 self._note(row)

@@ -40,9 +40,9 @@ class Moments:
 
     def put(self, chunk: UpdateChunk, key: str, values: torch.Tensor) -> None:
         if self.bits:
-            wire = torch.zeros(self.nbytes(chunk.numel), dtype=torch.uint8)
-            self._encode(chunk, key, values, wire)
-            values = wire
+            coded = torch.zeros(self.nbytes(chunk.numel), dtype=torch.uint8)
+            self._encode(chunk, key, values, coded)
+            values = coded
         self._store.put(chunk.name(key), values)
 
     @contextmanager
@@ -58,16 +58,16 @@ class Moments:
                 for key in chunk.keys:
                     self._encode(chunk, key, values[key], held[key])
 
-    def _decode(self, chunk: UpdateChunk, key: str, wire: torch.Tensor) -> torch.Tensor:
+    def _decode(self, chunk: UpdateChunk, key: str, coded: torch.Tensor) -> torch.Tensor:
         if key not in self._scratch or self._scratch[key].numel() < chunk.numel:
             self._scratch[key] = torch.zeros(chunk.numel)
         values = self._scratch[key][: chunk.numel]
-        decode(wire, values, self.bits, squares=key in SQUARES)
+        decode(coded, values, self.bits, squares=key in SQUARES)
         return values
 
-    def _encode(self, chunk: UpdateChunk, key: str, values: torch.Tensor, wire: torch.Tensor) -> None:
+    def _encode(self, chunk: UpdateChunk, key: str, values: torch.Tensor, coded: torch.Tensor) -> None:
         seed = zlib.crc32(f"{self.turn}.{chunk.number}.{key}".encode())
-        encode(values, wire, self.bits, squares=key in SQUARES, seed=seed)
+        encode(values, coded, self.bits, squares=key in SQUARES, seed=seed)
 
 
 def bits_of(moments: str | None) -> int:
@@ -97,11 +97,11 @@ def encode(values: torch.Tensor, out: torch.Tensor, bits: int, *, squares: bool,
     out[at:].copy_(scales.view(torch.uint8))
 
 
-def decode(wire: torch.Tensor, out: torch.Tensor, bits: int, *, squares: bool) -> None:
+def decode(coded: torch.Tensor, out: torch.Tensor, bits: int, *, squares: bool) -> None:
     """uint8[size(n)] → float32[n]."""
     blocks = -(-out.numel() // BLOCK)
     at = blocks * BLOCK * bits // 8
-    codes, scales = wire[:at].view(blocks, -1), wire[at:].clone().view(torch.float32)
+    codes, scales = coded[:at].view(blocks, -1), coded[at:].clone().view(torch.float32)
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).view(blocks, BLOCK)
     rows = codes.float()

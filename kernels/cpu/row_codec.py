@@ -26,10 +26,10 @@ def _floats(tensor: torch.Tensor | None) -> np.ndarray:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def _bytes(wire: torch.Tensor) -> np.ndarray:
+def _bytes(message: torch.Tensor) -> np.ndarray:
     """All rows as one flat byte array, the gaps between rows included."""
-    rows, width = wire.shape
-    return wire.as_strided(((rows - 1) * wire.stride(0) + width,), (1,)).numpy()
+    rows, width = message.shape
+    return message.as_strided(((rows - 1) * message.stride(0) + width,), (1,)).numpy()
 
 
 def _mixed(pieces: Pieces) -> bool | None:
@@ -37,11 +37,13 @@ def _mixed(pieces: Pieces) -> bool | None:
     return None if pieces.plain else True
 
 
-def _encode_any(x, gain, wires, wire, flag, pieces, rank, key, residual, new_residual, residual_scale, new_scale):
-    rows, stride, flat = wire.shape[0], wire.stride(0), _bytes(wire)
+def _encode_any(x, gain, received, message, flag, pieces, rank, key, residual, new_residual, residual_scale, new_scale):
+    rows, stride, flat = message.shape[0], message.stride(0), _bytes(message)
     blocks = rows * pieces.blocks
     partial = np.empty(blocks, np.float32) if pieces.row_scales else _NONE
-    inbox, in_stride, senders = (_NO_BYTES, 0, 0) if wires is None else (_bytes(wires), wires.stride(0), wires.shape[0])
+    inbox, in_stride, senders = _NO_BYTES, 0, 0
+    if received is not None:
+        inbox, in_stride, senders = _bytes(received), received.stride(0), received.shape[0]
     finite = all(
         split(
             loops.encode, blocks, pieces.numel // (senders or 1), _floats(x), np.float32(gain), inbox, in_stride, senders,
@@ -60,20 +62,20 @@ def _encode_any(x, gain, wires, wire, flag, pieces, rank, key, residual, new_res
 
 
 def encode(
-    x, wire, flag, pieces, *, gain=1.0, key=0, residual=None, new_residual=None, residual_scale=None, new_scale=None
+    x, message, flag, pieces, *, gain=1.0, key=0, residual=None, new_residual=None, residual_scale=None, new_scale=None
 ):
-    """wire := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
+    """message := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
 
-    x float32[n] or bfloat16[n]; wire uint8[rows, row_bytes], gaps between rows allowed; residual, new_residual
+    x float32[n] or bfloat16[n]; message uint8[rows, row_bytes], gaps between rows allowed; residual, new_residual
     float32[pieces.residual_numel], which may be one tensor. With ``new_scale`` float32[pieces · rows] the residual of pieces
     with one scale per row is lazy: new_residual := c there, and c − scale · sgn(c) is formed when it comes back with
     ``residual_scale``.
     """
-    _encode_any(x, gain, None, wire, flag, pieces, 0, key, residual, new_residual, residual_scale, new_scale)
+    _encode_any(x, gain, None, message, flag, pieces, 0, key, residual, new_residual, residual_scale, new_scale)
 
 
 def serve(
-    wires, wire, flag, pieces, rank, *, divisor=0.0, key=0, residual=None, new_residual=None, residual_scale=None,
+    received, message, flag, pieces, rank, *, divisor=0.0, key=0, residual=None, new_residual=None, residual_scale=None,
     new_scale=None,
 ):  # fmt: skip
     """Average the P rows, add the residual and encode the one row that goes back; the mean never reaches memory.
@@ -81,22 +83,22 @@ def serve(
     The sum is divided by ``divisor`` (0: by P): a row may stand for several ranks.
     Residuals are float32[pieces.shard], lazy scales float32[pieces].
     """
-    _encode_any(None, divisor or wires.shape[0], wires, wire, flag, pieces, rank, key, residual, new_residual,
+    _encode_any(None, divisor or received.shape[0], received, message, flag, pieces, rank, key, residual, new_residual,
                 residual_scale, new_scale)  # fmt: skip
 
 
-def decode(wire, out, pieces, *, gain=1.0, add=False):
+def decode(message, out, pieces, *, gain=1.0, add=False):
     """out[n] := or += all rows; each scale is multiplied by ``gain`` before it meets a code. float32 or bfloat16."""
-    rows = wire.shape[0]
+    rows = message.shape[0]
     past = not add and pieces.numel >= _LARGE
-    split(loops.decode, rows * pieces.blocks, pieces.numel, _bytes(wire), wire.stride(0), _floats(out), np.float32(gain), add,
-          past, 0, 0, pieces.table, rows, _mixed(pieces))  # fmt: skip
+    split(loops.decode, rows * pieces.blocks, pieces.numel, _bytes(message), message.stride(0), _floats(out), np.float32(gain),
+          add, past, 0, 0, pieces.table, rows, _mixed(pieces))  # fmt: skip
 
 
-def decode_mean(wires, out, pieces, rank):
+def decode_mean(received, out, pieces, rank):
     """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
-    split(loops.decode, pieces.blocks, pieces.numel, _bytes(wires), wires.stride(0), _floats(out), np.float32(1), False,
-          False, wires.shape[0], rank, pieces.table, 1, _mixed(pieces))  # fmt: skip
+    split(loops.decode, pieces.blocks, pieces.numel, _bytes(received), received.stride(0), _floats(out), np.float32(1), False,
+          False, received.shape[0], rank, pieces.table, 1, _mixed(pieces))  # fmt: skip
 
 
 def settle(value, scale, pieces, *, shard=False):

@@ -120,7 +120,7 @@ __device__ __forceinline__ Scale peak_scale(unsigned peak) {
     return Scale{number(peak) / top, top / number(peak)};
 }
 
-// Scales lie anywhere in a wire, so often on no multiple of four.
+// Scales lie anywhere in a message, so often on no multiple of four.
 __device__ __forceinline__ f32 load_float(const byte *at) {
     if (((size_t)at & 3) == 0) return *(const f32 *)at;
     return number(at[0] | (unsigned)at[1] << 8 | (unsigned)at[2] << 16 | (unsigned)at[3] << 24);

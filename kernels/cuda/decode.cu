@@ -26,10 +26,10 @@ __device__ __forceinline__ void read_mean(f32 (&c)[COUNT], const byte *rows, int
 
 // Every row of every piece into the buffer, or added to it.
 extern "C" __global__ void __launch_bounds__(THREADS)
-decode_rows(const byte *wire, int64 stride, float gain, int add, float *out, const int64 *columns, int lines,
+decode_rows(const byte *message, int64 stride, float gain, int add, float *out, const int64 *columns, int lines,
             int tiles, int rows, int rank) {
     const Tile tile = this_tile<DECODE_TILE>(Table{columns, lines, tiles, rows, rank});
-    const byte *row = wire + tile.row * stride + tile.column;
+    const byte *row = message + tile.row * stride + tile.column;
     f32 *to = (f32 *)out + tile.source;
     const f32 absent = number(add ? ~MAGNITUDE : 0); // in place of what is not sent: x + -0 is x, for -0 too
     if (at_once<APART, DECODE_ITEMS>(tile)) {
@@ -50,10 +50,10 @@ decode_rows(const byte *wire, int64 stride, float gain, int add, float *out, con
 
 // The mean of the senders' versions of one row into the shard.
 extern "C" __global__ void __launch_bounds__(THREADS)
-decode_mean(const byte *wires, int64 stride, int senders, float *out, const int64 *columns, int lines, int tiles,
+decode_mean(const byte *received, int64 stride, int senders, float *out, const int64 *columns, int lines, int tiles,
             int rows, int rank) {
     const Tile tile = this_tile<TILE>(Table{columns, lines, tiles, rows, rank});
     f32 c[ITEMS];
-    read_mean<APART>(c, wires, stride, senders, f32{(float)senders}, tile);
+    read_mean<APART>(c, received, stride, senders, f32{(float)senders}, tile);
     write_floats<APART>((f32 *)out + tile.residual_at, c, tile.real);
 }

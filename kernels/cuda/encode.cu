@@ -3,12 +3,12 @@
 struct Job {
     const f32 *x;
     f32 gain; // of x; of a mean: what the sum of the rows is divided by
-    const byte *wires; // in place of x: the rows to average
-    int64 wires_stride;
+    const byte *received; // in place of x: the rows to average
+    int64 received_stride;
     int senders;
     const f32 *residual;
     const f32 *residual_scale; // not null: a residual is lazy, v stands for v - scale * sgn(v)
-    byte *wire;
+    byte *message;
     int64 stride;
     byte *flag;
     f32 *new_residual;
@@ -17,19 +17,19 @@ struct Job {
     Table table;
     f32 *totals; // one per tile, for pieces with one scale per row
 
-    __device__ byte *row(const Tile &tile) const { return wire + tile.row * stride + tile.column; }
+    __device__ byte *row(const Tile &tile) const { return message + tile.row * stride + tile.column; }
     __device__ byte *codes(const Tile &tile) const { return row(tile) + tile.headers + tile.start * BITS / 8; }
 };
 
 // Every kernel from here on has the same parameters.
 #define PARAMETERS                                                                                                     \
-    const float *x, float gain, const byte *wires, int64 wires_stride, int senders, const float *residual,             \
-        const float *residual_scale, byte *wire, int64 stride, byte *flag, float *new_residual, float *new_scale,      \
+    const float *x, float gain, const byte *received, int64 received_stride, int senders, const float *residual,       \
+        const float *residual_scale, byte *message, int64 stride, byte *flag, float *new_residual, float *new_scale,   \
         unsigned key, const int64 *columns, int lines, int tiles, int rows, int rank, float *totals
 #define JOB                                                                                                            \
-    Job{(const f32 *)x, f32{gain}, wires, wires_stride, senders, (const f32 *)residual, (const f32 *)residual_scale,   \
-        wire, stride, flag, (f32 *)new_residual, (f32 *)new_scale, key, Table{columns, lines, tiles, rows, rank},      \
-        (f32 *)totals}
+    Job{(const f32 *)x, f32{gain}, received, received_stride, senders, (const f32 *)residual,                          \
+        (const f32 *)residual_scale, message, stride, flag, (f32 *)new_residual, (f32 *)new_scale, key,                \
+        Table{columns, lines, tiles, rows, rank}, (f32 *)totals}
 
 // ---------------------------------------------------------------- input
 
@@ -37,7 +37,7 @@ struct Job {
 template <bool MEAN, int STRIDE>
 __device__ __forceinline__ void compensate(f32 (&c)[ITEMS], const Job &job, const Tile &tile) {
     const f32 lazy = job.residual_scale ? job.residual_scale[tile.scale] : f32{0}; // first: the others wait for it
-    if (MEAN) read_mean<STRIDE>(c, job.wires, job.wires_stride, job.senders, job.gain, tile);
+    if (MEAN) read_mean<STRIDE>(c, job.received, job.received_stride, job.senders, job.gain, tile);
     else read_floats<STRIDE>(c, job.x + tile.source, tile.real);
     if (!job.residual || !tile.feedback) {
 #pragma unroll

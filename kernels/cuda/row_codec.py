@@ -164,10 +164,10 @@ def _address(tensor: torch.Tensor | None) -> np.uint64:
     return np.uint64(0 if tensor is None else tensor.data_ptr())
 
 
-def _check_wire(wire: torch.Tensor, pieces: Pieces) -> None:
-    if wire.dtype != torch.uint8 or wire.dim() != 2 or wire.shape[1] < pieces.row_bytes or wire.stride(1) != 1:
+def _check_message(message: torch.Tensor, pieces: Pieces) -> None:
+    if message.dtype != torch.uint8 or message.dim() != 2 or message.shape[1] < pieces.row_bytes or message.stride(1) != 1:
         raise InvalidArgument(
-            f"the wire is {wire.dtype} {tuple(wire.shape)} with strides {wire.stride()}, expected rows of "
+            f"the message is {message.dtype} {tuple(message.shape)} with strides {message.stride()}, expected rows of "
             f"{pieces.row_bytes} consecutive uint8: allocate it with pieces.row_bytes columns"
         )
 
@@ -194,12 +194,12 @@ def _buffer_numel(pieces: Pieces) -> int:
 
 
 def _encode_any(
-    verb: str, x: torch.Tensor | None, gain: float, wires: torch.Tensor | None, wire: torch.Tensor, flag: torch.Tensor,
+    verb: str, x: torch.Tensor | None, gain: float, received: torch.Tensor | None, message: torch.Tensor, flag: torch.Tensor,
     pieces: Pieces, rank: int, key: int, residual: torch.Tensor | None, new_residual: torch.Tensor | None,
     residual_scale: torch.Tensor | None, new_scale: torch.Tensor | None,
 ) -> Iterator[Launch]:  # fmt: skip
     """The launches of ``encode`` and ``serve``: they differ in the names of kernels and in which rows there are."""
-    rows, device = wire.shape[0], wire.device
+    rows, device = message.shape[0], message.device
     if flag.device != device or flag.dtype != torch.uint8:
         raise InvalidArgument(f"flag is {flag.dtype} on {flag.device}, expected torch.uint8 on {device}")
     groups = _groups(pieces, device)
@@ -207,9 +207,9 @@ def _encode_any(
     if scales is None and pieces.row_scales:
         scales = torch.empty(len(pieces.table) * rows, dtype=torch.float32, device=device)
     before: Scalars = (
-        _address(x), np.float32(gain), _address(wires), np.int64(0 if wires is None else wires.stride(0)),
-        np.int32(0 if wires is None else wires.shape[0]), _address(residual), _address(residual_scale), _address(wire),
-        np.int64(wire.stride(0)), _address(flag), _address(new_residual),
+        _address(x), np.float32(gain), _address(received), np.int64(0 if received is None else received.stride(0)),
+        np.int32(0 if received is None else received.shape[0]), _address(residual), _address(residual_scale), _address(message),
+        np.int64(message.stride(0)), _address(flag), _address(new_residual),
     )  # fmt: skip
     noise = np.uint32(key & 0xFFFFFFFF)
     for group in groups:
@@ -234,30 +234,30 @@ def _settle(group: Group, value: torch.Tensor, scale: torch.Tensor, rows: int, r
 
 @_executed
 def encode(
-    x: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, key: int = 0,
+    x: torch.Tensor, message: torch.Tensor, flag: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, key: int = 0,
     residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None, new_scale: torch.Tensor | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
-    """wire := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
+    """message := rows of c = gain · x + residual, new_residual := c − decoded; flag := 1 if something is not finite.
 
     With ``new_scale`` float32[pieces · rows] the residual of pieces with one scale per row is lazy: new_residual := c
     there, and c − scale · sgn(c) is formed when it comes back with ``residual_scale``.
     """
-    scales = len(pieces.table) * wire.shape[0]
-    _check_wire(wire, pieces)
+    scales = len(pieces.table) * message.shape[0]
+    _check_message(message, pieces)
     _check_floats(
-        wire.device, x=(x, _buffer_numel(pieces)),
+        message.device, x=(x, _buffer_numel(pieces)),
         residual=(residual, pieces.residual_numel), new_residual=(new_residual, pieces.residual_numel),
         residual_scale=(residual_scale, scales), new_scale=(new_scale, scales),
     )  # fmt: skip
     yield from _encode_any(
-        "encode", x, gain, None, wire, flag, pieces, EVERY_ROW, key, residual, new_residual, residual_scale, new_scale
+        "encode", x, gain, None, message, flag, pieces, EVERY_ROW, key, residual, new_residual, residual_scale, new_scale
     )
 
 
 @_executed
 def serve(
-    wires: torch.Tensor, wire: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
+    received: torch.Tensor, message: torch.Tensor, flag: torch.Tensor, pieces: Pieces, rank: int, *, divisor: float = 0.0,
     key: int = 0, residual: torch.Tensor | None = None, new_residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None, new_scale: torch.Tensor | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
@@ -267,40 +267,40 @@ def serve(
     Residuals are float32[pieces.shard], lazy scales float32[pieces].
     """
     scales = len(pieces.table)
-    _check_wire(wires, pieces)
-    _check_wire(wire, pieces)
+    _check_message(received, pieces)
+    _check_message(message, pieces)
     _check_floats(
-        wires.device, residual=(residual, pieces.shard), new_residual=(new_residual, pieces.shard),
+        received.device, residual=(residual, pieces.shard), new_residual=(new_residual, pieces.shard),
         residual_scale=(residual_scale, scales), new_scale=(new_scale, scales),
     )  # fmt: skip
     yield from _encode_any(
-        "serve", None, divisor or wires.shape[0], wires, wire, flag, pieces, rank, key, residual, new_residual,
+        "serve", None, divisor or received.shape[0], received, message, flag, pieces, rank, key, residual, new_residual,
         residual_scale, new_scale,
     )
 
 
 @_executed
 def decode(
-    wire: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False
+    message: torch.Tensor, out: torch.Tensor, pieces: Pieces, *, gain: float = 1.0, add: bool = False
 ) -> Iterator[Launch]:
     """out := or += all rows; each scale is multiplied by ``gain`` before it meets a code."""
-    rows = wire.shape[0]
-    _check_wire(wire, pieces)
-    _check_floats(wire.device, out=(out, _buffer_numel(pieces)))
-    for group in _groups(pieces, wire.device):
-        args = (_address(wire), np.int64(wire.stride(0)), np.float32(gain), np.int32(add), _address(out))
+    rows = message.shape[0]
+    _check_message(message, pieces)
+    _check_floats(message.device, out=(out, _buffer_numel(pieces)))
+    for group in _groups(pieces, message.device):
+        args = (_address(message), np.int64(message.stride(0)), np.float32(gain), np.int32(add), _address(out))
         table = group.table(rows, EVERY_ROW, decode=True)
-        yield Launch("decode_rows", group.family, rows * group.decode_tiles, THREADS, (*args, *table), wire.device)
+        yield Launch("decode_rows", group.family, rows * group.decode_tiles, THREADS, (*args, *table), message.device)
 
 
 @_executed
-def decode_mean(wires: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> Iterator[Launch]:
+def decode_mean(received: torch.Tensor, out: torch.Tensor, pieces: Pieces, rank: int) -> Iterator[Launch]:
     """out[pieces.shard] := the mean of the P rows that make up row ``rank``, added in rank order, then divided by P."""
-    _check_wire(wires, pieces)
-    _check_floats(wires.device, out=(out, pieces.shard))
-    for group in _groups(pieces, wires.device):
-        args = (_address(wires), np.int64(wires.stride(0)), np.int32(wires.shape[0]), _address(out))
-        yield Launch("decode_mean", group.family, group.tiles, THREADS, (*args, *group.table(1, rank)), wires.device)
+    _check_message(received, pieces)
+    _check_floats(received.device, out=(out, pieces.shard))
+    for group in _groups(pieces, received.device):
+        args = (_address(received), np.int64(received.stride(0)), np.int32(received.shape[0]), _address(out))
+        yield Launch("decode_mean", group.family, group.tiles, THREADS, (*args, *group.table(1, rank)), received.device)
 
 
 @_executed

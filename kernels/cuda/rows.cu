@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS) finish_rows(PARAMET
     if (threadIdx.x > 0) return;
     const f32 scale = sign_scale(total, min(table.get(NUMEL, line) - table.row_of_piece(row) * width, width));
     new_scale[table.get(PIECE, line) * rows + row] = scale.value;
-    store_float(wire + row * stride + table.get(COLUMN, line), scale);
+    store_float(message + row * stride + table.get(COLUMN, line), scale);
     if (!finite(scale)) *flag = 1;
 }
 

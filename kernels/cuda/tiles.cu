@@ -21,7 +21,7 @@ struct Table {
     const int64 *columns;
     int lines;
     int tiles; // of one row of all lines
-    int rows;  // of the grid: all rows of a wire, or 1 where only row ``rank`` of each piece is worked on
+    int rows;  // of the grid: all rows of a message, or 1 where only row ``rank`` of each piece is worked on
     int rank;  // -1: the grid's rows are the pieces' rows
 
     __device__ int64 get(int column, int line) const { return columns[column * lines + line]; }

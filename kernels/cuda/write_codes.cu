@@ -139,7 +139,7 @@ __device__ __forceinline__ void total_peaks(const f32 (&c)[ITEMS], int shift, un
     total_blocks<STRIDE>(v, shift, peaks);
 }
 
-// table[b] := the scale of block b of the tile, also into the wire. Holds barriers; complete after the next one.
+// table[b] := the scale of block b of the tile, also into the message. Holds barriers; complete after the next one.
 //
 // Clipping to a limit needs nothing but the smaller peak: a code is drawn against |c|, and draws stay below the scale.
 template <int STRIDE>

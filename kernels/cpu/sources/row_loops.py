@@ -30,7 +30,7 @@ from commpress.kernels.cpu.sources.signs import encode_signs, mean_signs, pack_s
 from commpress.kernels.pieces import BITS, BLOCK, COLUMN, HASH, KIND, NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH
 from commpress.kernels.reference import BF16, CHUNK, SIGN_RMS
 
-# ``wire`` is one flat byte array; row r starts at r · stride. Blocks are numbered piece by piece, row by row.
+# ``message`` is one flat byte array; row r starts at r · stride. Blocks are numbered piece by piece, row by row.
 
 
 @jit
@@ -60,16 +60,16 @@ def _header_size(kind, span, step, mixed):
 
 
 @jit
-def _store_float(wire, at, word, word_bytes, value):
+def _store_float(message, at, word, word_bytes, value):
     word[0] = value
     for i in range(4):
-        wire[at + i] = word_bytes[i]
+        message[at + i] = word_bytes[i]
 
 
 @jit
-def _load_float(wire, at, word, word_bytes):
+def _load_float(message, at, word, word_bytes):
     for i in range(4):
-        word_bytes[i] = wire[at + i]
+        word_bytes[i] = message[at + i]
     return word[0]
 
 
@@ -132,13 +132,13 @@ def _quantize(c, n, kind, step, first, key, tree, flags, work, left, whole_row, 
 
 
 @kernel(
-    x=(FLOATS, HALVES), gain=F32, wires=OCTETS, in_stride=I64, senders=I64, rank=I64, residual=FLOATS, stale=FLOATS,
-    new_residual=FLOATS, wire=OCTETS, stride=I64, partial=FLOATS, table=TABLE, rows=I64, key=U32,
+    x=(FLOATS, HALVES), gain=F32, received=OCTETS, in_stride=I64, senders=I64, rank=I64, residual=FLOATS, stale=FLOATS,
+    new_residual=FLOATS, message=OCTETS, stride=I64, partial=FLOATS, table=TABLE, rows=I64, key=U32,
     mixed=(FLAG, NOTHING), start=I64, stop=I64,
 )  # fmt: skip
 @jit
 def encode(
-    x, gain, wires, in_stride, senders, rank, residual, stale, new_residual, wire, stride, partial, table, rows, key,
+    x, gain, received, in_stride, senders, rank, residual, stale, new_residual, message, stride, partial, table, rows, key,
     mixed, start, stop,
 ):  # fmt: skip
     """Blocks ``start`` to ``stop`` of the table; returns False if one of them is not finite.
@@ -162,7 +162,7 @@ def encode(
         has_header = mixed is not None and kind & 255 >= WITH_HEADER
         for b in range(max(start - done, 0), min(stop - done, rows * steps)):
             r, k = b // steps, b % steps
-            row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + headers + width * bits // 8]
+            row = message[r * stride + line[COLUMN] : r * stride + line[COLUMN] + headers + width * bits // 8]
             at = (rank if senders > 0 else r) * width + k * step
             span = min(step, width - k * step)
             n = min(span, max(line[NUMEL] - at, 0))
@@ -180,18 +180,18 @@ def encode(
                 source, factor = work[:n], np.float32(1)
                 if senders > 0:
                     for s in range(senders):
-                        scales[s] = _load_float(wires[s * in_stride + line[COLUMN] :], scale_at, word, word_bytes)
-                    mean_signs(wires, in_stride, line[COLUMN] + headers + code_at, scales, gain, n, source)
+                        scales[s] = _load_float(received[s * in_stride + line[COLUMN] :], scale_at, word, word_bytes)
+                    mean_signs(received, in_stride, line[COLUMN] + headers + code_at, scales, gain, n, source)
                 else:
                     source, factor = widened(x[line[SOURCE] + at : line[SOURCE] + at + n], work), gain
                 scale = encode_signs(
-                    source, factor, residual if old.size else residual[:0], residual_at, lazy, new, new_at, wire,
+                    source, factor, residual if old.size else residual[:0], residual_at, lazy, new, new_at, message,
                     r * stride + line[COLUMN] + headers + code_at, step, kind == SIGN_RMS, whole_row, writes, c, tree,
                 )  # fmt: skip
             elif n > 0:
                 if senders > 0:
                     for s in range(senders):
-                        sent = wires[s * in_stride + line[COLUMN] : (s + 1) * in_stride]
+                        sent = received[s * in_stride + line[COLUMN] : (s + 1) * in_stride]
                         _decode_block(sent, headers, scale_at, size, code_at, n, kind, np.float32(1), word, word_bytes,
                                       flags, work, c, s > 0, mixed)  # fmt: skip
                     for i in range(n):
@@ -222,10 +222,10 @@ def encode(
     return finite
 
 
-@kernel(partial=FLOATS, table=TABLE, rows=I64, senders=I64, rank=I64, wire=OCTETS, stride=I64, new_scale=FLOATS)
+@kernel(partial=FLOATS, table=TABLE, rows=I64, senders=I64, rank=I64, message=OCTETS, stride=I64, new_scale=FLOATS)
 @jit
-def finish_rows(partial, table, rows, senders, rank, wire, stride, new_scale):
-    """Row scales from chunk sums by the float64 halving tree, into the wire and into ``new_scale``."""
+def finish_rows(partial, table, rows, senders, rank, message, stride, new_scale):
+    """Row scales from chunk sums by the float64 halving tree, into the message and into ``new_scale``."""
     word = np.empty(1, np.float32)
     word_bytes = word.view(np.uint8)
     finite = True
@@ -255,18 +255,18 @@ def finish_rows(partial, table, rows, senders, rank, wire, stride, new_scale):
             scale = np.float32(np.sqrt(mean) if line[KIND] == SIGN_RMS else mean)
             if not np.isfinite(scale):
                 finite = False
-            _store_float(wire, r * stride + line[COLUMN], word, word_bytes, scale)
+            _store_float(message, r * stride + line[COLUMN], word, word_bytes, scale)
             new_scale[p * rows + r] = scale
         done += rows * steps
     return finite
 
 
 @kernel(
-    wire=OCTETS, stride=I64, out=(FLOATS, HALVES), gain=F32, add=FLAG, past=FLAG, senders=I64, rank=I64, table=TABLE,
+    message=OCTETS, stride=I64, out=(FLOATS, HALVES), gain=F32, add=FLAG, past=FLAG, senders=I64, rank=I64, table=TABLE,
     rows=I64, mixed=(FLAG, NOTHING), start=I64, stop=I64,
 )  # fmt: skip
 @jit
-def decode(wire, stride, out, gain, add, past, senders, rank, table, rows, mixed, start, stop):
+def decode(message, stride, out, gain, add, past, senders, rank, table, rows, mixed, start, stop):
     """senders = 0: every row into the buffer, or added to it; senders > 0: the mean of row ``rank`` into the shard.
 
     ``past``: nobody reads the buffer soon, signs may be stored past the caches.
@@ -289,7 +289,7 @@ def decode(wire, stride, out, gain, add, past, senders, rank, table, rows, mixed
             scale_at, code_at = _header_at(line, step, k, mixed), k * step * bits // 8
             size = _header_size(kind, min(step, width - k * step), step, mixed)
             if senders == 0:
-                row = wire[r * stride + line[COLUMN] : r * stride + line[COLUMN] + headers + width * bits // 8]
+                row = message[r * stride + line[COLUMN] : r * stride + line[COLUMN] + headers + width * bits // 8]
                 place = out[line[SOURCE] + at : line[SOURCE] + at + n]
                 values = widened(place, wide)
                 if past and kind <= SIGN_RMS and values.ctypes.data == place.ctypes.data:
@@ -303,7 +303,7 @@ def decode(wire, stride, out, gain, add, past, senders, rank, table, rows, mixed
             place = out[line[SHARD] + k * step : line[SHARD] + k * step + n]
             part = widened(place, wide)
             for s in range(senders):
-                row = wire[s * stride + line[COLUMN] : (s + 1) * stride]
+                row = message[s * stride + line[COLUMN] : (s + 1) * stride]
                 _decode_block(row, headers, scale_at, size, code_at, n, kind, gain, word, word_bytes, flags, work, part,
                               s > 0, mixed)  # fmt: skip
             count = np.float32(senders)

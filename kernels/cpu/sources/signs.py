@@ -1,6 +1,6 @@
 """Signs of one block in the first-level cache: packed, unpacked, and the whole encoder of a full block.
 
-64 floats at a time, as one vector: a comparison's mask, bits reversed within each byte, is the word that goes on the wire,
+64 floats at a time, as one vector: a comparison's mask, bits reversed within each byte, is the word of the message,
 and the word made a mask again selects +s or −s. The last few of a block go through bytes and one multiplication per eight bits.
 """
 
@@ -242,12 +242,12 @@ def encode_signs(x, gain, residual, residual_at, stale, left, left_at, codes, by
 
 
 @jit
-def mean_signs(wires, stride, byte, scales, count, n, out):
+def mean_signs(received, stride, byte, scales, count, n, out):
     """out[:n] := the sum of a block's rows, added in the order of their senders, divided by ``count``; n in whole words."""
     for i in range(0, n, 64):
-        _unpack_64(wires, byte + i // 8, scales[0], out, i, False, False)
+        _unpack_64(received, byte + i // 8, scales[0], out, i, False, False)
         for s in range(1, scales.size):
-            _unpack_64(wires, s * stride + byte + i // 8, scales[s], out, i, True, False)
+            _unpack_64(received, s * stride + byte + i // 8, scales[s], out, i, True, False)
     for i in range(n):
         out[i] = out[i] / count
 
