@@ -77,7 +77,7 @@ class Executor:
         if self.checked:
             stamp_rows(headers, outgoing)
         answers = torch.zeros_like(headers)
-        tag = 2 * self.what.sequence + hop.lane
+        tag = 2 * self.what.sequence + hop.parity
         yield self.transport.exchange(Rows(answers, incoming), Rows(headers, outgoing), expected.to(device), tag)
         verify_rows(answers, incoming, wanted, expected, self.transport)
         _copy(hop.after, buffers)

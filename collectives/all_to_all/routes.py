@@ -89,7 +89,7 @@ class Stage(NamedTuple):
     """One exchange: a message to each rank in ``sent``, one from each in ``received``. ``said`` and ``due``: their frames."""
 
     operation: int
-    lane: int  # 0 or 1: hops of one operation with other peers may meet on the way
+    parity: int  # 0 or 1, of the tag: hops of one operation with other peers may meet on the way
     before: tuple[Copy, ...]
     sent: dict[int, ByteRange]
     received: dict[int, ByteRange]
@@ -132,7 +132,7 @@ class _Draft:
         return {m: self.room(lengths) for m, lengths in zip(mates, told, strict=True) if m != me}
 
     def hop(
-        self, operation: int, lane: int, sent: Mapping[int, Sequence[ByteRange]], received: Mapping[int, Sequence[ByteRange]],
+        self, operation: int, parity: int, sent: Mapping[int, Sequence[ByteRange]], received: Mapping[int, Sequence[ByteRange]],
         after: Iterable[Copy] = (),
     ) -> None:  # fmt: skip
         """The blocks of a message travel side by side: from and to scratch, where they lie apart."""
@@ -142,7 +142,7 @@ class _Draft:
         due = {r: FrameContent(_sum(blocks), _sum(sent.get(r, ())), _divided(blocks)) for r, blocks in received.items()}
         scattered = [(part, stage) for stage, part in parts]
         self.hops.append(Stage(
-            operation, lane, tuple(gathered), outgoing, incoming, (*scattered, *_without_empty(after)), said, due
+            operation, parity, tuple(gathered), outgoing, incoming, (*scattered, *_without_empty(after)), said, due
         ))  # fmt: skip
 
     def plan(self) -> RoutePlan:

@@ -1,7 +1,7 @@
 """64 floats as one value of a kernel: loaded, computed with, stored; what is past the end of an array is not touched.
 
 Numba's vectoriser makes a loop of its own for every array that may lie on top of another, with tests before it and a rest
-behind it; in a block of 128 elements these took a fifth of a pass. ``lanes`` say what is a vector. Operations are
+behind it; in a block of 128 elements these took a fifth of a pass. ``vector`` is their type. Operations are
 those of float32, each rounded. ``sums`` are of float64, 32 side by side, so that an addition need not wait for the one before.
 """
 
@@ -17,9 +17,9 @@ _I64 = ir.IntType(64)
 _VECTOR, _WORDS, _MASK = (ir.VectorType(of, WIDE) for of in (ir.FloatType(), ir.IntType(32), ir.IntType(1)))
 
 
-class _Lanes(types.Type):
+class _VectorType(types.Type):
     def __init__(self):
-        super().__init__(name="Lanes")
+        super().__init__(name="Vector")
 
 
 class _Sums(types.Type):
@@ -27,11 +27,11 @@ class _Sums(types.Type):
         super().__init__(name="Sums")
 
 
-lanes, sums = _Lanes(), _Sums()
+vector, sums = _VectorType(), _Sums()
 _TOTALS = ir.VectorType(ir.DoubleType(), WIDE // 2)
 
 
-@register_model(_Lanes)
+@register_model(_VectorType)
 class _Model(models.PrimitiveModel):
     def __init__(self, manager, kind):
         super().__init__(manager, kind, _VECTOR)
@@ -51,7 +51,7 @@ def _spread(builder, scalar):
 def _operation(name):
     def generate(context, builder, signature, args):
         sides = (
-            value if kind == lanes else _spread(builder, value)
+            value if kind == vector else _spread(builder, value)
             for kind, value in zip(signature.args, args, strict=True)
         )
         return getattr(builder, name)(*sides)
@@ -66,9 +66,9 @@ for _operator, _name in _OPERATIONS.items():
     @infer_global(_operator)
     class _Typing(AbstractTemplate):
         def generic(self, args, kws):
-            return signature(lanes, *args) if lanes in args and {*args} <= {lanes, types.float32} else None
+            return signature(vector, *args) if vector in args and {*args} <= {vector, types.float32} else None
 
-    for _kinds in ((lanes, lanes), (types.float32, lanes), (lanes, types.float32)):
+    for _kinds in ((vector, vector), (types.float32, vector), (vector, types.float32)):
         lower_builtin(_operator, *_kinds)(_operation(_name))
 
 
@@ -113,7 +113,7 @@ def load(typing, array, at, left):
         value.add_incoming(some, from_part)
         return value
 
-    return lanes(array, types.intp, types.intp), generate
+    return vector(array, types.intp, types.intp), generate
 
 
 @intrinsic
@@ -136,7 +136,7 @@ def put(typing, value, array, at, left, past):
                 )
         return context.get_dummy_value()
 
-    return types.none(lanes, array, types.intp, types.intp, past), generate
+    return types.none(vector, array, types.intp, types.intp, past), generate
 
 
 def _finite(builder, value):
@@ -151,7 +151,7 @@ def where_finite(typing, of, value, other):
     def generate(context, builder, signature, args):
         return builder.select(_finite(builder, args[0]), args[1], args[2])
 
-    return lanes(lanes, lanes, lanes), generate
+    return vector(vector, vector, vector), generate
 
 
 @intrinsic
@@ -159,7 +159,7 @@ def all_finite(typing, of):
     def generate(context, builder, signature, args):
         return builder.icmp_unsigned("==", builder.bitcast(_finite(builder, args[0]), _I64), _I64(-1))
 
-    return types.boolean(lanes), generate
+    return types.boolean(vector), generate
 
 
 @intrinsic
@@ -167,7 +167,7 @@ def root(typing, value):
     def generate(context, builder, signature, args):
         return _masked(builder, "llvm.sqrt.v64f32", _VECTOR, *args)
 
-    return lanes(lanes), generate
+    return vector(vector), generate
 
 
 @intrinsic
@@ -177,7 +177,7 @@ def less(typing, value, other):
     def generate(context, builder, signature, args):
         return builder.select(builder.fcmp_ordered("<", *args), *args)
 
-    return lanes(lanes, lanes), generate
+    return vector(vector, vector), generate
 
 
 @intrinsic
@@ -187,7 +187,7 @@ def more(typing, value, other):
     def generate(context, builder, signature, args):
         return builder.select(builder.fcmp_ordered(">", *args), *args)
 
-    return lanes(lanes, lanes), generate
+    return vector(vector, vector), generate
 
 
 @intrinsic
@@ -200,7 +200,7 @@ def within(typing, value, bound):
         least = builder.fneg(bound)
         return builder.select(builder.fcmp_ordered(">", value, least), value, least)
 
-    return lanes(lanes, lanes), generate
+    return vector(vector, vector), generate
 
 
 @intrinsic
@@ -210,7 +210,7 @@ def where_less(typing, one, other, value, otherwise):
     def generate(context, builder, signature, args):
         return builder.select(builder.fcmp_ordered("<", *args[:2]), *args[2:])
 
-    return lanes(lanes, lanes, lanes, lanes), generate
+    return vector(vector, vector, vector, vector), generate
 
 
 @intrinsic
@@ -222,7 +222,7 @@ def beyond(typing, value, bound):
         far = builder.fcmp_ordered(">", builder.bitcast(bits, _VECTOR), args[1])
         return _masked(builder, "llvm.ctpop.i64", _I64, builder.bitcast(far, _I64))
 
-    return types.int64(lanes, lanes), generate
+    return types.int64(vector, vector), generate
 
 
 @intrinsic
@@ -242,7 +242,7 @@ def same(typing, number):
     def generate(context, builder, signature, args):
         return _spread(builder, *args)
 
-    return lanes(types.float32), generate
+    return vector(types.float32), generate
 
 
 @intrinsic
@@ -254,7 +254,7 @@ def the_first(typing, value, left, other):
         every, whole = ir.Constant(_MASK, [1] * WIDE), builder.icmp_signed(">=", left, _I64(WIDE))
         return builder.select(builder.select(whole, every, _first(builder, left)), value, other)
 
-    return lanes(lanes, types.intp, lanes), generate
+    return vector(vector, types.intp, vector), generate
 
 
 @intrinsic
@@ -269,7 +269,7 @@ def least(typing, value):
             value = builder.select(builder.fcmp_ordered("<", low, high), low, high)
         return builder.extract_element(value, ir.IntType(32)(0))
 
-    return types.float32(lanes), generate
+    return types.float32(vector), generate
 
 
 @intrinsic
@@ -291,7 +291,7 @@ def add_squares(typing, before, value):
             total = builder.fadd(total, builder.fmul(half, half, flags=["contract"]), flags=["contract"])
         return total
 
-    return sums(sums, lanes), generate
+    return sums(sums, vector), generate
 
 
 @intrinsic
