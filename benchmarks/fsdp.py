@@ -2,7 +2,7 @@
 
 Trains a GPT with each block and the rest under fully_shard, bf16 parameters and gradients on the wire (--dtype float32: as
 FSDP2 sends them unless told otherwise), float32 arithmetic (many processors have no other that is fast), once per variant, in
-turns of a few steps, so that moods of machine and network hit all alike.
+rounds of a few steps each, so that moods of machine and network hit all alike.
   compute FSDP2 without a network: every rank copies its own part (not among the default variants)
   plain   torch's own collectives
   bf16    commpress with bf16 both ways: the same bytes in theory, point to point, one rounding
@@ -184,9 +184,9 @@ def _time(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     load = training.load_of(options)
     every = {name: Sharded(name, load, options.dtype) for name in variants_of(options)}
     parameters = every["plain"].parameters / 1e6
-    report(f"{size} ranks, {parameters:.1f} M parameters in {options.dtype}, {load.rounds} turns of {load.steps}")
+    report(f"{size} ranks, {parameters:.1f} M parameters in {options.dtype}, {load.rounds} rounds of {load.steps}")
     for one in every.values():
-        one.turn(WARM)  # differences begin with an exact gather
+        one.train(WARM)  # differences begin with an exact gather
         one.before = one.counted()
     seconds, sent = training.timed(every, load)
     return [one.measured(float(seconds[name].median()), sent[name]) for name, one in every.items()]

@@ -1,6 +1,6 @@
 """the cost of agreement: an exact all-reduce over "commpress" against the same over Gloo
 
-Both run alternately, a few calls back to back each, so that a network's moods hit both; times are medians over turns of the
+Both run alternately, a few calls back to back each, so that a network's moods hit both; times are medians over rounds of the
 slowest rank's. Calls that repeat themselves begin on promises: the difference is a record of 64 bytes beside the data.
 
   python benchmarks guard                                          4 local processes
@@ -22,7 +22,7 @@ from commpress.errors import InvalidArgument
 
 HEAD = ["size B", "Gloo us", "commpress us", "difference us", "overhead"]
 WIDTHS = [10, 10, 12, 13, 9]
-TURN = 8  # calls back to back
+CALLS = 8  # calls back to back
 DEAREST = 0.10  # overhead of the largest size that --check allows, from 4 MiB on
 
 
@@ -40,15 +40,15 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     harness.add_sizes(parser, "64KiB", "16MiB", factor=4)
-    parser.add_argument("--turns", type=int, default=12, metavar="N", help=f"of {TURN} calls, for each size (default 12)")
+    parser.add_argument("--rounds", type=int, default=12, metavar="N", help=f"of {CALLS} calls, for each size (default 12)")
     ranks.add_options(parser)
     check = f"results are Gloo's bit for bit and, from 4 MiB on, the largest size costs at most {DEAREST:.0%} more"
     harness.add_options(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.turns < 1:
-        raise InvalidArgument("--turns must be at least 1")
+    if options.rounds < 1:
+        raise InvalidArgument("--rounds must be at least 1")
     harness.sizes_of(options)
     return harness.run(options, bench, judge=judge, draw=draw, report=harness.Table(HEAD, WIDTHS, cells))
 
@@ -59,15 +59,15 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     report(f"# {size} ranks")
     results = []
     for nbytes in harness.sizes_of(options):
-        results.append(measure(nbytes // 4, groups, options.turns))
+        results.append(measure(nbytes // 4, groups, options.rounds))
         report(results[-1])
     return results
 
 
-def measure(numel: int, groups: dict[str, dist.ProcessGroup], turns: int) -> Measured:
+def measure(numel: int, groups: dict[str, dist.ProcessGroup], rounds: int) -> Measured:
     tensor = torch.zeros(numel)
     calls = {name: partial(dist.all_reduce, tensor, group=group) for name, group in groups.items()}
-    took = harness.medians({name: partial(harness.together, call, TURN) for name, call in calls.items()}, turns, warm=1)
+    took = harness.medians({name: partial(harness.together, call, CALLS) for name, call in calls.items()}, rounds, warm=1)
     drawn = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
     both = [drawn.clone() for _ in groups]
     for one, group in zip(both, groups.values(), strict=True):

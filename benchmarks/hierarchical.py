@@ -1,6 +1,6 @@
 """the all-reduce in two levels, against the flat one and torch's float32 all-reduce
 
-All three run in turns, some calls back to back, so that a network's moods hit them alike. Which ranks share a node is
+All three run interleaved, some calls back to back, so that a network's moods hit them alike. Which ranks share a node is
 what the launcher says, or --topology. One line per size and codec:
   torch, flat, levels   milliseconds, medians of the slowest rank's: torch's float32 all_reduce, our flat one with the
                         codec, and the hierarchical one, which compresses between nodes only

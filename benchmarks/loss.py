@@ -240,11 +240,11 @@ def times(chosen: list[Sequence[Curve]], options: argparse.Namespace) -> Results
                 trainees[kind] = repeater(kind, whose, curve, options)
                 expected |= {kind: curve.bytes[kind]} if kind in curve.bytes else {}
     for one in trainees.values():
-        one.turn(WARM)
+        one.train(WARM)
     for kind, count in expected.items():
         counters = trainees[kind].optimizer.counters  # type: ignore[attr-defined]
         before = counters.wire_bytes
-        trainees[kind].turn(1)
+        trainees[kind].train(1)
         if (sent := counters.wire_bytes - before) != count:
             raise StateMismatch(
                 f"a step {kind!r} sends {sent} bytes here, but sent {count} when its curve was trained: remove that curve from "

@@ -1,6 +1,6 @@
 """the cost of watching a run: figures of every step, an endpoint and a timeline, all at once, against none
 
-Trains a GPT under DistributedDataParallel with compressed gradients twice, in turns of a few steps: unwatched, and with
+Trains a GPT under DistributedDataParallel with compressed gradients twice, in rounds of a few steps: unwatched, and with
 Metrics after every step (callback and endpoint, norms every 100 steps) and a Timeline of encode, wire, decode and compute.
   step               milliseconds, median of the slowest rank's
   difference         of the two, as a share of a step; on a busy machine its scatter is larger than itself
@@ -124,9 +124,9 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     off = training.Trainee("off", ddps[0], torch.optim.AdamW(ddps[0].parameters(), lr=3e-4, fused=True), load)
     on = Watched("on", ddps[1], states[1], load)
     for one in (off, on):
-        one.turn(WARM)
+        one.train(WARM)
     parameters = sum(p.numel() for p in ddps[0].parameters())
-    report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps} steps each")
+    report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of {load.steps} steps each")
     before = len(on.timeline)
     seconds, _ = training.timed({"off": off, "on": on}, load)
     spans = (len(on.timeline) - before) / (load.rounds * load.steps)

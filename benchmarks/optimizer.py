@@ -1,6 +1,6 @@
 """an optimizer's arithmetic on one rank, against torch.optim.AdamW(fused=True), without any communication
 
-Steps of all variants alternate, so that the machine's moods hit all alike, in an order drawn for each turn, so that it makes no
+Steps of all variants alternate, so that the machine's moods hit all alike, in an order drawn each round, so that it makes no
 difference which comes after which; medians. "arithmetic" is what one step of an optimizer computes apart from encoding,
 sending and decoding:
   exact        a step with mean gradients
@@ -132,7 +132,7 @@ def measure(width: int, layers: int, steps: int) -> list[Measured]:
         CODEC: codec(width, layers),
         COPY: copying(width, layers),
     }
-    return in_turns(variants, steps, numel_of(new()))
+    return interleaved(variants, steps, numel_of(new()))
 
 
 def measure_whole(width: int, layers: int, steps: int, tokens: int) -> list[Measured]:
@@ -158,19 +158,19 @@ def measure_whole(width: int, layers: int, steps: int, tokens: int) -> list[Meas
         "0/1 Adam, local": whole(lambda net: arithmetic(ZeroOneAdam, net, RoundKind.LOCAL)),
         "1-bit LAMB, compressed": whole(lambda net: arithmetic(OneBitLamb, net, RoundKind.COMPRESSED)),
     }
-    return in_turns(variants, steps, numel_of(model(width, layers)))
+    return interleaved(variants, steps, numel_of(model(width, layers)))
 
 
-def in_turns(variants: Mapping[str, Callable[[], object]], steps: int, numel: int) -> list[Measured]:
-    """Medians of so many turns, in an order drawn for each, after two that do not count."""
+def interleaved(variants: Mapping[str, Callable[[], object]], steps: int, numel: int) -> list[Measured]:
+    """Medians of so many rounds, in an order drawn for each, after two that do not count."""
     took: dict[str, list[float]] = {name: [] for name in variants}
     draws, order = random.Random(0), list(variants.items())
-    for turn in range(steps + 2):
+    for done in range(steps + 2):
         draws.shuffle(order)
         for name, step in order:
             start = perf_counter()
             seconds = step()
-            if turn >= 2:
+            if done >= 2:
                 took[name].append(seconds if isinstance(seconds, float) else perf_counter() - start)
     return [Measured(name, sorted(times)[len(times) // 2], numel) for name, times in took.items()]
 

@@ -1,7 +1,7 @@
 """a plan against the fastest way here: a training step in every way, measured and as commpress plan predicts it
 
 Measures links, network stack and kernels as commpress probe does, then a step of a GPT of 10.9 M parameters under
-DistributedDataParallel in every way, in turns of a few steps, and without communication. Then plans with the figures of before
+DistributedDataParallel in every way, in rounds of a few steps, and without communication. Then plans with the figures of before
 and the step without communication, as commpress plan --links does, and compares the choice with the fastest way measured.
   plain       torch's all-reduce of float32
   bf16        torch's bf16_compress_hook; no plan can name it, but it counts as the fastest if it is
@@ -85,7 +85,7 @@ def bench(
     report(measured.summary())
     trainees = {way: bench_train.trainee(way, BUCKET_MB, load) for way in (COMPUTE, *ways)}
     for one in trainees.values():
-        one.turn(WARM)
+        one.train(WARM)
     took, _ = training.timed(trainees, load)
     return measured, {way: float(seconds.median()) for way, seconds in took.items()}
 

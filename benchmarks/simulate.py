@@ -52,8 +52,8 @@ class Row:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default=WAYS, metavar="A,B", help=f"plain, and codecs (default {WAYS})")
     parser.add_argument("--sizes", default=SIZES, metavar="A,B", help=f"of the buffer (default {SIZES})")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each, the median counts (default 5)")
-    parser.add_argument("--calls", type=int, default=3, metavar="N", help="back to back in a turn, at least (default 3)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of all, the median counts (default 5)")
+    parser.add_argument("--calls", type=int, default=3, metavar="N", help="back to back in a round, at least (default 3)")
     ranks.add_options(parser)
     harness.add_options(parser, check=f"half are within {MEDIAN:.0%} and all within {WORST:.0%}")
 
@@ -93,7 +93,7 @@ def bench(
     channel, rows = Channel.among(timeout=TIMEOUT), []
     for nbytes in sizes:
         calls: dict[str, int] = {}
-        turns = {}
+        timings = {}
         for way in ways:
             if way == "plain":
                 call: Callable[[], object] = partial(dist.all_reduce, torch.zeros(nbytes // 4))
@@ -102,24 +102,24 @@ def bench(
                 reduced.fill()
                 call = reduced.reduce
             calls[way] = repeats(call, options.calls)
-            turns[way] = partial(turn, call, calls[way])
-        took = harness.medians(turns, options.rounds, warm=1)
+            timings[way] = partial(timed, call, calls[way])
+        took = harness.medians(timings, options.rounds, warm=1)
         rows += [Row(size, way, nbytes, took[way], calls[way]) for way in ways]
     return measured, rows
 
 
-LEAST, MOST = 0.1, 60  # seconds of a turn, and calls in it: short calls need more to say something
+LEAST, MOST = 0.1, 60  # seconds of calls back to back, and their number: short calls need more to say something
 
 
 def repeats(call: Callable[[], object], least: int) -> int:
-    """Calls in a turn, equal on all ranks."""
-    turn(call, least)
-    took = torch.tensor([turn(call, least)], dtype=torch.float64)
+    """Calls back to back, equal on all ranks."""
+    timed(call, least)
+    took = torch.tensor([timed(call, least)], dtype=torch.float64)
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return max(min(round(LEAST / float(took)), MOST), least)
 
 
-def turn(call: Callable[[], object], calls: int) -> float:
+def timed(call: Callable[[], object], calls: int) -> float:
     """Seconds of a call among several, from the end of one that goes before them.
 
     A connection that has rested begins slowly, and ranks leave a barrier milliseconds apart where they share cores. Neither is

@@ -50,9 +50,9 @@ def test_every_file_with_a_run_is_listed():
 
 def test_the_folder_is_a_command_from_anywhere(tmp_path):
     """And keeps the root of the repository off sys.path, where `kernels` and `collectives` would be packages."""
-    command = [sys.executable, str(sources.ROOT / "benchmarks"), "guard", "--turns", "0"]
+    command = [sys.executable, str(sources.ROOT / "benchmarks"), "guard", "--rounds", "0"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (ran.returncode, ran.stderr) == (2, "commpress: error: --turns must be at least 1\n")
+    assert (ran.returncode, ran.stderr) == (2, "commpress: error: --rounds must be at least 1\n")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_guard_on_spawned_ranks(compiled, tmp_path):
     """Ranks of their own processes find the benchmark's module."""
     file = tmp_path / "guard.json"
     sizes = ["--min-bytes", "4KiB", "--max-bytes", "16KiB"]
-    assert benchmark("guard", "--ranks", 2, *sizes, "--turns", 1, "--check", "--json", file) == 0
+    assert benchmark("guard", "--ranks", 2, *sizes, "--rounds", 1, "--check", "--json", file) == 0
     assert [(row["size"], row["wrong"]) for row in json.loads(file.read_text())["rows"]] == [(4096, 0), (16384, 0)]
 
 
@@ -273,7 +273,7 @@ def test_every_command_that_a_page_shows_is_one(page):
 
 
 def test_commands_are_found_in_blocks_and_between_words():
-    text = "Try `python benchmarks guard\n--turns 1` or\n\n    torchrun x benchmarks fsdp  # all\n\n`commpress bench …`\n\n"
+    text = "Try `python benchmarks guard\n--rounds 1` or\n\n    torchrun x benchmarks fsdp  # all\n\n`commpress bench …`\n\n"
     assert commands_shown(text + "```\ncommpress plan \\\n  --nodes 2x1\n```\n") == [
-        ("python benchmarks", ["guard", "--turns", "1"]), ("benchmarks", ["fsdp"]), ("commpress", ["plan", "--nodes", "2x1"])
+        ("python benchmarks", ["guard", "--rounds", "1"]), ("benchmarks", ["fsdp"]), ("commpress", ["plan", "--nodes", "2x1"])
     ]  # fmt: skip

@@ -92,7 +92,7 @@ def test_every_option_has_a_help_text():
         (["bench", "codec", "--codec", "sing"], "expected some of sign"),
         (["bench", "codec", "--codec", "int8", "--check", "--numel", "4096", "--threads", "1"], "--check needs"),
         (["bench", "allreduce", "--min-bytes", "1MiB", "--max-bytes", "1KiB"], "<= --max-bytes"),
-        (["bench", "alltoall", "--turns", "0"], "--turns >= 1"),
+        (["bench", "alltoall", "--rounds", "0"], "--rounds >= 1"),
         (["bench", "alltoall", "--nodes", "2y4"], "topology is '2y4'"),
         (["bench", "alltoall", "--mpi"], "mpirun -n 4 commpress bench alltoall --mpi"),
         (["bench", "io", "--chunks", "3MiB"], "divide --size"),
@@ -249,7 +249,7 @@ def test_a_missed_bar_is_exit_status_1(capsys):
 def test_calls_take_turns_and_each_begins_once():
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
-    took = harness.in_turns(calls, 2, warm=1)
+    took = harness.interleaved(calls, 2, warm=1)
     assert "".join(order) == "abc" "acb" "cab"
     assert took == {"a": [4, 8], "b": [6, 9], "c": [5, 7]}
 
@@ -262,13 +262,13 @@ def test_progress_is_a_few_lines_where_there_is_no_terminal(capsys):
 
 
 def test_what_is_measured_is_written_with_settings_and_judged(tmp_path, capsys):
-    options = argparse.Namespace(check=True, json=str(tmp_path / "rows.json"), plot=None, turns=3, run=print)
+    options = argparse.Namespace(check=True, json=str(tmp_path / "rows.json"), plot=None, rounds=3, run=print)
     rows = [bench_train.TrainedVariant("plain", 0.1, 0.0, None, 2.0, 10)]
     status = harness.deliver(options, rows, judge=lambda rows: [("fast", rows[0].loss < 1)], draw=lambda *_: None, more=7)
     assert status == 1
     assert capsys.readouterr().out == "\nFAIL  fast\n"
     content = json.loads(Path(options.json).read_text())
-    assert content["settings"] == {"check": True, "json": options.json, "plot": None, "turns": 3}
+    assert content["settings"] == {"check": True, "json": options.json, "plot": None, "rounds": 3}
     assert content["rows"][0]["variant"] == "plain"
     assert (content["bars"], content["more"]) == ([["fast", False]], 7)
 

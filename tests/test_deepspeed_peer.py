@@ -75,7 +75,7 @@ def steps(rank: int, size: int, options: Namespace, report: ranks.Report) -> lis
     one, seen = training.Trainee(family, ddp, made, load), []
     for _ in range(6):
         sends, before = peer.communicates(made), one.sent
-        one.turn(1)
+        one.train(1)
         seen.append((sends, one.loss, one.sent - before))
     return seen
 

@@ -119,7 +119,7 @@ def recorded_rest(bucket: ModelBucket, taken, policy):
 
 
 # ---------------------------------------------------------------- one rank for many
-# Note: turns on a line. Ranks that share a link are served one after the other if each is simulated, so the first may go on
+# Note: posts on a line. Ranks that share a link are served one after the other if each is simulated, so the first may go on
 # while the others wait; as one class they all end together, as with connections that share a link fairly.
 
 
@@ -142,7 +142,7 @@ def test_one_rank_of_a_class_stands_for_all(shape, way):
     one, every = (simulate_calls(shape, COSTS, build, NUMEL, alike=alike) for alike in (True, False))
     assert one.classes < every.classes == shape.size
     assert one.traffic == every.traffic
-    assert 0.98 * every.seconds < one.seconds < 1.15 * every.seconds  # Note: turns on a line
+    assert 0.98 * every.seconds < one.seconds < 1.15 * every.seconds  # Note: posts on a line
 
 
 def test_one_rank_of_a_class_stands_for_all_in_two_levels():
@@ -177,7 +177,7 @@ def test_a_long_ring_of_few_turns_takes_as_long_as_one_of_all_its_parts(monkeypa
     for nic in (1e7, 1e15):
         shape = of(16, 1, nic=nic, message_seconds=1e-4)
         exact = simulate_calls(shape, FREE, buffer_by("plain", 10**6, FREE), 10**6)
-        monkeypatch.setattr(ring, "TURNS", 8)
+        monkeypatch.setattr(ring, "POSTS", 8)
         coarse = simulate_calls(shape, FREE, buffer_by("plain", 10**6, FREE), 10**6)
         monkeypatch.undo()
         assert coarse.traffic == exact.traffic

@@ -159,7 +159,7 @@ def test_nothing_is_lost_when_a_trial_ends_without_compression(pool, size, topol
     for lost, plain_steps, exact in pool.run(paid, topology, size=size):
         assert lost < 1e-6
         assert exact
-        assert plain_steps == UNTIMED + trial.turn * trial.rounds + 3
+        assert plain_steps == UNTIMED + trial.consecutive * trial.rounds + 3
 
 
 def planned(path):

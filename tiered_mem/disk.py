@@ -123,9 +123,9 @@ class Disk:
     def allocate(self, nbytes: int) -> Extent:
         """Room for ``nbytes``, in the folders by turns; DiskFull if none has it."""
         length, parts = padded(nbytes), len(self.folders.parts)
-        turn = [(self._next_folder + i) % parts for i in range(parts)]
+        order = [(self._next_folder + i) % parts for i in range(parts)]
         self._next_folder = (self._next_folder + 1) % parts
-        for part in turn:
+        for part in order:
             if extent := self._from_existing(part, length):
                 return extent
             if self._grow(part, length):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import harness, ranks
-from commpress.cli.reduced import TURN, Reduced
+from commpress.cli.reduced import CALLS, Reduced
 from commpress.codecs import codec_named
 from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument
@@ -110,9 +110,9 @@ class Checked(Reduced):
         ways = {"torch": lambda: dist.all_reduce(self.buffer), "ours": self.reduce}
         for way in ways.values():
             self.timed(way, warmup)
-        turns = -(-iterations // TURN)
-        calls = {name: partial(self.timed, way, -(-iterations // turns)) for name, way in ways.items()}
-        took = harness.medians(calls, turns)
+        rounds = -(-iterations // CALLS)
+        calls = {name: partial(self.timed, way, -(-iterations // rounds)) for name, way in ways.items()}
+        took = harness.medians(calls, rounds)
         self.forget()
         exact, total = self._mean_of(self.input.double()), torch.zeros(len(self.input), dtype=torch.float64)
         before = self.channel.sent_bytes

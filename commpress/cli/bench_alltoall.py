@@ -1,6 +1,6 @@
 """one all-to-all of one buffer, flat and by way of nodes, against torch's all_to_all_single (or MPI's Alltoall)
 
-All run in turns, so that a network's moods hit them alike; times are medians over turns of the slowest rank's.
+All run interleaved, so that a network's moods hit them alike; times are medians over rounds of the slowest rank's.
   size, block          bytes that one rank sends in all, and to each rank
   flat, inside-first,
   between-first        time of each route; the last two need --nodes. With --codec, encoding and decoding included
@@ -39,7 +39,7 @@ from commpress.work import run as drive
 PATIENT = timedelta(minutes=5)
 HEAD = ["size B", "block B", "codec", "flat us", "inside us", "between us", "rival us", "flat x", "nodes x", "messages"]
 WIDTHS = [10, 9, 6, 9, 9, 10, 9, 7, 7, 9]
-TURN = 3  # calls back to back
+CALLS = 3  # calls back to back
 MPI_BAR = 0.9  # of the speed of a raw Alltoall
 ERRS = {"bf16": 1 / 256, "fp8": 1 / 8, "int8": 1 / 64, "int4": 1 / 4}  # relative, of normal numbers: what --check allows
 
@@ -69,7 +69,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="none", metavar="NAME", help="none, bf16, fp8, int8, int4 (default none)")
     parser.add_argument("--nodes", metavar="NxM", help="which ranks share a node: 2x4, 4,4,3 or '0 2|1 3'")
     harness.add_sizes(parser, "256KiB", "16MiB", factor=4)
-    parser.add_argument("--turns", type=int, default=5, metavar="N", help=f"of {TURN} calls of each (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help=f"of {CALLS} calls of each (default 5)")
     parser.add_argument("--mpi", action="store_true", help="over MPI instead of Gloo; needs mpirun")
     ranks.add_options(parser)
     check = "all routes deliver what the rival delivers: in every bit, or within the codec's error; over MPI at 9/10 its speed"
@@ -78,8 +78,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     codec_named(options.codec)
-    if options.turns < 1:
-        raise InvalidArgument("expected --turns >= 1")
+    if options.rounds < 1:
+        raise InvalidArgument("expected --rounds >= 1")
     if options.mpi and not ranks.launched():
         raise InvalidArgument("--mpi needs ranks of an MPI job: mpirun -n 4 commpress bench alltoall --mpi")
     nodes_of(options), harness.sizes_of(options)
@@ -121,13 +121,13 @@ def _measure(numel_bytes: int, options: argparse.Namespace, inner: Any) -> Dispa
         calls[name] = _ours(results[name], inp, options.codec, transports[name], way)
     for call in calls.values():
         call()
-    median = harness.medians({name: partial(harness.together, call, TURN) for name, call in calls.items()}, options.turns)
+    median = harness.medians({name: partial(harness.together, call, CALLS) for name, call in calls.items()}, options.rounds)
     rival = results["rival"]
     wrong = torch.tensor([sum(int((results[name] != rival).sum()) for name in routes)])
     error = torch.tensor([max(float((results[name] - rival).norm() / rival.norm()) for name in routes)])
     dist.all_reduce(wrong)
     dist.all_reduce(error, dist.ReduceOp.MAX)
-    done = 1 + TURN * options.turns
+    done = 1 + CALLS * options.rounds
     away = [r for r in range(size) if not nodes or all(not {r, rank} <= set(n) for n in nodes)]
     messages = [sum(transports[name].messages_to[r] for r in away) // done for name in list(routes)[:2]]
     return DispatchedSize(

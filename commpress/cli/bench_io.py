@@ -8,12 +8,12 @@ the processor's cache while they are small; "bare" is the engine without checksu
 memory and disk allow. "fio" is the best of its engines io_uring, libaio and psync, at the same depth, if
 fio is installed; "huge" is its io_uring with buffers in huge pages, as the store's memory is (where vm.nr_hugepages sets some
 aside); "cold" is its io_uring with a buffer for every chunk, as tensors have, and so at a greater depth. All use the same
-stretch of a file, in turns; medians.
+stretch of a file, interleaved; medians.
 
   commpress bench io                                     in the current directory, about a minute
   commpress bench io --directory /nvme/tmp --size 2GiB   elsewhere, more bytes
   commpress bench io --engine io_uring --check           exit status 1 if the store is below 95 % of fio
-  commpress bench io --deepspeed                         DeepSpeed's aio handle in turns with all this, as it comes
+  commpress bench io --deepspeed                         DeepSpeed's aio handle interleaved with all this, as it comes
 """
 
 import argparse
@@ -50,7 +50,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--directory", type=Path, default=Path(), metavar="D", help="on the disk to measure (default .)")
     parser.add_argument("--chunks", default="1MiB,4MiB,16MiB,64MiB", metavar="A,B", help="default 1MiB,4MiB,16MiB,64MiB")
     parser.add_argument("--size", default="512MiB", help="bytes written and read per figure (default 512MiB)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of everything, in turns (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of everything (default 5)")
     parser.add_argument("--depth", type=int, default=4, metavar="N", help="transfers at once (default 4)")
     parser.add_argument("--engine", default="auto", help="auto (default), threads, io_uring, libaio or aiofiles")
     parser.add_argument("--no-fio", action="store_true", help="do not run fio")
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         for chunk in chunks:
             transfers = passes(folder / f"{chunk}", chunk, size, engine, options.depth, fio, options.deepspeed)
             with transfers as calls, harness.ProgressBar(show_bytes(chunk)) as progress:
-                figures = harness.in_turns(calls, options.rounds, warm=1, progress=progress)
+                figures = harness.interleaved(calls, options.rounds, warm=1, progress=progress)
             shutil.rmtree(folder / f"{chunk}")
             for verb in ("write", "read"):
                 row = summary(chunk, verb, figures)

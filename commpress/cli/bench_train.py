@@ -1,6 +1,6 @@
 """a training step under several gradient hooks: which share of it waits for the network
 
-Trains a GPT of 10.9 M parameters under DistributedDataParallel, once per variant, in turns of a few steps, so that moods of
+Trains a GPT of 10.9 M parameters under DistributedDataParallel, once per variant, in rounds of a few steps, so that moods of
 machine and network hit all alike.
   compute     no communication: what the others would take on an infinitely fast network
   plain       torch's all-reduce of float32
@@ -137,9 +137,9 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     buckets = zip(variants, bucket_sizes(variants, options.bucket_mb), strict=True)
     trainees = {name: trainee(name, bucket_mb, load) for name, bucket_mb in buckets}
     for one in trainees.values():
-        one.turn(WARM + (Trial().steps if one.name == AUTO else 0))
+        one.train(WARM + (Trial().steps if one.name == AUTO else 0))
     parameters = sum(p.numel() for p in trainees["compute"].wrapped.parameters())
-    report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} turns of {load.steps} steps each")
+    report(f"{size} ranks, {parameters / 1e6:.1f} M parameters, {load.rounds} rounds of {load.steps} steps each")
     seconds, sent = training.timed(trainees, load)
     compute = seconds["compute"].median(1).values  # of each round
     return [

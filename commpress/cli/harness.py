@@ -1,4 +1,4 @@
-"""Harness of every benchmark: calls take turns on all ranks, rows become a table, and --check, --json and --plot use them."""
+"""Harness of every benchmark: calls interleaved on all ranks, rows become a table, and --check, --json and --plot use them."""
 
 import argparse
 import json
@@ -92,7 +92,7 @@ def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
 # ---------------------------------------------------------------- interleaved timing
 
 
-def in_turns(
+def interleaved(
     calls: Mapping[str, Callable[[], T]],
     rounds: int,
     *,
@@ -106,14 +106,14 @@ def in_turns(
     """
     figures: dict[str, list[T]] = {name: [] for name in calls}
     names, total = list(calls), warm + rounds
-    for turn in range(total):
-        first = turn * max(len(names) // total, 1) % len(names)
+    for done in range(total):
+        first = done * max(len(names) // total, 1) % len(names)
         order = names[first:] + names[:first]
-        for i, name in enumerate(order if turn % 2 == 0 else reversed(order)):
+        for i, name in enumerate(order if done % 2 == 0 else reversed(order)):
             if progress is not None:
-                progress((turn + i / len(names)) / total, name)
+                progress((done + i / len(names)) / total, name)
             figure = calls[name]()
-            if turn >= warm:
+            if done >= warm:
                 figures[name].append(figure)
     return figures
 
@@ -134,13 +134,13 @@ def slowest(figures: Mapping[str, list[Any]]) -> dict[str, torch.Tensor]:
     return dict(zip(figures, took, strict=True))
 
 
-def medians(turns: Mapping[str, Callable[[], float]], rounds: int, *, warm: int = 0) -> dict[str, float]:
-    """Of what each turn returned in ``rounds`` rounds on the slowest rank; collective."""
-    return {name: float(took.median()) for name, took in slowest(in_turns(turns, rounds, warm=warm)).items()}
+def medians(calls: Mapping[str, Callable[[], float]], rounds: int, *, warm: int = 0) -> dict[str, float]:
+    """Of what each call returned in ``rounds`` rounds on the slowest rank; collective."""
+    return {name: float(took.median()) for name, took in slowest(interleaved(calls, rounds, warm=warm)).items()}
 
 
 def alternately(calls: Mapping[str, Callable[[], object]], *, least: int = 3, most: int = MOST) -> dict[str, float]:
-    """Median seconds of each call on this rank alone, called in turn; once before, not timed."""
+    """Median seconds of each call on this rank alone, interleaved; once before, not timed."""
     for call in calls.values():
         call()
     took: dict[str, list[float]] = {name: [] for name in calls}

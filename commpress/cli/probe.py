@@ -303,7 +303,7 @@ class Probe:
         cores = host_cores()
         uneven = self._uneven(short, torch.ones(payload // 4), max(size / cores, 1.0)) if cores else 0.0
         with computing():
-            busy = self._in_a_row(short, SHORT, fmean)[0]  # here late turns are not others' work but what is asked for
+            busy = self._in_a_row(short, SHORT, fmean)[0]  # here being late is not others' work but what is asked for
             ring_busy = self._in_a_row(lambda: dist.all_reduce(few), SHORT, fmean)[0]
         whole, half = (self._ring_byte(size, payload, kind, ring_cost) for kind in (torch.float32, torch.bfloat16))
         return Stack(

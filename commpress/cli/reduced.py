@@ -17,9 +17,9 @@ from commpress.collectives.two_level import Hierarchy, reduce_routes, routes
 from commpress.feedback import ErrorFeedback
 from commpress.work import run as drive
 
-TURN = 7  # calls back to back of one side before the next has its turn
-WARM = 1  # turns that do not count: the first calls of a process are slow
-SPAN, MOST = 2.0, 60  # seconds that short calls are repeated for, and turns at most: near a crossing a few say little
+CALLS = 7  # calls back to back of one side in a round
+WARM = 1  # rounds that do not count: the first calls of a process are slow
+SPAN, MOST = 2.0, 60  # seconds that short calls are repeated for, and rounds at most: near a crossing a few say little
 TRIED = ("none", "sign")  # the longest rows and the shortest
 LADDER = tuple(1 << n for n in range(10, 21, 2))  # elements
 ENOUGH = 0.3  # seconds of a call, from which larger buffers need no trial: bandwidth decides
@@ -81,13 +81,13 @@ class TwoLevel(Reduced):
         self.route_feedbacks = [route.zeros() for route in self.routes]
 
     def run(self, others: Mapping[str, Callable[[], object]], iterations: int) -> tuple[dict[str, float], int]:
-        """Median seconds of each way, "flat" and "levels" last, in turns; and how often "levels" was called for that."""
+        """Median seconds of each way, "flat" and "levels" last, interleaved; and how often "levels" was called for that."""
         ways = {**others, "flat": self.reduce, "levels": self.levels}
         once = harness.medians({name: partial(self.timed, way, 1) for name, way in ways.items()}, 1)
-        calls = {name: max(min(int(1 / s), TURN), 1) for name, s in once.items()}  # in a turn: about a second, or TURN
+        calls = {name: max(min(int(1 / s), CALLS), 1) for name, s in once.items()}  # in a round: about a second, or CALLS
         iterations = max(iterations, min(int(SPAN / sum(calls[name] * s for name, s in once.items())), MOST))
-        turns = {name: partial(self.timed, way, calls[name]) for name, way in ways.items()}
-        return harness.medians(turns, iterations, warm=WARM), 1 + (WARM + iterations) * calls["levels"]
+        timings = {name: partial(self.timed, way, calls[name]) for name, way in ways.items()}
+        return harness.medians(timings, iterations, warm=WARM), 1 + (WARM + iterations) * calls["levels"]
 
     def levels(self) -> None:
         steps = reduce_routes(

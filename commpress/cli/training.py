@@ -1,4 +1,4 @@
-"""Training steps of benchmarks: one small GPT per variant, equal weights and batches, turns of a few steps, bytes counted."""
+"""Training steps of benchmarks: one small GPT per variant, equal weights and batches, rounds of a few steps, bytes counted."""
 
 import argparse
 import os
@@ -41,8 +41,8 @@ class Load:
 
 def add_options(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
     for name, default, metavar, what in (
-        ("rounds", rounds, "N", "turns of each variant"),
-        ("steps", steps, "N", "steps of each turn"),
+        ("rounds", rounds, "N", "of every variant"),
+        ("steps", steps, "N", "steps of each round"),
         ("batch", batch, "N", "windows per rank and step"),
         ("length", 64, "N", "bytes of text in a window"),
         ("width", 384, "N", "of the model"),
@@ -83,8 +83,8 @@ class Trainee:
         self.loss = loss.item()
         return took
 
-    def turn(self, steps: int) -> list[float]:
-        """Barriers part the counts of two turns: a send is done when the kernel holds its bytes, which may leave later."""
+    def train(self, steps: int) -> list[float]:
+        """Barriers part the counts of two rounds: a send is done when the kernel holds its bytes, which may leave later."""
         dist.barrier()
         before = sent_bytes()
         took = [self.step() for _ in range(steps)]
@@ -98,8 +98,8 @@ def timed(trainees: Mapping[str, Trainee], load: Load) -> tuple[dict[str, torch.
     """The slowest rank's seconds [round, step] of each, and bytes sent per step, mean over the ranks, where known."""
     for trainee in trainees.values():
         trainee.sent = 0
-    turns = {name: partial(trainee.turn, load.steps) for name, trainee in trainees.items()}
-    seconds = harness.slowest(harness.in_turns(turns, load.rounds))
+    rounds = {name: partial(trainee.train, load.steps) for name, trainee in trainees.items()}
+    seconds = harness.slowest(harness.interleaved(rounds, load.rounds))
     sent = torch.tensor([t.sent for t in trainees.values()]) / (load.rounds * load.steps * dist.get_world_size())
     dist.all_reduce(sent)
     counted = sent_bytes() is not None

@@ -270,16 +270,16 @@ class Network:
         mine[key].append(signal)
         return signal
 
-    # ------------------------------------------------------------ a generator's turn
+    # ------------------------------------------------------------ one step of a generator
 
     def pay(self, cls: int) -> Process:
         """Let time pass for what a generator has just done, and start what it posted."""
         script, charged = self.scripts[cls], self.kernel_seconds[cls]
-        turns, rest = [*script], charged.seconds
+        posts, rest = [*script], charged.seconds
         script.clear()
         charged.seconds = 0.0
         slower = 1.0 if any(self.computing) else self.cluster.uneven  # who computes fills what would stay idle
-        for seconds, posted in turns:
+        for seconds, posted in posts:
             yield self.compute(cls, seconds * slower + posted.seconds(self.cluster.message_seconds))
             self.start(posted)
         yield self.compute(cls, rest * slower)

@@ -13,7 +13,7 @@ from commpress.work import Steps, Work
 
 PART = 1 << 20  # bytes of the longest part
 AHEAD = 2  # parts under way at once
-TURNS = 64  # parts of half a ring; where there are more, several are taken as one: the same bytes, the same latencies
+POSTS = 64  # parts of half a ring; where there are more, several are taken as one: the same bytes, the same latencies
 
 
 def ring_allreduce(
@@ -25,18 +25,18 @@ def ring_allreduce(
         return
     cluster, chunk = transport.network.cluster, nbytes / transport.size
     parts = chunks * max(-(-chunk // PART), AHEAD)
-    turns = int(min(parts, TURNS))
-    each = parts / turns
+    posts = int(min(parts, POSTS))
+    each = parts / posts
     inside = len(cluster.topology.nodes) == 1
     latency = cluster.ring_latency or (cluster.inside_latency if inside else cluster.latency)
     message = cluster.ring_message if cluster.ring_latency else -1.0
     charged = transport.network.kernel_seconds[transport.cls]
-    flows, froms = neighbours(transport, chunks * chunk / turns, each)
+    flows, froms = neighbours(transport, chunks * chunk / posts, each)
     busy = each * cluster.ring_busy_latency
     flows = [flow._replace(latency=each * latency, busy=busy, byte=byte, message=message) for flow in flows]
-    for summed in (arithmetic / turns, 0.0):
+    for summed in (arithmetic / posts, 0.0):
         under_way: deque[Work] = deque()
-        for _ in range(turns):
+        for _ in range(posts):
             if len(under_way) == AHEAD:
                 yield under_way.popleft()
                 charged.seconds += summed

@@ -139,7 +139,7 @@ class _Run:
         pending, running = deque(jobs), deque[tuple[_SimulatedJob, list[Signal]]]()
 
         def advance(job: _SimulatedJob) -> Process:
-            waits = self._turn(cls, job.steps)
+            waits = self._step(cls, job.steps)
             yield from self.network.pay(cls)
             if waits is None:
                 job.done.fire()
@@ -156,7 +156,7 @@ class _Run:
                 yield from waits
                 yield from advance(job)
 
-    def _turn(self, cls: int, steps: Steps[Any]) -> list[Signal] | None:
+    def _step(self, cls: int, steps: Steps[Any]) -> list[Signal] | None:
         """Step a generator to its next wait; None at its end."""
         with instead(self.kernels[cls]), torch.no_grad(), _Weighed(self.kernels[cls]):
             try:

@@ -21,10 +21,10 @@ MARGIN = 0.03  # of its seconds that a coarser way must save over a finer one to
 
 @dataclass
 class Trial:
-    """``rounds`` turns of each way, each of ``turn`` steps, of which the first does not count."""
+    """``rounds`` rounds of ``consecutive`` steps of each way, of which the first does not count."""
 
     ways: tuple[str, ...] = WAYS
-    turn: int = 3
+    consecutive: int = 3
     rounds: int = 4
     _step: int = 0  # of the trial, not of the run: a resumed run tries again
     _began: float = -1.0
@@ -32,11 +32,11 @@ class Trial:
 
     @property
     def steps(self) -> int:
-        return UNTIMED + self.turn * self.rounds * len(self.ways)
+        return UNTIMED + self.consecutive * self.rounds * len(self.ways)
 
     def way(self, step: int) -> str:
         """Of a step of the trial."""
-        return self.ways[max(step - UNTIMED, 0) // self.turn % len(self.ways)]
+        return self.ways[max(step - UNTIMED, 0) // self.consecutive % len(self.ways)]
 
     def begin(self, now: float) -> str | None:
         """The next step begins; its way, or None if the trial is over."""
@@ -51,7 +51,7 @@ class Trial:
         return [self._took[step] for step in self._counting()]
 
     def _counting(self) -> list[int]:
-        return [step for step in range(UNTIMED, self.steps) if (step - UNTIMED) % self.turn]
+        return [step for step in range(UNTIMED, self.steps) if (step - UNTIMED) % self.consecutive]
 
     def agreed(self, group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:
         """``decide``, with the slowest rank's seconds of every step; collective over ``group``."""

@@ -27,7 +27,7 @@ class FlatShardState:
     """State of ``compressed_reduce_scatter_hook`` between calls: ``fsdp.register_comm_hook(state, hook)`` on the root.
 
     Construct it on every rank of ``process_group`` (default: all). torch tells the hook neither which unit a gradient is of
-    nor where its parameters lie, so a unit is known by its turn in backward, and one codec serves all. A backward in which
+    nor where its parameters lie, so a unit is known by its place in backward, and one codec serves all. A backward in which
     units come in another order, or some not at all, is an error: residuals would meet other parameters.
     """
 
@@ -51,19 +51,19 @@ class FlatShardState:
         self.channel = Channel.among(process_group, timeout=timeout, workspace=Workspace(checksum=checksum))
         self.transport = self.channel.transport
         self._order: list[int] | None = None  # elements of each unit's gradient, in the order of the first backward
-        self._turns: list[int] = []  # of the backward under way
+        self._seen: list[int] = []  # of the backward under way
         self._error: NonFiniteGradient | None = None
         self._plans: dict[tuple[int, bool], tuple[Any, list[ErrorFeedback | None]]] = {}
 
     def reduce(self, gradient: torch.Tensor, shard: torch.Tensor | None) -> None:
         check_dtype(gradient, "a flat gradient")
-        turn = self._turn(gradient.numel())
+        unit = self._next_unit(gradient.numel())
         if self.transport.size == 1:
             if shard is not None:
                 shard.copy_(gradient)
             return
         buffer = gradient.float()
-        plan, feedbacks = self._plan(turn, gradient, sharded=shard is not None)
+        plan, feedbacks = self._plan(unit, gradient, sharded=shard is not None)
         options: dict[str, Any] = {
             "transport": self.transport, "workspace": self.channel.workspace, "sequence": self.channel.take(len(plan)),
             "key": self.seed * 1_000_003 + self.step,
@@ -79,10 +79,10 @@ class FlatShardState:
         settle(outcomes, taken=finite)
         if not finite:
             self.counters.skipped_buckets += 1
-            log.warning("step %d: the gradients of unit %d held NaN or infinity on some rank", self.step, turn)
+            log.warning("step %d: the gradients of unit %d held NaN or infinity on some rank", self.step, unit)
             if self.on_nonfinite == "raise" and self._error is None:
                 self._error = NonFiniteGradient(
-                    f"step {self.step}: the gradients of unit {turn} held NaN or infinity on some rank. No residual was "
+                    f"step {self.step}: the gradients of unit {unit} held NaN or infinity on some rank. No residual was "
                     "changed. Look for the cause in the loss, or pass on_nonfinite='skip'."
                 )
             target.fill_(float("nan") if self.on_nonfinite == "propagate" else 0.0)
@@ -90,21 +90,21 @@ class FlatShardState:
             target.copy_(result)
         self._count(gradient, plan)
 
-    def _turn(self, numel: int) -> int:
-        if not self._turns and torch._C._current_graph_task_id() >= 0:
+    def _next_unit(self, numel: int) -> int:
+        if not self._seen and torch._C._current_graph_task_id() >= 0:
             Variable._execution_engine.queue_callback(self._end)
-        turn = len(self._turns)
-        self._turns.append(numel)
-        if self._order is not None and self._turns != self._order[: len(self._turns)]:
-            came, self._turns = self._turns, []
+        unit = len(self._seen)
+        self._seen.append(numel)
+        if self._order is not None and self._seen != self._order[: len(self._seen)]:
+            came, self._seen = self._seen, []
             raise InvalidArgument(
                 f"backward brought units of {came} elements, the first one brought {self._order}: every unit must take part "
                 "in every backward, in the same order. Use fully_shard (FSDP2), which names its parameters"
             )
-        return turn
+        return unit
 
     def _end(self) -> None:
-        came, self._turns = self._turns, []
+        came, self._seen = self._seen, []
         if self._order is None:
             self._order = came
         if came != self._order:
@@ -118,9 +118,9 @@ class FlatShardState:
         if error is not None:
             raise error
 
-    def _plan(self, turn: int, gradient: torch.Tensor, *, sharded: bool) -> tuple[Any, list[ErrorFeedback | None]]:
-        if (turn, sharded) not in self._plans:
-            name, policy, size = f"unit {turn:05d}", policy_of(self.codec), self.transport.size
+    def _plan(self, unit: int, gradient: torch.Tensor, *, sharded: bool) -> tuple[Any, list[ErrorFeedback | None]]:
+        if (unit, sharded) not in self._plans:
+            name, policy, size = f"unit {unit:05d}", policy_of(self.codec), self.transport.size
             plan: list[Deal] | list[Message]
             if sharded:
                 part = Part(name, 0, gradient.numel() // size, gradient.numel())
@@ -129,8 +129,8 @@ class FlatShardState:
             else:
                 plan = carried = messages([Span(name, 0, gradient.numel())], policy, size, feedback=self.error_feedback)
             feedbacks = [self.residuals.attach(m.keys, m.pieces, gradient.device) for m in carried]
-            self._plans[turn, sharded] = plan, feedbacks
-        return self._plans[turn, sharded]
+            self._plans[unit, sharded] = plan, feedbacks
+        return self._plans[unit, sharded]
 
     def _count(self, gradient: torch.Tensor, plan: Any) -> None:
         carried = [deal.every if isinstance(deal, Deal) else deal for deal in plan]

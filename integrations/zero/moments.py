@@ -28,11 +28,11 @@ BITS = {"int8": 8, "int4": 4}
 class Moments:
     """Reads and writes moments in the store.
 
-    ``bits`` 0 is float32. ``turn`` is the step: noise of the rounding follows from it alone.
+    ``bits`` 0 is float32. ``step`` is the step: noise of the rounding follows from it alone.
     """
 
     def __init__(self, store: TieredStore, bits: int) -> None:
-        self._store, self.bits, self.turn = store, bits, 0
+        self._store, self.bits, self.step = store, bits, 0
         self._scratch: dict[str, torch.Tensor] = {}
 
     def nbytes(self, numel: int) -> int:
@@ -66,7 +66,7 @@ class Moments:
         return values
 
     def _encode(self, chunk: UpdateChunk, key: str, values: torch.Tensor, coded: torch.Tensor) -> None:
-        seed = zlib.crc32(f"{self.turn}.{chunk.number}.{key}".encode())
+        seed = zlib.crc32(f"{self.step}.{chunk.number}.{key}".encode())
         encode(values, coded, self.bits, squares=key in SQUARES, seed=seed)
 
 

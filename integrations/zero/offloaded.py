@@ -247,7 +247,7 @@ class Offloaded(Wrapper):
                 self._skip()
                 return loss
             factor = clip_factor(self.max_grad_norm, norm)
-        self._coded.turn = self.steps_done
+        self._coded.step = self.steps_done
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         if self._beside is not None:
             self._pending = self._beside.submit(self._measured, factor)
