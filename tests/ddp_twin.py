@@ -62,7 +62,7 @@ def none_at_times(rank: int, step: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train, in words that travel to other processes."""
+    """A training run, in words that travel to other processes."""
 
     codec: str | Codec | Policy = "sign"
     steps: int = 6
@@ -85,7 +85,7 @@ class Plan:
 
 @dataclass
 class Trained:
-    """What one rank has at the end."""
+    """All that one rank has at the end."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]

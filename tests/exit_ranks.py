@@ -90,7 +90,7 @@ def rank_of(what, rank, file):
 
 
 def ended(children):
-    """What became of each: its exit status, or that it hangs."""
+    """The end of each process: its exit status, or that it hangs."""
     deadline, statuses = time.monotonic() + SECONDS, {}
     while len(statuses) < len(children):
         for child in set(children) - set(statuses):

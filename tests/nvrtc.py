@@ -23,7 +23,7 @@ def loaded() -> ctypes.CDLL | None:
 
 
 def architectures() -> list[int]:
-    """What the compiler can compile for, as 90 for sm_90."""
+    """Architectures that the compiler can compile for, as 90 for sm_90."""
     count = ctypes.c_int()
     _call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
     values = (ctypes.c_int * count.value)()

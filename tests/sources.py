@@ -1,4 +1,4 @@
-"""Where the package's source lies: the folders to which symbolic links below `commpress` lead."""
+"""Places of the package's source: the folders to which symbolic links below `commpress` lead."""
 
 import tomllib
 from pathlib import Path
@@ -24,7 +24,7 @@ def files() -> list[Path]:
 
 
 def installed(path: Path) -> Path:
-    """Where a file of the package lies in site-packages."""
+    """The place of a file of the package in site-packages."""
     return Path(*folders()[path.parts[0]].split("."), *path.parts[1:])
 
 

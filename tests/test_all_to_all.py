@@ -143,7 +143,7 @@ def test_messages_between_nodes(sizes, order, between):
 
 
 def through(codec, block):
-    """What the reference makes of one block of float32."""
+    """The reference's decoding of one block of float32."""
     if codec.spec in CASTS:
         return block.to(CASTS[codec.spec]).float()
     flat = block.reshape(-1).numpy()

@@ -1,4 +1,4 @@
-"""What an optimizer says it sends in a compressed round is what it sends: in all, by codec and by group of parameters."""
+"""Bits that an optimizer says it sends in a compressed round are those it sends: in all, by codec, by group of parameters."""
 
 import pytest
 import torch

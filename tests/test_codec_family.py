@@ -1,4 +1,4 @@
-"""What every codec promises: contraction or unbiasedness, nothing lost, bytes that stay what they are, any input."""
+"""Promises of every codec: contraction or unbiasedness, nothing lost, bytes that stay what they are, any input."""
 
 import zlib
 

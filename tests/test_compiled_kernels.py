@@ -152,7 +152,7 @@ def test_processes_that_race_for_the_cache_get_the_same_code(cache):
 
 
 def test_a_sign_exchange_compiles_what_signs_and_casts_need_and_no_more(cache):
-    """What a process needs at first decides how long its first step takes."""
+    """The first calls of a process decide how long its first step takes."""
     code = (
         "from commpress.kernels.cpu import compiled, row_codec as cpu; from commpress.kernels.pieces import *\n"
         "made, real = [], compiled.machine_code\n"

@@ -272,7 +272,7 @@ def test_two_threads_change_no_bit():
 
 @pytest.mark.parametrize("shift", [0, 1, 16])
 def test_signs_past_the_caches_are_the_same(monkeypatch, shift):
-    """Where a block of the result begins with a line (shift 0, 16) and where it does not."""
+    """A block of the result begins with a line (shift 0, 16), or does not."""
     numel = 3 * 5120 + 37
     pieces = cut([Piece(shift, numel, reference.SIGN_RMS, 512, 0)], 3)
     message, flag = framed(3, pieces.row_bytes, 0), torch.zeros(1, dtype=torch.uint8)

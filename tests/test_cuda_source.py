@@ -252,7 +252,7 @@ def test_a_missing_cupy_names_the_cure(monkeypatch):
 
 
 def test_launches_go_to_cupy_on_the_current_stream(monkeypatch):
-    """What CuPy is asked for, in the words of version 14 and in those before."""
+    """CuPy is asked in the words of version 14 and in those before."""
     device, asked = torch.device("cuda", 3), []
 
     @contextmanager

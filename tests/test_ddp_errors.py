@@ -1,4 +1,4 @@
-"""What the hook says: every mistake has one clear message with its cure, and doing nothing is said loudly."""
+"""Words of the hook: every mistake has one clear message with its cure, and doing nothing is said loudly."""
 
 import re
 

@@ -129,7 +129,7 @@ def test_one_level_is_reduced_flat_and_says_so(pool):
 
 
 def test_links_decide(pool):
-    """Where only latency counts one level is faster, where bytes count two are."""
+    """One level is faster if only latency counts, two are if bytes count."""
     near, far = Link(1e-3, 1e9, 1e9), Link(1e-3, 1e5, 1e5)
     for between, nodes in [(Link(1e-3, 1e9, 1e9), "None"), (far, "0 1|2 3")]:
         for built, lines in pool.run(build, Links(Topology.of(2, 2), near, between), size=4):

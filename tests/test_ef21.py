@@ -79,7 +79,7 @@ def test_what_all_know_is_what_they_heard(codec, ranks):
 
 
 def test_a_gradient_that_stays_is_known_ever_more_exactly():
-    """Where a residual goes on oscillating: top-k sends in turns what EF21 needs to send once."""
+    """A residual goes on oscillating: top-k sends in turns what EF21 needs to send once."""
     codec = TopKCodec(1 / 8, 64)
     inputs = inputs_of(2, 0)
     mean = torch.stack(inputs).mean(0)

@@ -41,7 +41,7 @@ def test_a_group_is_kept_until_another_comes_after_it_is_in_use_no_more(monkeypa
 
 
 def kept_by(what):
-    """Whether the group lives on in Python after it was destroyed, and the model with it; and what another group changes."""
+    """Two answers: does the group live on in Python after it was destroyed, and the model with it; and what another changes."""
     ranks = list(range(dist.get_world_size()))
     group = dist.new_group(ranks)
     model = torch.nn.Linear(16, 16)

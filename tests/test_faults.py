@@ -266,7 +266,7 @@ def test_whoever_gives_up_first_is_not_taken_for_dead(mortal):
 
 
 def test_torchs_collectives_fail_typed_when_a_rank_dies(mortal):
-    """Which rank it was they do not tell."""
+    """They do not tell which rank it was."""
     first, second, _ = mortal.outcomes(lose_a_rank, signal.SIGKILL, 2, 60, "collectives", size=3, lost=[2])
     for error, _, _, again in (first, second):
         assert type(error) is PeerFailure, error

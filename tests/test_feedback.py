@@ -197,7 +197,7 @@ def test_what_was_loaded_waits_for_its_message_and_is_saved_meanwhile():
 
 
 def test_loading_replaces_everything():
-    """What the state does not name is zero afterwards, also where a lazy scale stood."""
+    """A residual that the state does not name is zero afterwards, also where a lazy scale stood."""
     store, state = ResidualStore(), saved(["b", "d"], 1)
     fill(attach(store, ["a", "b"]))
     store.load(state)

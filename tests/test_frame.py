@@ -56,7 +56,7 @@ class Me:
 
 
 def arriving(frame: Frame = FRAME, rows: int = 4, *, flag: int = 0) -> torch.Tensor:
-    """What arrives when every rank sends ``frame`` before a payload of its own."""
+    """The rows that arrive when every rank sends ``frame`` before a payload of its own."""
     made = torch.arange(rows * (HEADER + PAYLOAD), dtype=torch.uint8).view(rows, -1)
     stamp(made, frame.pack(), torch.tensor([flag], dtype=torch.uint8))
     return made

@@ -119,7 +119,7 @@ def test_bytes_are_counted_to_the_last(pool, plan):
 
 
 def count_bytes(plan):
-    """What went through the transport against what the counters say."""
+    """Bytes that went through the transport against those of the counters."""
     from commpress.collectives.transports.sockets import SocketTransport
 
     sent, real = [0], {name: getattr(SocketTransport, name) for name in ("all_to_all", "all_gather")}

@@ -117,7 +117,7 @@ def test_gradients_of_a_backward_that_failed_never_land(pool):
 
 
 def watched() -> tuple[bool, list[bool]]:
-    """Whether a hook that reads a gradient during backward sees it; which units gather ahead before and in the second step."""
+    """True if a hook that reads a gradient during backward sees it; which units gather ahead before and in the second step."""
     torch.set_num_threads(1)
     seen = []
     session = Session(Plan(steps=1)).run()

@@ -242,7 +242,7 @@ def test_another_transport_is_refused(pool):
 
 
 def scheduling_of(make):
-    """How the threads are scheduled that Gloo starts for what ``make`` makes, and whether the others are as before."""
+    """Scheduling of the threads that Gloo starts for what ``make`` makes, and whether the others are as before."""
     before = {thread: os.sched_getscheduler(thread) for thread in gloo._threads()}
     made = make()
     after = {thread: os.sched_getscheduler(thread) for thread in gloo._threads()}

@@ -68,7 +68,7 @@ WAYS = {
 
 
 def expected(overflows):
-    """What a scaler does that halves after an overflow and doubles after three steps without."""
+    """Loss scales of a scaler that halves after an overflow and doubles after three steps without."""
     scale, good, scales = FIRST, 0, []
     for overflow in overflows:
         good = 0 if overflow else good + 1

@@ -103,7 +103,7 @@ def gradient_of(rank, step, site):
 
 
 def backwards(op):
-    """What each site got at each step, a norm reduced in between, and the counters."""
+    """All that each site got at each step, a norm reduced in between, and the counters."""
     rank, results = dist.get_rank(), []
     for step in range(STEPS):
         inputs = [torch.zeros(numel, requires_grad=True) for numel in NUMELS]

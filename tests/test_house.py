@@ -159,10 +159,13 @@ def test_no_private_name_leaves_its_room(module):
     assert [(package, name) for package, name in private if room(package) != room(module)] == []
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_docstrings_begin_with_what_they_name(module):
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", *sources.folders()])
+def test_docstrings_begin_with_what_they_name(folder):
+    """Not with a question word."""
     begins = ("What ", "Who ", "How ", "Where ", "Whether ", "Why ", "Which ")
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = [ast.get_docstring(node) or "" for node in ast.walk(TREES[module]) if isinstance(node, documented)]
-    public = [ast.get_docstring(TREES[module]) or "", *texts]
-    assert [text.splitlines()[0] for text in public if text.startswith(begins)] == []
+    trees = {path: ast.parse(path.read_text()) for path in (sources.ROOT / folder).rglob("*.py")}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, documented)]
+    texts = [(path, ast.get_docstring(node) or "") for path, node in nodes]
+    assert nodes
+    assert [f"{path}: {text.splitlines()[0]}" for path, text in texts if text.startswith(begins)] == []

@@ -173,7 +173,7 @@ def test_nothing_goes_over_a_transport_but_stamped_and_checked():
 
 
 class Tape:
-    """What rank 0 has received of rank 1, over all connections of ours; one bit of it is changed."""
+    """Bytes that rank 0 has received of rank 1, over all connections of ours; one bit of it is changed."""
 
     def __init__(self):
         self.seen, self.at, self.bit = 0, -1, 0
@@ -288,7 +288,7 @@ def digest(tensors):
 
 
 def take(step, first, count):
-    """What each step left, until one failed."""
+    """Everything that each step left, until one failed."""
     left = []
     try:
         for number in range(first, first + count):

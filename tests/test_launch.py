@@ -1,4 +1,4 @@
-"""What launchers say, and where ranks meet."""
+"""Variables of launchers, and the places where ranks meet."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source. The tables below are the rule; docs/architecture.md explains it.
+"""Layers of the package, read from the source. The tables below are the rule; docs/architecture.md explains it.
 
 An import counts wherever it stands: inside a function, under TYPE_CHECKING, or as `import_module("name")`.
 """

@@ -173,7 +173,7 @@ def test_nothing_is_lost_only_late(codec, size):
 
 
 def both(store, like):
-    """What one rank owes, sent and reduced together."""
+    """Residuals of one rank, sent and reduced together."""
     parts = [sent.double().numpy() + reduced.double().numpy()[: sent.numel()] for _, sent, reduced in store.places()]
     return np.concatenate(parts) if parts else 0 * like
 

@@ -81,7 +81,7 @@ def test_every_product_is_what_float64_says(shapes, rank, seed):
 
 
 def test_the_torch_path_is_the_same_arithmetic():
-    """What CUDA runs, here on the CPU."""
+    """The arithmetic of CUDA, here on the CPU."""
     matrices = stack([Matrix(i * 2000, 40, 50, 3, i) for i in range(3)] + [Matrix(6000, 30, 20, 3, 7)])
     x, residual, q = factors(matrices)
     got = []

@@ -185,7 +185,7 @@ def answering():
 
 
 def ended(client):
-    """Whether the other side lets go of it within socket's own timeout."""
+    """True if the other side lets go of it within socket's own timeout."""
     try:
         return client.recv(1) == b""
     except ConnectionResetError:

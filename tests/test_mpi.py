@@ -107,7 +107,7 @@ def test_subsets(job):
 
 
 def moved(comm):
-    """What MPI is given is the memory of the tensors: nothing is copied on the way."""
+    """MPI is given the memory of the tensors: nothing is copied on the way."""
     transport = MpiTransport(comm, timeout=PATIENT)
     me, other = comm.rank, 1 - comm.rank
     out, inp = torch.zeros(1 << 20, dtype=torch.uint8), torch.full((1 << 20,), 7 + me, dtype=torch.uint8)

@@ -52,7 +52,7 @@ def test_training_equals_gloo(over_mpi, over_gloo, tmp_path, function, size):
 
 
 def odd_tensors():
-    """What is not simply contiguous numbers in memory of one's own."""
+    """Tensors that are not simply contiguous numbers in memory of their own."""
     made, rank, size = group_calls.Numbers(), dist.get_rank(), dist.get_world_size()
     results = []
     for x in (made(3, 4).t(), made(1)[0], made(0, 3), made(5).to(torch.complex64), made(6) > 0, made(300, 300).half()):

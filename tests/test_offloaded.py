@@ -138,7 +138,7 @@ def test_goes_on_after_a_kill(tmp_path):
 
 
 def test_bytes_of_a_step(store):
-    """What does not stay is read and written once: 12 bytes per parameter each way with AdamW."""
+    """State that does not stay is read and written once: 12 bytes per parameter each way with AdamW."""
     net = model()
     optimizer = offloaded(net, store)
     train(net, optimizer, 0, 2)

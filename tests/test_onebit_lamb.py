@@ -120,7 +120,7 @@ def test_layer_factors_stay_in_their_bounds_and_move_slowly():
 
 
 def test_a_power_of_two_in_front_of_a_layer_changes_nothing():
-    """Why no scale unites the layers: what travels of a layer 64 times as large has the same bits."""
+    """No scale unites the layers, for a layer 64 times as large sends the same bits."""
     one, two = replicas(eps=0.0), replicas(eps=0.0)
     for step in range(12):
         gradients = noise(3, step)

@@ -1,4 +1,4 @@
-"""What ranks of an optimizer agree on: skipped steps, one clip factor, missing gradients, replicas, loss scales."""
+"""Agreement of an optimizer's ranks: skipped steps, one clip factor, missing gradients, replicas, loss scales."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel holds every file of the folders, below `commpress`, and nothing else."""
+"""The package as a user installs it: the wheel holds every file of the folders, below `commpress`, and nothing else."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What plans say that sharded candidates keep, against what ranks really have."""
+"""Memory that plans say sharded candidates keep, against what ranks really have."""
 
 import pytest
 import torch

@@ -77,7 +77,7 @@ def run(example: Example, folder: Path) -> None:
 
 
 def execute(page: str, example: Example, folder: str) -> None:
-    """What torchrun would do, without its processes: every group of the example meets in a file."""
+    """The work of torchrun without its processes: every group of the example meets in a file."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # nobody leaves while another still connects: that one would fail, and we would wait for it
     dist.destroy_process_group()

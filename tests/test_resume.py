@@ -278,7 +278,7 @@ def test_elastic_at_the_same_size(pool):
 
 
 def both_kinds(plan):
-    """What each rank saved exactly, and elastically."""
+    """State that each rank saved exactly, and elastically."""
     session = Session(plan)
     for step in steps_of(plan):
         session.step(step)

@@ -17,7 +17,7 @@ FIRST, ALL = range(4), range(8)
 
 
 def through_a_file(thing):
-    """What torch.save and torch.load make of it; code is loaded, as of torch's PowerSGDState."""
+    """The value after torch.save and torch.load; code is loaded, as of torch's PowerSGDState."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)

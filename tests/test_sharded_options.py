@@ -1,4 +1,4 @@
-"""What the sharded optimizers have in common with the whole ones: groups, clipping, codecs, warm-up, frozen tensors."""
+"""Options that the sharded optimizers have in common with the whole ones: groups, clipping, codecs, warm-up, frozen tensors."""
 
 import numpy as np
 import pytest

@@ -360,7 +360,7 @@ def test_a_backward_that_ended_with_an_error_leaves_nothing_behind(pool, tmp_pat
     ids=["converted", "assigned"],
 )
 def test_parameters_that_somebody_has_changed_after_stream_are_refused(store, keep, change):
-    """What they hold now would be lost when their values are fetched."""
+    """Values that they hold now would be lost when theirs are fetched."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     commpress.stream(net, store=store, keep=keep)
     net(torch.ones(1, 4))

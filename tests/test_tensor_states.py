@@ -37,7 +37,7 @@ def sleeping(step, size=2, shapes=SHAPES):
 
 
 class Exact:
-    """What AdamW, or LAMB on one rank, does with the mean gradients: the largest move of each tensor so far."""
+    """AdamW, or LAMB on one rank, with the mean gradients: the largest move of each tensor so far."""
 
     def __init__(self, lamb):
         self.parameters = [torch.nn.Parameter(p) for p in start(SHAPES)]

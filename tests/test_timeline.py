@@ -32,7 +32,7 @@ def flights(events, name=""):
 
 
 def check_format(events):
-    """What the format asks for; spans of one track nest or follow each other; events are in order of time."""
+    """The format's demands hold: spans of one track nest or follow each other; events are in order of time."""
     times = [e["ts"] for e in events if e["ph"] != "M"]
     assert times == sorted(times)
     for event in events:

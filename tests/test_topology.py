@@ -1,4 +1,4 @@
-"""Who shares a node: from every launcher's variables, from the caller, and agreed by all ranks or refused by all."""
+"""Ranks that share a node: from every launcher's variables, from the caller, and agreed by all ranks or refused by all."""
 
 import socket
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What is used of torch beyond its promises does what its entry in ``commpress.torch_private`` says, on this version."""
+"""Every use of torch beyond its promises does what its entry in ``commpress.torch_private`` says, on this version."""
 
 import inspect
 from importlib.metadata import EntryPoint
@@ -96,7 +96,7 @@ def _units():
 
 
 def test_the_entry_point_registers_both_backends():
-    """What torch 2.14 does when it hears a name that it does not know."""
+    """An answer as torch 2.14 gives it to a name that it does not know."""
     points = sources.project()["project"]["entry-points"]["torch.distributed.backends"]
     assert set(points) == {"commpress", "commpress_mpi"}
     for name, value in points.items():

@@ -42,7 +42,7 @@ def content(name: str, version: int, numel: int) -> torch.Tensor:
 
 
 class Ledger:
-    """What the store must hold after a crash: the acknowledged state, or one that a commit under way may have reached."""
+    """Contents of the store after a crash: the acknowledged state, or one that a commit under way may have reached."""
 
     def __init__(self) -> None:
         self.current: State = {}

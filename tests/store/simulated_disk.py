@@ -38,7 +38,7 @@ class File:
             to[at:end] = data
 
     def after_cut(self, draw: random.Random) -> "File":
-        """What a power cut leaves: any of the pending writes, each whole or in sectors of 512 or 4096 bytes."""
+        """Contents that a power cut leaves: any of the pending writes, each whole or in sectors of 512 or 4096 bytes."""
         left, mood = bytearray(self.durable), draw.random()
         for change in self.pending:
             if mood < 0.2 or (mood < 0.8 and draw.random() < 0.5):

@@ -247,7 +247,7 @@ class StoreBesideDictionary(RuleBasedStateMachine):
         self.store = open_simulated(self.disk)
 
     def _try(self, call) -> bool:
-        """Whether it worked; it may fail only if a fault was ordered."""
+        """True if it worked; it may fail only if a fault was ordered."""
         try:
             call()
             return True

@@ -173,7 +173,7 @@ def test_the_disks_thread_goes_first():
 
 
 def slice_of_this_thread():
-    """What sched_getattr says, whose number follows that of sched_setattr."""
+    """The answer of sched_getattr, whose number follows that of sched_setattr."""
     number = thread_priority.SETATTR[platform.machine()] + 1
     room = ctypes.create_string_buffer(48)
     assert ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_long(0), room, ctypes.c_long(48), ctypes.c_long(0)) == 0
