@@ -70,11 +70,11 @@ def numpy_blocks(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor,
 def ours(numel: int) -> Task:
     pieces = cut([Piece(0, numel, SIGN_L1, BLOCK)], ROWS)
     message, flag = torch.zeros(ROWS, pieces.row_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-    head = 4 * (numel // ROWS // BLOCK)
+    scales = 4 * (numel // ROWS // BLOCK)
 
     def encode(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cpu.encode(x, message, flag, pieces, residual=residual, new_residual=residual)
-        return message[:, head:], message[:, :head]
+        return message[:, scales:], message[:, :scales]
 
     return encode
 

@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,9 @@ def codec(path):
         for name in ("sign", "int8") for threads in (1, 2) for operation in bench_codec.OPERATIONS
     ]  # fmt: skip
     bench_codec.draw(path, figures)
+    assert [holds for _, holds in bench_codec.judge(figures)] == [True, True, True]
+    slow = [replace(f, seconds=0.2, of_copy=0.4) if f.operation in ("encode in place", "mean") else f for f in figures]
+    assert [holds for _, holds in bench_codec.judge(slow)] == [False, True, False]
     return ["one thread", "2 threads", "GB of float32 per second", "decode", "int8"]
 
 
