@@ -63,7 +63,7 @@ class SketchPlan:
 
     @property
     def most(self) -> int:
-        """What a value of the size of the mean may be in quanta, so that a cell's sum stays below ``_EXACT``."""
+        """Quanta that a value of the size of the mean may have, so that a cell's sum stays below ``_EXACT``."""
         return 1 << int(math.log2(_EXACT / (_LOAD * self.dense.pieces.rows)))
 
     def sent_bytes(self, ranks: int) -> int:
