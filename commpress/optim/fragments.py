@@ -47,10 +47,20 @@ class Fragment:
             else:
                 p.copy_(shared)
 
+    def take_over(self) -> None:
+        """Θ := parameters."""
+        for shared, p in zip(self.views(self.weights), self.parameters, strict=True):
+            shared.copy_(p)
+
     def digest(self) -> int:
         """64 bits of Θ, and of which parameters it is."""
         bits = self.weights.detach().cpu().numpy()
         return checksum_of(bits.data.cast("B"), self.layout)
+
+    def halves(self) -> tuple[float, float]:
+        """The 64 bits of ``digest`` in two numbers that float64 holds exactly."""
+        digest = self.digest()
+        return float(digest >> 32), float(digest & 0xFFFFFFFF)
 
 
 def fragments_of(
@@ -73,7 +83,7 @@ def fragments_of(
 @torch.no_grad()
 def _fragment(number: int, part: Sequence[tuple[str, torch.Tensor]], outer: Outer, keep: Literal["host", "device"]) -> Fragment:
     spans, at = [], 0
-    local = [_local(p) for _, p in part]
+    local = [local_part(p) for _, p in part]
     for (name, _), p in zip(part, local, strict=True):
         spans.append(Span(name, at, p.numel()))
         at += p.numel()
@@ -84,13 +94,12 @@ def _fragment(number: int, part: Sequence[tuple[str, torch.Tensor]], outer: Oute
     layout = zlib.crc32(repr([(s.name, tuple(p.shape)) for s, p in zip(spans, local, strict=True)]).encode())
     work = torch.empty(at, dtype=torch.float32, device=device)
     fragment = Fragment(number, local, spans, weights, {}, work, layout=layout)
-    for view, p in zip(fragment.views(weights), local, strict=True):
-        view.copy_(p.detach())
+    fragment.take_over()
     fragment.state = outer.state(weights)
     return fragment
 
 
-def _local(p: torch.Tensor) -> torch.Tensor:
+def local_part(p: torch.Tensor) -> torch.Tensor:
     """A plain tensor: the local shard of a distributed one."""
     to_local = getattr(p, "to_local", None)
     return p.detach() if to_local is None else to_local().detach()

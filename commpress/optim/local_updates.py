@@ -20,6 +20,7 @@ from time import monotonic
 from typing import Any, Literal
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from commpress.checksum import checksum_of
 from commpress.codecs import Codec, Policy, policy_of
@@ -31,6 +32,7 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
 from commpress.optim.fragments import Fragment, fragments_of
 from commpress.optim.outer import Nesterov, Outer, State, outer_of
+from commpress.optim.warmup import SharedWarmup
 from commpress.schedules import Facts, Seconds, Sync, sync_of
 from commpress.work import Steps, run
 
@@ -80,6 +82,7 @@ class LocalUpdates(torch.optim.Optimizer):
     - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of the rank's own weights when it
       arrives.
     - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as FSDP2 over other ranks.
+    - ``warmup``: steps before the first round in which all ranks train as one: their gradients are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
     - ``keep``: "host" or "device": where Θ and the state of the outer step lie.
     """
@@ -98,6 +101,7 @@ class LocalUpdates(torch.optim.Optimizer):
         fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
         overlap: int = 0,
         alpha: float = 0.0,
+        warmup: int = 0,
         group: Any = None,
         weight: Literal["equal", "tokens", "steps"] = "equal",
         keep: Literal["host", "device"] = "host",
@@ -112,7 +116,12 @@ class LocalUpdates(torch.optim.Optimizer):
             raise InvalidArgument(f"inner is {inner!r}, expected a torch optimizer or a list of them")
         if not 0 <= feedback_decay <= 1:
             raise InvalidArgument(f"feedback_decay is {feedback_decay!r}, expected a number from 0 to 1")
-        if not isinstance(overlap, int) or overlap < 0:
+        if overlap == "round":
+            raise InvalidArgument(
+                "overlap is 'round', but a whole round of overlap cost 8 % of the loss in trials: take a number of steps, "
+                "at most one less than a round"
+            )
+        if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 0:
             raise InvalidArgument(f"overlap is {overlap!r}, expected a number of steps, 0 for none")
         if not 0 <= alpha < 1 or (alpha and not overlap):
             raise InvalidArgument(
@@ -138,6 +147,7 @@ class LocalUpdates(torch.optim.Optimizer):
             self._control = self.channel.beside("commpress-local-control")
         policy = policy_of("none" if codec is None else codec, min_numel=min_numel)
         self.exchanges = self.outer.exchanges(policy, self.channel, feedback=error_feedback and codec is not None, seed=seed)
+        self._warmup = SharedWarmup(warmup, self._parameters, self.fragments, self.channel, self._control)
         self.steps_done, self.exchanged = 0, 0
         self._flight: Flight | None = None
         self._ended = False  # this rank has no more data
@@ -148,9 +158,11 @@ class LocalUpdates(torch.optim.Optimizer):
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         named: list[tuple[str, torch.Tensor]] = []
-        for optimizer in self.inner:
+        for number, optimizer in enumerate(self.inner):
             for group in optimizer.param_groups:
                 names = group.get("param_names") or [f"#{i:05d}" for i in range(len(named), len(named) + len(group["params"]))]
+                taken = {name for name, _ in named}  # of optimizers before: of several modules, say, that name theirs alike
+                names = [f"{number}: {name}" if name in taken else name for name in names]
                 named += zip(names, group["params"], strict=True)
         if not named:
             raise InvalidArgument("inner has no parameters, expected at least one")
@@ -186,14 +198,24 @@ class LocalUpdates(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not bool(getattr(self, "found_inf", False)):
-            self._unscale()
-            for optimizer in self.inner:
-                optimizer.step()
-        self.advance(tokens=tokens)
+        run(self.stepping(tokens=tokens))
         return loss
 
     @torch.no_grad()
+    def stepping(self, *, tokens: int = 0) -> Steps[None]:
+        """``step`` as an algorithm that may wait."""
+        overflowed = bool(getattr(self, "found_inf", False))
+        if self.warms_up:  # the ranks' scales may differ, their steps must not
+            self._unscale()
+            yield from self.synchronizing()
+            overflowed = not self._warmup.finite
+        elif not overflowed:
+            self._unscale()
+        if not overflowed:
+            for optimizer in self.inner:
+                optimizer.step()
+        yield from self.steps(tokens=tokens)
+
     def _unscale(self) -> None:
         """Take off the scale that a GradScaler left on the gradients."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
@@ -201,6 +223,16 @@ class LocalUpdates(torch.optim.Optimizer):
             for _, p in self._parameters:
                 if p.grad is not None:
                     p.grad.div_(scale.to(p.grad.device))
+
+    def synchronize(self) -> None:
+        """Average gradients over the ranks, in a step of the warm-up. Call it before clipping; ``step`` does it otherwise."""
+        run(self.synchronizing())
+
+    @torch.no_grad()
+    def synchronizing(self) -> Steps[None]:
+        """``synchronize`` as an algorithm that may wait."""
+        self._refuse_wrappers()
+        yield from self._warmup.average(self.steps_done)
 
     def advance(self, *, tokens: int = 0) -> None:
         """Somebody else has called the inner optimizers, such as a GradScaler or a trainer: exchange where it is time."""
@@ -211,13 +243,22 @@ class LocalUpdates(torch.optim.Optimizer):
         """``advance`` as an algorithm that may wait."""
         if self.weight == "tokens" and tokens <= 0:
             raise InvalidArgument(f"tokens is {tokens}, expected a positive number in every step, as weight='tokens' asks")
-        if not self._checked_wrappers:
-            self._checked_wrappers = True
-            _refuse_ddp([p for _, p in self._parameters])
+        self._refuse_wrappers()
+        if self.warms_up and self._warmup.averaged != self.steps_done:
+            raise InvalidArgument(
+                f"warmup is {self._warmup.steps} and step {self.steps_done} was taken without averaging gradients: call "
+                "synchronize() between backward and the inner optimizer's step, or let LocalUpdates.step() do both"
+            )
         rate = max(float(group["lr"]) for group in self.param_groups)
         self.facts.see(self.steps_done, rate)
         self.steps_done += 1
         self.counters.steps += 1
+        if self.steps_done <= self._warmup.steps:
+            self.counters.dropped = self._warmup.dropped
+            self.counters.sent_bytes = self.channel.sent_bytes + self._control.sent_bytes
+            if not self.warms_up:
+                self._end_warmup()
+            return
         for fragment in self.fragments:
             fragment.steps += 1
             fragment.tokens += tokens
@@ -227,6 +268,22 @@ class LocalUpdates(torch.optim.Optimizer):
             yield from self._leave()
             if self.overlap == 0:
                 yield from self._arrive()
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the next step is one of the warm-up."""
+        return self.steps_done < self._warmup.steps
+
+    def _end_warmup(self) -> None:
+        """Θ := parameters, which are the same on every rank; rounds begin here."""
+        for fragment in self.fragments:
+            fragment.take_over()
+        self._begin_round()
+
+    def _refuse_wrappers(self) -> None:
+        if not self._checked_wrappers:
+            self._checked_wrappers = True
+            _refuse_ddp([p for _, p in self._parameters])
 
     def _begin_round(self) -> None:
         self._next, self._from, self._clock = 0, self.steps_done, monotonic()
@@ -255,7 +312,7 @@ class LocalUpdates(torch.optim.Optimizer):
         weight = {"equal": 1.0, "tokens": float(fragment.tokens), "steps": float(fragment.steps)}[self.weight]
         weight = weight if fragment.steps else 0.0  # who has trained on nothing has nothing to say
         head = [
-            float(self.exchanged), float(fragment.number), *_halves(fragment.digest()), weight if isfinite(squares) else 0.0,
+            float(self.exchanged), float(fragment.number), *fragment.halves(), weight if isfinite(squares) else 0.0,
             float(isfinite(squares)), squares if isfinite(squares) else 0.0, float(self._ended),
         ]  # fmt: skip
         fragment.steps = fragment.tokens = 0
@@ -343,6 +400,8 @@ class LocalUpdates(torch.optim.Optimizer):
     @torch.no_grad()
     def draining(self) -> Steps[None]:
         """``drain`` as an algorithm that may wait."""
+        if self.warms_up:
+            self._end_warmup()
         if self._flight is not None:
             yield from self._arrive()
         self._ended, self._all_ended = True, 0
@@ -367,6 +426,8 @@ class LocalUpdates(torch.optim.Optimizer):
     @torch.no_grad()
     def saving(self) -> Steps[dict[str, Any]]:
         """``state_dict`` as an algorithm that may wait."""
+        if self.warms_up:
+            self._end_warmup()
         yield from self._settle()
         flight, transport = self._flight, self.channel.transport
         under_way = None
@@ -397,6 +458,8 @@ class LocalUpdates(torch.optim.Optimizer):
     @torch.no_grad()
     def saving_elastically(self) -> Steps[dict[str, Any]]:
         """``elastic_state_dict`` as an algorithm that may wait."""
+        if self.warms_up:
+            self._end_warmup()
         if self._flight is not None:
             yield from self._arrive()
         transport = self.channel.transport
@@ -545,18 +608,14 @@ def _place(state: dict[str, Any]) -> tuple[int, int]:
     return state["residuals"]["rank"], state["residuals"]["size"]
 
 
-def _halves(digest: int) -> tuple[float, float]:
-    """64 bits in two numbers that float64 holds exactly."""
-    return float(digest >> 32), float(digest & 0xFFFFFFFF)
-
-
 def _refuse_ddp(parameters: Sequence[torch.Tensor]) -> None:
     """Raise where DistributedDataParallel averages gradients of these parameters at every step."""
-    mine = {id(p) for p in parameters}
-    for each in gc.get_objects():
-        wrapper = type(each).__module__ == "torch.nn.parallel.distributed" and isinstance(each, torch.nn.Module)
-        if wrapper and each not in ALONE and any(id(p) in mine for p in each.parameters()):
-            raise InvalidArgument(
-                "the model is wrapped in DistributedDataParallel, which averages gradients at every step: nothing would be "
-                "saved. Leave the wrapper out, or call commpress.keep_local(ddp) before the first backward"
-            )
+    mine, kinds = {id(p) for p in parameters}, [DistributedDataParallel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for each in gc.get_referrers(kind):  # its instances are among them
+            if isinstance(each, kind) and each not in ALONE and any(id(p) in mine for p in each.parameters()):
+                raise InvalidArgument(
+                    "the model is wrapped in DistributedDataParallel, which averages gradients at every step: nothing would "
+                    "be saved. Leave the wrapper out, or call commpress.keep_local(ddp) before the first backward"
+                )

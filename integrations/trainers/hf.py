@@ -197,6 +197,10 @@ class LocalTraining(TrainerCallback):
             if len(states) == 1 and states[0]["size"] == channel.size:
                 self.local.load_state_dict(*states)
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if self.local is not None:
+            self.local.synchronize()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if self.local is None:
             raise InvalidArgument("the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off")

@@ -1,0 +1,101 @@
+"""Shared warm-up of local updates: steps in which all ranks train as one, their gradients averaged exactly.
+
+Note: it is synchronous training. Parameters and inner optimizers are the same on every rank until it ends, and the shared
+weights begin there.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from commpress.codecs import policy_of
+from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchanges
+from commpress.collectives.scalars import gathered
+from commpress.errors import InvalidArgument, Mismatch
+from commpress.optim.fragments import Fragment, local_part
+from commpress.work import Steps
+
+log = logging.getLogger("commpress")
+
+
+class SharedWarmup:
+    """Averages gradients of the first ``steps`` steps, a fragment at a time, in the fragment's ``work``."""
+
+    def __init__(
+        self, steps: int, named: Sequence[tuple[str, torch.Tensor]], fragments: list[Fragment], channel: Channel,
+        control: Channel,
+    ) -> None:  # fmt: skip
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise InvalidArgument(f"warmup is {steps!r}, expected a number of steps, 0 for none")
+        self.steps, self.fragments, self.channel, self._control = steps, fragments, channel, control
+        self.averaged = -1  # the step whose gradients are averaged already
+        self.finite = True  # whether some rank's gradients were, in that step
+        self.dropped = 0  # steps in which some rank's gradients were not finite
+        self._parameters = dict(named)
+        self._exchanges = Exchanges(policy_of("none"), channel.size, channel.workspace)
+        self._checked = False  # that ranks begin with the same weights
+
+    def average(self, step: int) -> Steps[None]:
+        """Gradients := their mean over the ranks whose own are finite; once a step, nothing after the warm-up.
+
+        A parameter without a gradient on some ranks counts as 0 there, one without on all keeps none. Where no rank is
+        finite, all get infinity, as a loss scale expects.
+        """
+        if step >= self.steps or self.averaged == step:
+            return
+        every = list(self._parameters.values())
+        present = [float(p.grad is not None) for p in every]
+        finite = all(bool(torch.isfinite(local_part(p.grad)).all()) for p in every if p.grad is not None)
+        head = [float(step), float(finite), *self._digests(), *present]
+        heads = yield from gathered(head, transport=self._control.transport, sequence=self._control.take())
+        same = len(head) - len(present)
+        agreed = np.delete(heads[:, :same], 1, axis=1)  # all but whether a rank's own gradients are finite
+        different = tuple(r for r in range(len(heads)) if (agreed[r] != agreed[0]).any())
+        if different:
+            raise Mismatch(
+                f"the weights of ranks {list(different)} differ from those of rank 0 in warm-up step {step}, or the step does. "
+                "Start every rank from the same weights and load checkpoints of one step.",
+                ranks=different,
+            )
+        self._checked = True
+        count = float(heads[:, 1].sum())
+        self.finite = count > 0
+        if count < len(heads):
+            self.dropped += 1
+            wild = [r for r in range(len(heads)) if not heads[r, 1]]
+            log.warning("gradients of ranks %s are not finite: they are left out", wild)
+        wanted = {name for name, any_ in zip(self._parameters, heads[:, same:].any(axis=0), strict=True) if any_}
+        for fragment in self.fragments:
+            yield from self._average(fragment, wanted, finite=finite, share=len(heads) / count if count else 0.0)
+        self.averaged = step
+
+    def _digests(self) -> list[float]:
+        if self._checked:
+            return []
+        return [half for f in self.fragments for half in f.halves()]
+
+    def _average(self, fragment: Fragment, wanted: set[str], *, finite: bool, share: float) -> Steps[None]:
+        grads = [self._parameters[s.name].grad for s in fragment.spans]
+        work = fragment.work
+        for out, grad in zip(fragment.views(work), grads, strict=True):
+            if grad is None or not finite:
+                out.zero_()
+            else:
+                out.copy_(local_part(grad))
+        exchange = self._exchanges.of(
+            tuple((fragment.number, s.name) for s in fragment.spans),
+            lambda: (fragment.spans, [tuple(p.shape) for p in fragment.parameters]), work.device,
+        )  # fmt: skip
+        outcomes = yield from exchange.steps(self.channel, work, sequence=self.channel.take(exchange.sequences), key=0)
+        for outcome in outcomes:
+            outcome.commit()
+        if share != 1:
+            work.mul_(share) if share else work.fill_(float("inf"))
+        for span, out in zip(fragment.spans, fragment.views(work), strict=True):
+            p = self._parameters[span.name]
+            if span.name in wanted:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                local_part(p.grad).copy_(out)

@@ -1,0 +1,316 @@
+"""Policies of local updates against what others compute: numbers recorded from torchft, torch's optimizers, closed forms."""
+
+import copy
+import json
+from math import cos, pi
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.errors import InvalidArgument, Mismatch
+from commpress.optim.local_updates import LocalUpdates
+from commpress.optim.outer import Average, Nesterov
+from commpress.schedules import QSR
+from test_local_updates import RATE, Ranks, drawn, dyadic, flat, noise
+
+# ---------------------------------------------------------------- torchft
+
+CASES = json.loads((Path(__file__).parent / "data" / "torchft_diloco.json").read_text())["cases"]
+NUMEL = 2  # of each of three parameters
+
+
+def begin():
+    return [torch.tensor([((i * 5 + j * 7) % 13 - 6) / 8 for j in range(NUMEL)]) for i in range(3)]
+
+
+def gradient(rank, step):
+    return [torch.tensor([((rank * 7 + step * 5 + i * 11 + j * 3) % 17 - 8) / 16 for j in range(NUMEL)]) for i in range(3)]
+
+
+class StreamingDiLoCo:
+    """The recurrences of the paper, as torchft counts steps, in float64: written from the paper, for this test alone."""
+
+    def __init__(self, case):
+        self.size, self.period = case["ranks"], case["sync_every"] // case["fragments"]
+        self.delay, self.alpha = case["fragment_sync_delay"], case["fragment_update_alpha"]
+        numel = 3 * NUMEL // case["fragments"]
+        self.parts = [slice(f * numel, (f + 1) * numel) for f in range(case["fragments"])]
+        self.theta = np.tile(flat(begin()), (self.size, 1))
+        self.shared, self.m, self.done, self.mean = flat(begin()), np.zeros(3 * NUMEL), 0, None
+
+    def step(self, gradients):
+        self.theta -= RATE * np.stack([flat(g) for g in gradients])
+        self.done += 1
+        at = self.parts[(self.done - 1) // self.period % len(self.parts)]
+        inside = (self.done - 1) % self.period + 1
+        if inside == self.period - self.delay:
+            self.mean = (self.shared[at] - self.theta[:, at]).mean(axis=0)
+        if inside == self.period:
+            self.m[at] = 0.9 * self.m[at] + self.mean
+            self.shared[at] -= 0.7 * (self.mean + 0.9 * self.m[at])
+            self.theta[:, at] = self.alpha * self.theta[:, at] + (1 - self.alpha) * self.shared[at]
+
+
+@pytest.mark.parametrize("outer", ["ours", "torch"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(v) for v in c.values() if not isinstance(v, list)))
+def test_it_computes_what_torchft_recorded(case, outer):
+    """Recorded: every rank's parameters after every step of torchft's DiLoCo, SGD(0.25) inside, SGD(0.7, 0.9, Nesterov) out.
+
+    torchft sends so many steps before a round ends, and takes in at its end; ours sends at the end, and takes in so many steps
+    later. So ours begins that much earlier, with steps that move nothing.
+    """
+    rule = Nesterov(0.7, 0.9) if outer == "ours" else lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)
+    size, delay = case["ranks"], case["fragment_sync_delay"]
+    ranks = Ranks(
+        size, start=begin(), every=case["sync_every"], fragments=case["fragments"], overlap=delay, outer=rule,
+        alpha=case["fragment_update_alpha"],
+    )  # fmt: skip
+    twin = StreamingDiLoCo(case)
+    still = [[torch.zeros(NUMEL) for _ in range(3)] for _ in range(size)]
+    for _ in range(delay):
+        ranks.step(still)
+    recorded = np.array(case["weights"])
+    for step in range(recorded.shape[1]):
+        gradients = [gradient(r, step) for r in range(size)]
+        ranks.step(gradients)
+        twin.step(gradients)
+        ours = np.stack([flat(mine) for mine in ranks.parameters])
+        np.testing.assert_allclose(twin.theta, recorded[:, step], atol=1e-6)
+        np.testing.assert_allclose(ours, recorded[:, step], atol=1e-6)
+        if size == 2 and outer == "torch":  # one sum of two numbers, one optimizer: the same bits
+            np.testing.assert_array_equal(ours, recorded[:, step])
+    assert ranks.local[0].counters.exchanges == recorded.shape[1] * case["fragments"] // case["sync_every"]
+
+
+# ---------------------------------------------------------------- how many ranks
+
+
+def small(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draw) for shape in [(5, 3), (4,)]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 16, 33, 64])
+def test_any_number_of_ranks_holds_the_same_and_what_the_equations_say(size):
+    rounds = 2 if size <= 8 else 1
+    exact = Ranks(size, start=small(0), every=2, outer=Nesterov(0.7, 0.9))
+    coded = Ranks(size, start=small(0), every=2, codec="bits2", feedback_decay=1.0, min_numel=0)
+    theta, start, m, total = flat(small(0)), flat(small(0)), 0.0, 0.0
+    for step in range(2 * rounds):
+        gradients = noise(size, step, small)
+        exact.step(gradients)
+        coded.step(gradients)
+        total = total + RATE * np.mean([flat(g) for g in gradients], axis=0)
+    for number in range(rounds):
+        means = [np.mean([flat(g) for g in noise(size, 2 * number + i, small)], axis=0) for i in range(2)]
+        change = RATE * sum(means)
+        m = 0.9 * m + change
+        theta -= 0.7 * (change + 0.9 * m)
+    assert exact.agree()
+    assert coded.agree()
+    np.testing.assert_allclose(exact.shared(), theta, atol=1e-5)
+    states = simulate([local.saving_elastically() for local in coded.local])
+    shards = [shard for state in states for shard in state["progress"]["shards"].values()]
+    owed = np.concatenate([shard["values"].double().numpy() for shard in shards])
+    np.testing.assert_allclose(start - coded.shared() + owed, total, atol=1e-5)
+
+
+# ---------------------------------------------------------------- QSR and post-local SGD
+
+INNER = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=RATE, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.1),
+    "muon-like": lambda p: torch.optim.RMSprop(p, lr=RATE),
+}
+# lengths of rounds of a cosine over 60 steps from 0.25 to 0, α = 0.5: max(4, ⌊(0.5 / rate)²⌋) by hand, rate of the step before
+GOLDEN = [4, 4, 4, 4, 5, 7, 11, 21]
+
+
+def cosine(step, total=60):
+    return RATE * (1 + cos(pi * step / total)) / 2
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_qsr_takes_its_rounds_with_any_inner_optimizer(inner):
+    """Lengths of rounds, and the weights: those of torch's optimizers whose parameters are averaged at these steps."""
+    ranks = Ranks(2, every=QSR(0.5, 4, total=60), inner=INNER[inner])
+    twins = [[torch.nn.Parameter(p.clone()) for p in drawn(0)] for _ in range(2)]
+    optimizers = [INNER[inner](twin) for twin in twins]
+    lengths, last = [], 0
+    for step in range(60):
+        gradients = noise(2, step)
+        for local, optimizer in zip(ranks.local, optimizers, strict=True):
+            for group in (*local.param_groups, *optimizer.param_groups):
+                group["lr"] = cosine(step)
+        for twin, optimizer, g in zip(twins, optimizers, gradients, strict=True):
+            for p, each in zip(twin, g, strict=True):
+                p.grad = each.clone()
+            optimizer.step()
+        rounds = ranks.local[0].counters.rounds
+        ranks.step(gradients)
+        if ranks.local[0].counters.rounds > rounds:
+            lengths.append(step + 1 - last)
+            last = step + 1
+            with torch.no_grad():
+                for a, b in zip(*twins, strict=True):
+                    mean = (a + b) / 2
+                    a.copy_(mean)
+                    b.copy_(mean)
+    assert lengths == GOLDEN
+    for mine, twin in zip(ranks.parameters, twins, strict=True):
+        np.testing.assert_allclose(flat(mine), flat(twin), rtol=1e-4, atol=1e-4)
+
+
+class Warmed(Ranks):
+    """Ranks whose steps are ``step``'s own."""
+
+    def step(self, gradients, tokens=None):
+        for mine, given in zip(self.parameters, gradients, strict=True):
+            for p, g in zip(mine, given, strict=True):
+                p.grad = None if g is None else g.clone()
+        simulate([local.stepping() for local in self.local])
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_warm_up_is_one_optimizer_on_mean_gradients_in_every_bit(inner, fragments):
+    """Post-local SGD. Gradients are dyadic, so a mean of four is exact. Then ranks go their own ways, and meet by rounds."""
+    ranks = Warmed(4, start=dyadic(0), warmup=5, every=3, inner=INNER[inner], fragments=fragments)
+    twin = [torch.nn.Parameter(p.clone()) for p in dyadic(0)]
+    optimizer = INNER[inner](twin)
+    for step in range(5):
+        gradients = noise(4, step, dyadic)
+        ranks.step(gradients)
+        for i, p in enumerate(twin):
+            p.grad = sum(g[i] for g in gradients) / 4
+        optimizer.step()
+        for mine in ranks.parameters:
+            assert all(torch.equal(p, t) for p, t in zip(mine, twin, strict=True))
+    assert ranks.local[0].counters.exchanges == 0
+    assert ranks.agree()
+    np.testing.assert_array_equal(ranks.shared(), flat(twin))
+    alone = []
+    for r in range(4):
+        own, theirs = [torch.nn.Parameter(p.detach().clone()) for p in twin], None
+        theirs = INNER[inner](own)
+        theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for step in (5, 6, 7):
+            for p, g in zip(own, noise(4, step, dyadic)[r], strict=True):
+                p.grad = g
+            theirs.step()
+        alone.append(flat(own))
+    for step in (5, 6, 7):
+        ranks.step(noise(4, step, dyadic))
+    assert ranks.local[0].counters.rounds == 1
+    assert ranks.agree()
+    if fragments == 1:
+        np.testing.assert_allclose(ranks.shared(), np.mean(alone, axis=0), atol=1e-6)
+
+
+def test_in_a_warm_up_bad_gradients_are_left_out_and_absent_ones_stay_absent(caplog):
+    ranks = Warmed(3, warmup=4, inner=lambda p: torch.optim.SGD(p, lr=RATE))
+    gradients = noise(3, 0)
+    gradients[1][0][0, 0] = float("nan")
+    gradients[0][1] = None
+    for each in gradients:
+        each[3] = None
+    before = flat(ranks.parameters[0])
+    ranks.step(gradients)
+    one, _, three = gradients
+    expected = [(one[0] + three[0]) / 2, three[1] / 2, (one[2] + three[2]) / 2, torch.zeros(300)]
+    for mine in ranks.parameters:
+        np.testing.assert_allclose(flat(mine), before - RATE * flat(expected), atol=1e-6)
+        assert mine[3].grad is None
+    assert "gradients of ranks [1]" in caplog.text
+    assert [local.counters.dropped for local in ranks.local] == [1, 1, 1]
+    bad = [[torch.full_like(g, float("inf")) for g in each] for each in noise(3, 1)]
+    for mine, each in zip(ranks.parameters, bad, strict=True):
+        for p, g in zip(mine, each, strict=True):
+            p.grad = g
+    simulate([local.synchronizing() for local in ranks.local])
+    assert all(torch.isinf(p.grad).all() for mine in ranks.parameters for p in mine)
+
+
+def test_ranks_that_warm_up_from_different_weights_are_named():
+    ranks = Warmed(3, warmup=4)
+    ranks.local[2].fragments[0].weights[7] += 1e-3
+    with pytest.raises(Mismatch, match=r"the weights of ranks \[2\] differ .* in warm-up step 0"):
+        ranks.step(noise(3, 0))
+
+
+@pytest.mark.parametrize("at", [2, 5, 9])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_it_resumes_in_a_warm_up(at, elastic):
+    def fresh(size=2):
+        return Warmed(size, warmup=5, every=3, codec="int4", min_numel=0, inner=INNER["adamw"], outer=Nesterov())
+
+    one, two = fresh(), fresh(3 if elastic else 2)
+    for step in range(at):
+        one.step(noise(2, step))
+    save = [local.saving_elastically() if elastic else local.saving() for local in one.local]
+    states = copy.deepcopy(simulate(save))
+    if elastic:
+        for local in two.local:
+            local.load_state_dict(*copy.deepcopy(states))
+        for step in range(at, 12):
+            two.step(noise(3, step))
+        assert two.agree()
+        return
+    for mine, saved in zip(two.parameters, one.parameters, strict=True):
+        for p, w in zip(mine, saved, strict=True):
+            p.data.copy_(w.data)
+    for local, state in zip(two.local, states, strict=True):
+        local.load_state_dict(state)
+    for step in range(at, 12):
+        one.step(noise(2, step))
+        two.step(noise(2, step))
+    for a, b in zip(one.parameters, two.parameters, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+    assert one.local[0].digest() == two.local[1].digest()
+
+
+def test_a_whole_round_of_overlap_is_refused_with_what_to_do():
+    for size in (1, 2):
+        with pytest.raises(InvalidArgument, match=r"overlap is 'round'.* a number of steps"):
+            Ranks(size, overlap="round")
+
+
+def test_a_warm_up_that_cannot_be_is_refused():
+    for bad in (-1, 2.5, True):
+        with pytest.raises(InvalidArgument, match="warmup"):
+            Ranks(1, warmup=bad)
+    ranks = Ranks(2, warmup=3)
+    with pytest.raises(InvalidArgument, match=r"synchronize\(\) between backward"):
+        ranks.step(noise(2, 0))
+
+
+def test_two_optimizers_that_name_parameters_alike_keep_apart_what_is_owed():
+    switch = Loopback(1)
+    layers = [torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)]
+    inner = [torch.optim.SGD(list(layer.named_parameters()), lr=RATE) for layer in layers]
+    local = LocalUpdates(inner, every=1, outer=Average(), codec="sign", min_numel=0, transport=switch.transport(0))
+    sum(layer(torch.ones(40)).square().sum() for layer in layers).backward()
+    local.step()
+    assert len({name for (name, _), *_ in local.exchanges.residuals.places()}) == 4
+
+
+def test_ranks_whose_loss_scales_differ_warm_up_as_one():
+    """A GradScaler that overflowed on one rank: its gradients are left out, and it steps with the others."""
+    ranks = Ranks(2, start=dyadic(0), warmup=3)
+    scales = [64.0, 128.0]
+    for step in range(3):
+        gradients = noise(2, step, dyadic)
+        for r, local in enumerate(ranks.local):
+            for p, g in zip(ranks.parameters[r], gradients[r], strict=True):
+                p.grad = g * scales[r]
+            local.grad_scale, local.found_inf = torch.tensor(scales[r]), torch.tensor(float(step == 1 and r == 1))
+        if step == 1:
+            ranks.parameters[1][0].grad[0, 0] = float("inf")
+        before, mine = flat(ranks.parameters[0]), [flat(g) for g in gradients]
+        simulate([local.stepping() for local in ranks.local])
+        wanted = before - RATE * (mine[0] if step == 1 else (mine[0] + mine[1]) / 2)
+        for parameters in ranks.parameters:
+            np.testing.assert_array_equal(flat(parameters), wanted)
