@@ -94,7 +94,7 @@ class GatherMean(Exchange):
             self._add(x, inbox[heard, HEADER:], [shares[rank] for rank in heard])
             x.div_(gain * channel.size)
         workspace.decoded(start)
-        workspace.give_wires(outbox, inbox)
+        workspace.give_rows(outbox, inbox)
         return flags
 
     def _add(self, out: torch.Tensor, rows: torch.Tensor, shares: Sequence[float]) -> None:
