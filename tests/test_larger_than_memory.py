@@ -19,11 +19,19 @@ def run(*arguments):
     return state, losses, float(re.findall(r"peak ([\d.]+)", result.stdout)[-1])
 
 
-def test_in_less_than_a_gibibyte(tmp_path):
+def imported():
+    """GiB that a process has had after its imports: a build of torch for CUDA takes some 0.3 more than one without."""
+    code = "import torch, commpress; print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return int(said.split()[1]) / 2**20
+
+
+def test_in_less_memory_than_the_state_takes(tmp_path):
     """The same losses as in memory, in every digit; what it takes at most is what the kernel has counted."""
     state, losses, peak = run("--folder", tmp_path / "store", "--host", 0.25, "--chunk-mb", 4)
     _, wanted, more = run("--plain")
     assert losses == wanted
     assert float(losses[2]) < float(losses[0])
     assert state > 1.1
-    assert peak < 1.0 < state < more  # 0.77 to 0.88: how many chunks are under way at once is a matter of timing
+    own = peak - imported()
+    assert own < 0.8 < state < more  # 0.55 to 0.67: how many chunks are under way at once is a matter of timing
