@@ -240,12 +240,16 @@ def sync_of(every: "int | Sync | Seconds") -> "Sync | Seconds":
     return every if isinstance(every, Seconds) or hasattr(every, "interval") else Every(every)
 
 
-def sync_named(sync: "str | Sync") -> Sync:
+def sync_named(sync: "str | int | Sync") -> Sync:
     names: dict[str, Sync] = {"every": EveryStep(), "rate": FollowRate(), "qsr": Quadratic()}
-    if not isinstance(sync, str):
+    if isinstance(sync, int) and not isinstance(sync, bool) and sync >= 1:
+        return Every(sync)
+    if hasattr(sync, "interval"):
         return sync
     if sync not in names:
-        raise InvalidArgument(f"sync is {sync!r}, expected one of {', '.join(map(repr, names))} or a schedule")
+        raise InvalidArgument(
+            f"sync is {sync!r}, expected one of {', '.join(map(repr, names))}, a number of steps of at least 1, or a schedule"
+        )
     return names[sync]
 
 

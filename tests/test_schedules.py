@@ -101,3 +101,7 @@ def test_bad_values_are_named():
         DoublingUpdates(0)
     with pytest.raises(InvalidArgument, match="sync is 'sometimes'"):
         sync_named("sometimes")
+    for none in (0, True, -3):
+        with pytest.raises(InvalidArgument, match=f"sync is {none}"):
+            sync_named(none)
+    assert sync_named(4).interval(0, 1.0, Facts()) == 4

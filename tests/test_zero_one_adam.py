@@ -225,6 +225,30 @@ def test_elastic_states_keep_a_window_and_what_is_owed(size, at):
     assert other.agree()
 
 
+@pytest.mark.parametrize("sync", ["qsr", "rate", "every", 4])
+def test_a_constant_rate_is_said_to_allow_no_local_step(sync, caplog):
+    """Once, at the first step that could be local; a number of steps takes them."""
+    group, falling = replicas(2, sync=sync, check_every=0), replicas(2, sync=sync, check_every=0)
+    for step in range(16):
+        caplog.clear()
+        group.step(noise(2, step))
+        said = "NO STEP IS LOCAL" in caplog.text
+        assert said == (step == 4 and sync in ("qsr", "rate")), step
+    assert (group.optimizers[0].counters.local_steps > 0) == (sync == 4)
+    for step in range(8):
+        for o in falling.optimizers:
+            o.param_groups[0]["lr"] = LR * 0.9**step
+        falling.step(noise(2, step))
+    assert "NO STEP IS LOCAL" not in caplog.text
+
+
+@pytest.mark.parametrize(("passed", "certain"), [(990, False), (1010, True)])
+def test_a_scheduled_rate_may_stay_at_its_peak_for_long(passed, certain):
+    windows, facts = Windows("qsr", Early(1), 0), Facts(peak_lr=LR, peak_step=2)
+    groups = [{"lr": LR, "initial_lr": LR, "betas": (BETA1, BETA2), "weight_decay": 0.0}]
+    assert windows.waits_for_rate(2 + passed, groups, facts) == certain
+
+
 def test_steps_between_synchronisations_send_nothing():
     group = replicas(3, sync=Fixed(4), check_every=0)
     sends_in_every_fourth_step(group)

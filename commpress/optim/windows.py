@@ -13,13 +13,14 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
-from commpress.schedules import DoublingUpdates, Facts, Sync, Updates, sync_named
+from commpress.schedules import DoublingUpdates, Facts, FollowRate, Quadratic, Sync, Updates, sync_named
 from commpress.work import Steps
 
 Group = dict[str, Any]
-Spans = Literal["qsr", "rate", "every"] | Sync
+Spans = Literal["qsr", "rate", "every"] | int | Sync
 
 WAKING = 8  # exact steps for tensors that woke up
+PATIENCE = 1000  # steps at its peak after which a rate that somebody schedules counts as constant
 
 log = logging.getLogger("commpress")
 
@@ -63,6 +64,15 @@ class Windows:
         if self.held:
             return self.span
         return max(self.sync.interval(step, max(float(group["lr"]) for group in groups), facts), 1)
+
+    def waits_for_rate(self, step: int, groups: Sequence[Group], facts: Facts) -> bool:
+        """True if this step could be local and is not, because ``sync`` waits for a rate to fall that is constant."""
+        count, rate = self.variance_schedule.count, max(float(group["lr"]) for group in groups)
+        if not isinstance(self.sync, FollowRate | Quadratic) or step < self.warmup or count(step + 1) > count(step):
+            return False
+        scheduled = any("initial_lr" in group for group in groups)  # which torch's schedulers leave there
+        passed = step - facts.peak_step > (PATIENCE if scheduled else 1)
+        return passed and rate >= facts.peak_lr and self.sync.interval(step, rate, facts) <= 1
 
     def after(self, step: int, groups: Sequence[Group]) -> list[tuple[float, float]]:
         """(Γ, D) of each group once this step is in."""
@@ -110,7 +120,20 @@ class WindowedOptimizer(CompressedOptimizer):
         **options: Any,
     ) -> None:  # fmt: skip
         self.windows = Windows(sync, variance_updates, warmup_steps)
+        self._warned = False  # of a rate that never falls
         super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+    def steps(self) -> Steps[bool]:
+        if not self._warned and self.channel.size > 1:
+            self._warned = self.windows.waits_for_rate(self.steps_done, self.param_groups, self.facts)
+            if self._warned:
+                log.warning(
+                    "step %d: the learning rate is constant at %g, and as long as it does not fall NO STEP IS LOCAL: sync "
+                    "follows the rate ('qsr', 'rate'), so all ranks exchange momentum at every step. Pass sync=4 for one "
+                    "exchange in 4 steps at any rate, or sync='every' if this is what you want",
+                    self.steps_done, max(float(group["lr"]) for group in self.param_groups),
+                )  # fmt: skip
+        return (yield from super().steps())
 
     def asks(self) -> bool:
         """Never true with ``agree_over``: exact steps of one group of ranks alone would part weights that others have too."""
