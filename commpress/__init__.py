@@ -62,6 +62,7 @@ _HOMES = {
     "TieredStore": "commpress.tiered_mem",
     "Metrics": "commpress.integrations.observe.metrics",
     "MetricsEndpoint": "commpress.integrations.observe.endpoint",
+    "to_json_lines": "commpress.integrations.observe.metrics",
     "to_writer": "commpress.integrations.observe.metrics",
     "Timeline": "commpress.timeline",
     "merge_timelines": "commpress.timeline",
@@ -102,7 +103,7 @@ if TYPE_CHECKING:
     from commpress.integrations.fsdp.hsdp import compress_hsdp
     from commpress.integrations.fsdp.shard_weights import Difference
     from commpress.integrations.observe.endpoint import MetricsEndpoint
-    from commpress.integrations.observe.metrics import Metrics, to_writer
+    from commpress.integrations.observe.metrics import Metrics, to_json_lines, to_writer
     from commpress.integrations.observe.watch import watch
     from commpress.integrations.process_group.group_options import GroupOptions
     from commpress.integrations.trainers.distributed_checkpoint import load_distributed, save_distributed
@@ -172,6 +173,7 @@ __all__ = [
     "TieredStore",
     "Metrics",
     "MetricsEndpoint",
+    "to_json_lines",
     "to_writer",
     "Timeline",
     "merge_timelines",

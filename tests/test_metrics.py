@@ -1,6 +1,7 @@
 """Metrics: samples add up to the counters they are made of, and say the same through every door."""
 
 import http.client
+import json
 import logging
 import re
 import socket
@@ -19,6 +20,8 @@ import commpress
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.observe.endpoint import AT_ONCE
 from commpress.integrations.observe.metrics import StepMetrics, by_layer, to_writer
+from test_local_updates import Ranks
+from test_local_updates import noise as drawn_noise
 
 MANY = 100  # clients that ask half a question
 
@@ -93,6 +96,38 @@ def test_of_an_optimizer(pool):
     assert exact.ratio < 2 < second.ratio
     assert sum(second.owed.values()) > 0
     assert second.encode_seconds > 0
+
+
+def test_of_local_updates(tmp_path, endpoint):
+    """Of two ranks in this process: what adds up does, all ranks show one hash, and files and Prometheus say the same."""
+    ranks = Ranks(2, every=2, codec="int4", outer=commpress.Nesterov(), fragments=2)
+    file, samples = tmp_path / "metrics.jsonl", [[], []]
+    sinks = [[samples[0].append, endpoint, commpress.to_json_lines(file)], [samples[1].append]]
+    metrics = [commpress.Metrics(local, to=to, norms_every=1) for local, to in zip(ranks.local, sinks, strict=True)]
+    for step in range(5):
+        ranks.step(drawn_noise(2, step))
+        for each in metrics:
+            each.step()
+    local, first, last = ranks.local[0], samples[0][0], samples[0][-1]
+    assert sum(s.wire_bytes for s in samples[0]) == local.counters.sent_bytes > 0
+    assert sum(s.rounds for s in samples[0]) == local.counters.rounds == 2
+    assert sum(s.exchanges for s in samples[0]) == local.counters.exchanges == 5
+    numel = sum(p.numel() for p in ranks.parameters[0])
+    assert [s.logical_bytes for s in samples[0]] == [4 * numel] * 5
+    assert [s.shared_weights for s in samples[0]] == [s.shared_weights for s in samples[1]]
+    assert last.shared_weights == local.digest() != first.shared_weights
+    assert last.participants == 2
+    assert 0 < last.spread == local.counters.spread
+    assert sum(last.owed.values()) > 0 < sum(s.encode_seconds for s in samples[0])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[-1]["shared_weights"] == last.shared_weights
+    assert lines[-1]["spread"] == last.spread
+    read = samples_of(ask(endpoint)[1])
+    assert read["commpress_rounds_total",] == 2
+    assert read["commpress_wire_bytes_total",] == local.counters.sent_bytes
+    assert read["commpress_spread",] == last.spread
+    assert read["commpress_shared_weights_info", "hash", last.shared_weights] == 1
 
 
 def test_of_a_store(tmp_path):

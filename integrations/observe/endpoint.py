@@ -21,7 +21,7 @@ from commpress.integrations.observe.metrics import TOTALS, StepMetrics
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 except ModuleNotFoundError as error:
     raise MissingPackage("MetricsEndpoint needs prometheus_client: pip install 'commpress[metrics]'") from error
 
@@ -42,6 +42,13 @@ HELP = {
     "disk_written_bytes": "Bytes the tiered store wrote to disk.",
     "stalls": "Times a tensor of the tiered store had to be waited for.",
     "stall_seconds": "Seconds spent so.",
+    "rounds": "Rounds of local updates.",
+    "exchanges": "Exchanges of one fragment in them.",
+    "dropped": "Exchanges in which some rank's change was not finite and was left out.",
+    "waited_seconds": "Seconds in which training stood still for an exchange.",
+    "spread": "Spread of the ranks' changes around their mean, relative to it, in the last exchange.",
+    "participants": "Ranks that counted in the last exchange.",
+    "shared_weights": "Hash of the shared weights, the same on every rank.",
     "step_seconds": "Seconds of the last step.",
     "compression_error": "Relative error of one encoding, by group of parameters.",
     "bits": "Bits that an optimizer sends of each element in a compressed round, by group of parameters.",
@@ -96,11 +103,15 @@ class MetricsEndpoint:
             yield self._family(CounterMetricFamily, name, [({}, value)])
         if last is not None:
             yield self._family(GaugeMetricFamily, "step_seconds", [({}, last.seconds / last.steps)])
+            if last.shared_weights:
+                yield self._family(GaugeMetricFamily, "spread", [({}, last.spread)])
+                yield self._family(GaugeMetricFamily, "participants", [({}, last.participants)])
+                yield self._family(InfoMetricFamily, "shared_weights", [({}, {"hash": last.shared_weights})])
             for name, groups in (("compression_error", last.errors), ("bits", last.bits), ("owed_norm", last.owed)):
                 if groups:
                     yield self._family(GaugeMetricFamily, name, [({"group": g}, v) for g, v in groups.items()])
 
-    def _family(self, kind: type[Any], name: str, values: list[tuple[dict[str, str], float]]) -> Metric:
+    def _family(self, kind: type[Any], name: str, values: list[tuple[dict[str, str], Any]]) -> Metric:
         family = kind(f"commpress_{name}", HELP[name], labels=[*self._labels, *values[0][0]])
         for labels, value in values:
             family.add_metric([*self._labels.values(), *labels.values()], value)

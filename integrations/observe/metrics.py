@@ -10,15 +10,18 @@ The numbers are differences of counters that are kept anyway, read by the thread
 added to the step itself.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from commpress.errors import InvalidArgument
 from commpress.feedback import ResidualStore
 from commpress.integrations.observe.watch import workspaces_of
+from commpress.optim.local_updates import LocalUpdates
 
 NORMS_EVERY = 100  # steps: a norm reads all residuals once
 
@@ -31,6 +34,10 @@ class StepMetrics:
     spent waiting for peers in the background (DDP and FSDP1; zero where it is not measured). ``errors`` and ``owed`` are by
     group of parameters, as last measured: relative error of one encoding (mean over the group's tensors), and norm of what
     compression has left behind on this rank. ``bits``, likewise: what an optimizer sends of each element in a compressed round.
+
+    Of ``LocalUpdates``: ``rounds`` of all fragments and ``exchanges`` of one, ``dropped``, those in which a rank's change was
+    not finite, ``waited_seconds`` in which training stood still, and of the last exchange ``spread`` (of the ranks' changes
+    around their mean, relative to it), ``participants`` and ``shared_weights``, a hash that all ranks have alike.
     """
 
     step: int
@@ -47,6 +54,13 @@ class StepMetrics:
     disk_written_bytes: int = 0
     stalls: int = 0
     stall_seconds: float = 0.0
+    rounds: int = 0
+    exchanges: int = 0
+    dropped: int = 0
+    waited_seconds: float = 0.0
+    spread: float = 0.0
+    participants: int = 0
+    shared_weights: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     owed: dict[str, float] = field(default_factory=dict)
     bits: dict[str, float] = field(default_factory=dict)
@@ -57,7 +71,7 @@ class StepMetrics:
 
     def scalars(self) -> dict[str, float]:
         """Flat: ``wire_bytes``, ``error/blocks.0`` and so on."""
-        numbers = {name: value for name, value in asdict(self).items() if name not in ("step", "errors", "owed", "bits")}
+        numbers = {name: value for name, value in asdict(self).items() if name not in NO_SCALARS}
         groups = {
             f"{figure}/{name}": value
             for figure, of in (("error", self.errors), ("owed", self.owed), ("bits", self.bits))
@@ -66,8 +80,9 @@ class StepMetrics:
         return numbers | {"ratio": self.ratio} | groups
 
 
+NO_SCALARS = ("step", "shared_weights", "errors", "owed", "bits")
 Sink = Callable[[StepMetrics], object]
-TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:14]  # logical_bytes … stall_seconds: what adds up
+TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:18]  # logical_bytes … waited_seconds: what adds up
 
 
 class Metrics:
@@ -92,8 +107,8 @@ class Metrics:
             raise InvalidArgument("state and store are both None, expected one of them: there is nothing to measure")
         if state is not None and not hasattr(state, "counters") and not hasattr(state, "gradients"):
             raise InvalidArgument(
-                f"state is a {type(state).__name__}, expected what commpress.compress or compress_fsdp returned, or an "
-                "optimizer of commpress"
+                f"state is a {type(state).__name__}, expected what commpress.compress or compress_fsdp returned, an "
+                "optimizer of commpress, or LocalUpdates"
             )
         if every < 1 or norms_every < 0:
             raise InvalidArgument(f"every is {every} and norms_every {norms_every}, expected at least 1 and 0")
@@ -102,6 +117,7 @@ class Metrics:
         self.steps_done = 0
         self.last: StepMetrics | None = None
         self._owed: dict[str, float] = {}
+        self._hash = ""  # of the shared weights of local updates
         self._seen, self._since, self._at = self._totals(), 0, perf_counter()
 
     def step(self) -> StepMetrics | None:
@@ -115,8 +131,8 @@ class Metrics:
         totals, now = self._totals(), perf_counter()
         passed = {name: totals[name] - self._seen[name] for name in totals}
         sample = StepMetrics(
-            self.steps_done, self._since, now - self._at, **passed, errors=errors(self.state, self.group), owed=self._owed,
-            bits=bits(self.state, self.group),
+            self.steps_done, self._since, now - self._at, **passed, **self._of_rounds(passed["exchanges"]),
+            errors=errors(self.state, self.group), owed=self._owed, bits=bits(self.state, self.group),
         )  # fmt: skip
         self._seen, self._since, self._at = totals, 0, now
         self.last = sample
@@ -124,12 +140,24 @@ class Metrics:
             sink(sample)
         return sample
 
+    def _of_rounds(self, exchanges: int) -> dict[str, Any]:
+        """Figures of the last exchange of local updates. The hash reads all shared weights: only after an exchange."""
+        if not isinstance(self.state, LocalUpdates):
+            return {}
+        if exchanges or self.last is None:
+            self._hash = self.state.digest()
+        counters = self.state.counters
+        return {"spread": counters.spread, "participants": counters.participants, "shared_weights": self._hash}
+
     def _totals(self) -> dict[str, Any]:
         totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
-        if self.state is not None:
+        if isinstance(self.state, LocalUpdates):
+            totals |= of_local(self.state)
+        elif self.state is not None:
             for counters in _counters(self.state):
                 for name in ("logical_bytes", "wire_bytes", "between_bytes", "skipped_steps", "wire_seconds"):
                     totals[name] += getattr(counters, name, 0)
+        if self.state is not None:
             for workspace in workspaces_of(self.state):
                 totals["encode_seconds"] += workspace.encode_seconds
                 totals["decode_seconds"] += workspace.decode_seconds
@@ -137,6 +165,17 @@ class Metrics:
             totals["disk_read_bytes"], totals["disk_written_bytes"] = self.store.traffic()
             totals["stalls"], totals["stall_seconds"] = self.store.counters.misses, self.store.counters.stall_seconds
         return totals
+
+
+def of_local(local: LocalUpdates) -> dict[str, Any]:
+    """Totals of local updates; logical are those of a float32 ring all-reduce in every step."""
+    counters, ranks = local.counters, local.channel.size
+    numel = sum(p.numel() for group in local.param_groups for p in group["params"])
+    return {
+        "logical_bytes": 8 * (ranks - 1) * numel // ranks * counters.steps, "wire_bytes": counters.sent_bytes,
+        "wire_seconds": local.channel.waited, "rounds": counters.rounds, "exchanges": counters.exchanges,
+        "dropped": counters.dropped, "waited_seconds": counters.waited,
+    }  # fmt: skip
 
 
 def _counters(state: Any) -> list[Any]:
@@ -192,6 +231,17 @@ def stores_of(state: Any) -> list[ResidualStore]:
 
 
 # ---------------------------------------------------------------- where they go
+
+
+def to_json_lines(path: str | Path) -> Sink:
+    """Append each sample to a file, a JSON object a line: ``step`` and all figures."""
+    file = Path(path)
+
+    def write(sample: StepMetrics) -> None:
+        with file.open("a") as lines:
+            lines.write(json.dumps(asdict(sample) | {"ratio": sample.ratio}) + "\n")
+
+    return write
 
 
 def to_writer(writer: Any, prefix: str = "commpress/") -> Sink:
