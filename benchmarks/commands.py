@@ -11,6 +11,7 @@ import fsdp
 import guard
 import hierarchical
 import local_loss
+import local_speed
 import loss
 import observe
 import optimizer
@@ -30,7 +31,7 @@ All take --check, --json FILE and --plot FILE but faults, which writes a documen
 """
 BENCHMARKS = {
     "codec_table": codec_table, "convergence": convergence, "encoders": encoders, "faults": faults, "fsdp": fsdp,
-    "guard": guard, "hierarchical": hierarchical, "local_loss": local_loss, "loss": loss,
+    "guard": guard, "hierarchical": hierarchical, "local_loss": local_loss, "local_speed": local_speed, "loss": loss,
     "observe": observe, "optimizer": optimizer, "plan": plan,
     "powersgd": powersgd, "simulate": simulate,
 }  # fmt: skip
