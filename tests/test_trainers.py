@@ -1,6 +1,7 @@
 """Hugging Face, Accelerate, Lightning and the examples, each launched by torchrun on two ranks."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -30,9 +31,9 @@ def test_hugging_face(compiled, tmp_path):
     assert "all is well" in launch(HERE / "foreign" / "hf_script.py", tmp_path, folder=tmp_path)
 
 
-def test_hugging_face_with_local_updates(compiled, tmp_path):
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+def test_local_updates_in_trainers_of_others(compiled, tmp_path):
+    for package in ("transformers", "accelerate", "lightning"):
+        pytest.importorskip(package)
     assert "all is well" in launch(HERE / "foreign" / "local_script.py", tmp_path, folder=tmp_path)
 
 
@@ -52,6 +53,18 @@ def test_lightning(compiled, tmp_path):
 )
 def test_the_gpt_example(compiled, tmp_path, optimizer):
     assert "times fewer" in launch(EXAMPLES / "ddp_gpt.py", *TINY, "--optimizer", optimizer, folder=tmp_path)
+
+
+def test_the_example_of_two_machines(compiled, tmp_path):
+    """What goes on from a checkpoint ends as what was never interrupted, in every bit."""
+    options = [*TINY[2:], "--every", "4", "--save-every", "5", "--batch", "2"]
+    script = EXAMPLES / "two_machines.py"
+    first = launch(script, "--steps", "9", *options, "--checkpoints", "once", folder=tmp_path)
+    assert "DDP: 1.07 MB" in first, first
+    launch(script, "--steps", "6", *options, "--checkpoints", "twice", folder=tmp_path)
+    again = launch(script, "--steps", "9", *options, "--checkpoints", "twice", folder=tmp_path)
+    assert "machine 1 goes on from step 5" in again
+    assert re.search(r"shared weights (\w+)", first)[1] == re.search(r"shared weights (\w+)", again)[1]
 
 
 def test_the_trainer_example(compiled, tmp_path):
