@@ -12,7 +12,7 @@ from commpress.collectives.levels import Levels, levels_of
 from commpress.collectives.links import Links
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.counted import Counted
-from commpress.collectives.transports.factory import own_transport
+from commpress.collectives.transports.factory import own_transport, ranks_of
 from commpress.collectives.transports.loopback import Loopback
 from commpress.collectives.transports.transport import Transport
 from commpress.work import Steps, Worker, run
@@ -54,13 +54,17 @@ class Channel:
         self.workspace = Workspace() if workspace is None else workspace
         self.at_once = 1 if transport.ordered else at_once
         self.levels: Levels | None = None
+        self.group: Any = transport  # whose ranks they are: a process group, or the transport if one was given
+        self.members: tuple[int, ...] = ()  # global ranks, where that is known
         self._name, self._numbers = name, Numbers() if numbers is None else numbers
         self._worker: Worker | None = None
 
     @classmethod
     def among(cls, process_group: Any = None, *, timeout: timedelta | None = None, **options: Any) -> "Channel":
         """Over a transport of its own among the ranks of ``process_group``, collective; alone without torch.distributed."""
-        return cls(own_transport(process_group, timeout=timeout) or Loopback(1).transport(0), **options)
+        channel = cls(own_transport(process_group, timeout=timeout) or Loopback(1).transport(0), **options)
+        channel.group, channel.members = process_group, ranks_of(process_group)
+        return channel
 
     def beside(self, name: str, transport: Transport | None = None) -> "Channel":
         """Another channel over the same transport, or over ``transport`` between some of its ranks.
@@ -80,6 +84,10 @@ class Channel:
         self.levels = levels_of(topology, self.inner, numel, codec)
         if self.levels is not None:
             self.at_once = 1  # see ``two_level``: whoever is waited for has sent before it waits itself
+
+    def shares_ranks(self, other: "Channel") -> bool:
+        """True if the other one is of the same group, or has more ranks in common with it than this one."""
+        return other.group is self.group or len(set(other.members) & set(self.members)) > 1
 
     # ------------------------------------------------------------ numbers
 

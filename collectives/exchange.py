@@ -219,6 +219,11 @@ class Exchanges:
             self._known[key] = self._cut(*where_they_lie, self._exact if exact else self.policy, device)
         return self._known[key]
 
+    def forget(self, tensors: tuple[object, ...]) -> None:
+        """Let go of the exchange of these tensors, and of its buffers; what it owes stays in ``residuals``."""
+        for key in [key for key in self._known if key[1] == tensors]:
+            self._known.pop(key).forget(self.workspace)
+
     def use(self, policy: Policy) -> None:
         """Cut by ``policy`` from the next call on; residuals stay with their tensors."""
         if policy != self.policy:

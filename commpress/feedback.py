@@ -193,6 +193,18 @@ class ResidualStore:
                 sent.mul_(factor)
                 reduced.mul_(factor)
 
+    def take(self, names: Container[str]) -> dict[Key, Residual]:
+        """Hand over what is owed of these parameters: here it is not known any more."""
+        taken = {key: kept for key, kept in self.every().items() if key[0] in names}
+        for key in taken:
+            self._places.pop(key, None)
+            self._loaded.pop(key, None)
+        return taken
+
+    def bring(self, residuals: Mapping[Key, Residual]) -> None:
+        """Owe this too, of pieces that are not known; it waits for a message that brings them."""
+        self._loaded |= residuals
+
     def move_to(self, other: "ResidualStore") -> None:
         """The other store owes it from now on."""
         other.load({key: tuple(r.clone() for r in every) for key, every in self.every().items()})

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "commpress.schedules": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.collectives": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.tiered_mem": LEAVES,
-    "commpress.optim": (*USES, *BELOW_USES),
+    "commpress.optim": ("commpress.tiered_mem", *USES, *BELOW_USES),
     "commpress.plan": (*USES, *BELOW_USES),
     "commpress.integrations": ("commpress.tiered_mem", *USES, *BELOW_USES),
     "commpress.backend": ("commpress.integrations", *LEAVES),  # importing it has an effect: nothing else may

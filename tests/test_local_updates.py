@@ -37,13 +37,16 @@ def flat(tensors):
 class Ranks:
     """So many ranks of this process, each with parameters, an inner SGD and local updates."""
 
-    def __init__(self, size=3, *, start=None, dtype=torch.float32, inner=None, **options):
+    def __init__(self, size=3, *, start=None, dtype=torch.float32, inner=None, keeps=None, **options):
         begin = drawn(0, dtype) if start is None else start
         self.parameters = [[torch.nn.Parameter(p.clone()) for p in begin] for _ in range(size)]
         make = inner or (lambda p: torch.optim.SGD(p, lr=RATE))
         switch = Loopback(size)
         options = {"codec": None, "every": 4, "outer": Average()} | options
-        self.local = [LocalUpdates(make(p), transport=switch.transport(r), **options) for r, p in enumerate(self.parameters)]
+        self.local = []
+        for r, p in enumerate(self.parameters):
+            keep = {} if keeps is None else {"keep": keeps[r]}
+            self.local.append(LocalUpdates(make(p), transport=switch.transport(r), **options, **keep))
 
     def inner_step(self, gradients):
         for mine, local, given_ in zip(self.parameters, self.local, gradients, strict=True):
@@ -90,7 +93,7 @@ class Twin:
     def __init__(self, size, *, every, outer, fragments=1, overlap=0, alpha=0.0):
         self.theta = [flat(drawn(0)) for _ in range(size)]
         self.every, self.outer, self.overlap, self.alpha = every, outer, overlap, alpha
-        sizes = [[p.numel() for p in part] for part in fragments] if fragments != 1 else [[p.numel() for p in drawn(0)]]
+        sizes = [[p.numel for p in part] for part in fragments] if fragments != 1 else [[p.numel() for p in drawn(0)]]
         edges = np.cumsum([0] + [sum(each) for each in sizes])
         self.ranges = [slice(a, b) for a, b in pairwise(edges)]
         self.shared, self.m, self.step_, self.flights = flat(drawn(0)), np.zeros(edges[-1]), 0, []
@@ -139,7 +142,7 @@ OUTER = {
 def test_it_is_what_the_equations_say(outer, size, fragments, overlap, alpha):
     rule, plain = OUTER[outer]
     ranks = Ranks(size, outer=rule, every=6, fragments=fragments, overlap=overlap, alpha=alpha)
-    parts = [f.parameters for f in ranks.local[0].fragments]
+    parts = [f.locals for f in ranks.local[0].fragments]
     twin = Twin(size, every=6, outer=plain, fragments=parts, overlap=overlap, alpha=alpha)
     for step in range(20):
         ranks.step(noise(size, step))

@@ -47,7 +47,7 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
         transport = socket_transport(process_group, timeout=patience)
         require_same_kernels(transport)
         return transport
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    ranks = list(ranks_of(process_group))
     backend = plain_backend(dist.get_backend(process_group))
     make = partial(dist.new_group, ranks, timeout=patience, backend=backend, use_local_synchronization=True)
     group, connections = connections_of(partial(yielding, make), len(ranks) - 1)
@@ -55,6 +55,11 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
     require_same_kernels(transport, device)
     return transport
+
+
+def ranks_of(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
+    """Global ranks of a group; (0,) where torch.distributed is not initialised."""
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if dist.is_initialized() else (0,)
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
@@ -77,7 +82,7 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedelta) -> SocketTransport:
     """Over connections of our own among the ranks of a group, by which they tell each other where they are."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    ranks = list(ranks_of(group))
 
     def tell(here: bytes) -> list[bytes]:
         mine = torch.tensor(list(here), dtype=torch.uint8)

@@ -1,61 +1,124 @@
 """Fragments of a model that is trained locally: parameters that are exchanged together, with their shared weights."""
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from commpress.checksum import checksum_of
 from commpress.collectives.buckets import Span
+from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.errors import InvalidArgument
+from commpress.optim.local_weights import LocalWeights
 from commpress.optim.outer import Outer, State
 
 
-@dataclass(eq=False)
 class Fragment:
-    """Parameters that are exchanged together: their shared weights, and what has been trained on since."""
+    """Weights that are exchanged together: what is shared of them (Θ and the outer state), and what has been trained since."""
 
-    number: int
-    parameters: list[torch.Tensor]  # local shards where they are distributed
-    spans: list[Span]
-    weights: torch.Tensor  # Θ, flat float32
-    state: State  # of the outer step
-    work: torch.Tensor  # Δ on its way, where the parameters are
-    steps: int = 0
-    tokens: int = 0
-    layout: int = 0  # of names and shapes
+    def __init__(self, number: int, locals_: Sequence[LocalWeights], outer: Outer, *, host: bool) -> None:
+        self.number, self.locals = number, list(locals_)
+        self.device = self.locals[0].device
+        if any(each.device != self.device for each in self.locals):
+            raise InvalidArgument(f"parameters of fragment {number} are on several devices: give each device its own fragments")
+        self.spans, at = list[Span](), 0
+        for each in self.locals:
+            self.spans.append(Span(each.name, at, each.numel))
+            at += each.numel
+        self.numel = at
+        self.layout = zlib.crc32(repr([(each.name, tuple(each.shape)) for each in self.locals]).encode())
+        self.steps = self.tokens = 0
+        self.weights = torch.empty(at, dtype=torch.float32, device="cpu" if host else self.device)  # Θ
+        self.read(self.weights)
+        self.state: State = outer.state(self.weights)
+        self._work: torch.Tensor | None = None
+
+    @property
+    def names(self) -> tuple[tuple[int, str], ...]:
+        """Names by which its exchange is known."""
+        return tuple((self.number, span.name) for span in self.spans)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(each.shape) for each in self.locals]
+
+    @property
+    def work(self) -> torch.Tensor:
+        """Δ on its way, where the parameters are."""
+        if self._work is None:
+            self._work = torch.empty(self.numel, dtype=torch.float32, device=self.device)
+        return self._work
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[s.source : s.source + s.numel].view(p.shape) for s, p in zip(self.spans, self.parameters, strict=True)]
+        return [flat[s.source : s.source + s.numel].view(one.shape) for s, one in zip(self.spans, self.locals, strict=True)]
+
+    # ------------------------------------------------------------ where Θ and the outer state lie
+
+    @contextmanager
+    def opened(self, *, write: bool = False) -> Iterator[None]:
+        """``weights`` and ``state`` are in memory; with ``write`` their changes are kept."""
+        yield
+
+    def attach(self, exchanges: Exchanges) -> Exchange:
+        """Its exchange, with its residuals in memory until ``detach``."""
+        return exchanges.of(self.names, lambda: (self.spans, self.shapes), self.device)
+
+    def detach(self, exchanges: Exchanges) -> None:
+        """It is not needed before the next ``attach``."""
+
+    def bring(self, exchanges: Exchanges) -> None:
+        """Its residuals are in memory until ``put_back``, for a checkpoint."""
+
+    def put_back(self, exchanges: Exchanges) -> None:
+        """They are not needed before the next ``attach`` or ``bring``."""
+
+    def prefetch(self) -> None:
+        """It is needed soon."""
+
+    # ------------------------------------------------------------ the rank's own weights
+
+    @torch.no_grad()
+    def read(self, out: torch.Tensor) -> None:
+        for view, each in zip(self.views(out), self.locals, strict=True):
+            with each.opened(write=False) as p:
+                view.copy_(p)
 
     def change(self) -> None:
         """``work`` := Θ as the parameters would hold it, minus the parameters."""
-        for shared, out, p in zip(self.views(self.weights), self.views(self.work), self.parameters, strict=True):
-            out.copy_(shared.to(device=p.device, dtype=p.dtype)).sub_(p)
+        for shared, out, each in zip(self.views(self.weights), self.views(self.work), self.locals, strict=True):
+            with each.opened(write=False) as p:
+                out.copy_(shared.to(device=out.device, dtype=p.dtype)).sub_(p.to(out.device))
 
     def set_change(self, change: torch.Tensor) -> None:
         """Parameters := Θ − change."""
-        for shared, moved, p in zip(self.views(self.weights), self.views(change), self.parameters, strict=True):
-            p.copy_(shared - moved.to(shared.device))
+        for shared, moved, each in zip(self.views(self.weights), self.views(change), self.locals, strict=True):
+            with each.opened(write=True) as p:
+                p.copy_(shared - moved.to(shared.device))
 
     def merge(self, alpha: float) -> None:
-        for shared, p in zip(self.views(self.weights), self.parameters, strict=True):
-            if alpha:
-                p.copy_(torch.lerp(shared.to(device=p.device, dtype=p.dtype), p, alpha))
-            else:
-                p.copy_(shared)
+        """Parameters := α · parameters + (1 − α) · Θ, or Θ where they are not finite."""
+        if alpha and not self.finite():
+            alpha = 0.0
+        for shared, each in zip(self.views(self.weights), self.locals, strict=True):
+            with each.opened(write=True) as p:
+                if alpha:
+                    p.copy_(torch.lerp(shared.to(device=p.device, dtype=p.dtype), p, alpha))
+                else:
+                    p.copy_(shared)
 
-    def take_over(self) -> None:
-        """Θ := parameters."""
-        for shared, p in zip(self.views(self.weights), self.parameters, strict=True):
-            shared.copy_(p)
+    def finite(self) -> bool:
+        for each in self.locals:
+            with each.opened(write=False) as p:
+                if not torch.isfinite(p).all():
+                    return False
+        return True
 
     def digest(self) -> int:
         """64 bits of Θ, and of which parameters it is."""
-        bits = self.weights.detach().cpu().numpy()
-        return checksum_of(bits.data.cast("B"), self.layout)
+        with self.opened():
+            bits = self.weights.detach().cpu().numpy()
+            return checksum_of(bits.data.cast("B"), self.layout) if bits.size else self.layout
 
     def halves(self) -> tuple[float, float]:
         """The 64 bits of ``digest`` in two numbers that float64 holds exactly."""
@@ -63,58 +126,35 @@ class Fragment:
         return float(digest >> 32), float(digest & 0xFFFFFFFF)
 
 
-def fragments_of(
-    named: Sequence[tuple[str, torch.Tensor]], fragments: int | Sequence[Sequence[torch.Tensor]], outer: Outer,
-    keep: Literal["host", "device"],
-) -> list[Fragment]:
-    """Fragments of these parameters: so many of about equal size, or those given as lists of parameters."""
+def cut(
+    weights: Sequence[LocalWeights], fragments: int | Sequence[Sequence[torch.Tensor]]
+) -> list[list[LocalWeights]]:
+    """Parts of these weights: so many of about equal size, or those given as lists of parameters."""
     if isinstance(fragments, int):
-        if not 1 <= fragments <= len(named):
-            raise InvalidArgument(f"fragments is {fragments}, expected 1 to {len(named)}, the number of parameters")
-        parts = _even(list(named), fragments)
-    else:
-        names = {id(p): name for name, p in named}
-        parts = [[(names.get(id(p), ""), p) for p in part] for part in fragments]
-        if sorted(id(p) for part in parts for _, p in part) != sorted(names) or not all(parts):
-            raise InvalidArgument("fragments do not hold each parameter of inner once: every list must, and no other")
-    return [_fragment(number, part, outer, keep) for number, part in enumerate(parts)]
+        if not 1 <= fragments <= len(weights):
+            raise InvalidArgument(f"fragments is {fragments}, expected 1 to {len(weights)}, the number of parameters")
+        return _even(list(weights), fragments)
+    of = {id(each.parameter): each for each in weights}
+    parts = [[id(p) for p in part if id(p) in of or p.requires_grad] for part in fragments]
+    if sorted(one for part in parts for one in part) != sorted(of) or not all(parts):
+        raise InvalidArgument(
+            "fragments do not hold each trained parameter of inner once: every list must, and no other. For streamed "
+            "parameters give a number"
+        )
+    return [[of[one] for one in part] for part in parts]
 
 
-@torch.no_grad()
-def _fragment(number: int, part: Sequence[tuple[str, torch.Tensor]], outer: Outer, keep: Literal["host", "device"]) -> Fragment:
-    spans, at = [], 0
-    local = [local_part(p) for _, p in part]
-    for (name, _), p in zip(part, local, strict=True):
-        spans.append(Span(name, at, p.numel()))
-        at += p.numel()
-    device = local[0].device
-    if any(p.device != device for p in local):
-        raise InvalidArgument(f"parameters of fragment {number} are on several devices: give each device its own fragments")
-    weights = torch.empty(at, dtype=torch.float32, device="cpu" if keep == "host" else device)
-    layout = zlib.crc32(repr([(s.name, tuple(p.shape)) for s, p in zip(spans, local, strict=True)]).encode())
-    work = torch.empty(at, dtype=torch.float32, device=device)
-    fragment = Fragment(number, local, spans, weights, {}, work, layout=layout)
-    fragment.take_over()
-    fragment.state = outer.state(weights)
-    return fragment
-
-
-def local_part(p: torch.Tensor) -> torch.Tensor:
-    """A plain tensor: the local shard of a distributed one."""
-    to_local = getattr(p, "to_local", None)
-    return p.detach() if to_local is None else to_local().detach()
-
-
-def _even(named: list[tuple[str, torch.Tensor]], count: int) -> list[list[tuple[str, torch.Tensor]]]:
-    """Consecutive parts of about equal size, none empty."""
-    parts: list[list[tuple[str, torch.Tensor]]] = []
-    left, rest = sum(p.numel() for _, p in named), list(named)
+def _even(weights: list[LocalWeights], count: int) -> list[list[LocalWeights]]:
+    """Consecutive parts of about equal size, none empty, of the same parameters on all ranks that have shards of them."""
+    parts: list[list[LocalWeights]] = []
+    left, rest = sum(each.parameter.numel() for each in weights), list(weights)
     for more in range(count, 0, -1):
-        part, size = [rest.pop(0)], 0
-        size = part[0][1].numel()
-        while len(rest) > more - 1 and (more == 1 or size + rest[0][1].numel() / 2 <= left / more):
-            size += rest[0][1].numel()
+        part = [rest.pop(0)]
+        size = part[0].parameter.numel()
+        while len(rest) > more - 1 and (more == 1 or size + rest[0].parameter.numel() / 2 <= left / more):
+            size += rest[0].parameter.numel()
             part.append(rest.pop(0))
         left -= size
         parts.append(part)
     return parts
+

@@ -12,7 +12,8 @@ Note: Θ follows from the steps at which fragments leave and arrive alone, not f
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import ceil, isfinite, sqrt
@@ -30,10 +31,15 @@ from commpress.collectives.residual_state import elastic_of, exact_state, flat_p
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
-from commpress.optim.fragments import Fragment, fragments_of
+from commpress.feedback import ResidualStore
+from commpress.optim.fragments import Fragment, cut
+from commpress.optim.inner_optimizers import check_inner, check_ranks, parameters_of, weights_of
+from commpress.optim.local_weights import LocalWeights, WeightHolder
 from commpress.optim.outer import Nesterov, Outer, State, outer_of
+from commpress.optim.stored_fragment import StoredFragment, check_room
 from commpress.optim.warmup import SharedWarmup
 from commpress.schedules import Facts, Seconds, Sync, sync_of
+from commpress.tiered_mem import TieredStore
 from commpress.work import Steps, run
 
 log = logging.getLogger("commpress")
@@ -84,7 +90,8 @@ class LocalUpdates(torch.optim.Optimizer):
     - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as FSDP2 over other ranks.
     - ``warmup``: steps before the first round in which all ranks train as one: their gradients are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
-    - ``keep``: "host" or "device": where Θ and the state of the outer step lie.
+    - ``keep``: "host" or "device": where Θ and the state of the outer step lie; or a TieredStore of this rank's own, which
+      also has the residuals, under ``prefix``, and brings those of a fragment to memory for its exchange.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler calls ``step`` always: ranks count steps alike
@@ -104,7 +111,8 @@ class LocalUpdates(torch.optim.Optimizer):
         warmup: int = 0,
         group: Any = None,
         weight: Literal["equal", "tokens", "steps"] = "equal",
-        keep: Literal["host", "device"] = "host",
+        keep: Literal["host", "device"] | TieredStore = "host",
+        prefix: str = "local",
         min_numel: int = 256,
         timeout: timedelta | None = None,
         transport: Transport | None = None,
@@ -130,15 +138,19 @@ class LocalUpdates(torch.optim.Optimizer):
             )
         if weight not in WEIGHTS:
             raise InvalidArgument(f"weight is {weight!r}, expected one of {', '.join(map(repr, WEIGHTS))}")
-        if keep not in ("host", "device"):
-            raise InvalidArgument(f"keep is {keep!r}, expected 'host' or 'device'")
+        if not isinstance(keep, TieredStore) and keep not in ("host", "device"):
+            raise InvalidArgument(f"keep is {keep!r}, expected 'host', 'device' or a TieredStore")
         self.every, self.outer = sync_of(every), outer_of(Nesterov() if outer is None else outer)
         self.feedback_decay, self.overlap, self.alpha, self.weight, self.keep = feedback_decay, overlap, alpha, weight, keep
         self.seed, self.counters, self.facts = seed, LocalCounters(), Facts()
         self._backgrounds = transport is None
-        self._parameters = self._named()
+        check_inner(self.inner, self.every, warmup)
+        self._given = len(parameters_of(self.inner))
+        self._frozen = [p for p in parameters_of(self.inner) if not p.requires_grad]
+        self._holders = [each for each in self.inner if isinstance(each, WeightHolder)]
         self._checked_wrappers = False
-        self.fragments = fragments_of(self._parameters, fragments, self.outer, keep)
+        parts = cut(weights_of(self.inner), fragments)
+        self.fragments = [self._fragment(i, part, prefix) for i, part in enumerate(parts)]
         if transport is None:
             self.channel = Channel.among(group, timeout=timeout, name="commpress-local")
             self._control = Channel.among(group, timeout=timeout, name="commpress-local-control")
@@ -147,7 +159,14 @@ class LocalUpdates(torch.optim.Optimizer):
             self._control = self.channel.beside("commpress-local-control")
         policy = policy_of("none" if codec is None else codec, min_numel=min_numel)
         self.exchanges = self.outer.exchanges(policy, self.channel, feedback=error_feedback and codec is not None, seed=seed)
-        self._warmup = SharedWarmup(warmup, self._parameters, self.fragments, self.channel, self._control)
+        check_ranks(self.inner, self.channel)
+        self._warmup = SharedWarmup(warmup, self.fragments, self.channel, self._control)
+        if isinstance(keep, TieredStore):
+            check_room(self.fragments, keep)
+            for fragment in self.fragments:  # once, to know how much they leave behind
+                fragment.attach(self.exchanges)
+                fragment.detach(self.exchanges)
+            check_room(self.fragments, keep)
         self.steps_done, self.exchanged = 0, 0
         self._flight: Flight | None = None
         self._ended = False  # this rank has no more data
@@ -156,24 +175,20 @@ class LocalUpdates(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ parameters
 
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        named: list[tuple[str, torch.Tensor]] = []
-        for number, optimizer in enumerate(self.inner):
-            for group in optimizer.param_groups:
-                names = group.get("param_names") or [f"#{i:05d}" for i in range(len(named), len(named) + len(group["params"]))]
-                taken = {name for name, _ in named}  # of optimizers before: of several modules, say, that name theirs alike
-                names = [f"{number}: {name}" if name in taken else name for name in names]
-                named += zip(names, group["params"], strict=True)
-        if not named:
-            raise InvalidArgument("inner has no parameters, expected at least one")
-        seen: dict[int, str] = {}
-        for name, p in named:
-            if id(p) in seen:
-                raise InvalidArgument(f"parameter {name!r} is in inner twice, also as {seen[id(p)]!r}: leave one out")
-            seen[id(p)] = name
-            if not p.is_floating_point() or p.dtype == torch.float64:
-                raise InvalidArgument(f"parameter {name!r} is {p.dtype}, expected float32, bfloat16 or float16")
-        return named
+    def _fragment(self, number: int, part: Sequence[LocalWeights], prefix: str) -> Fragment:
+        if isinstance(self.keep, TieredStore) and any(each.numel for each in part):
+            return StoredFragment(number, part, self.outer, store=self.keep, prefix=prefix)
+        return Fragment(number, part, self.outer, host=self.keep != "device")
+
+    def _check_parameters(self) -> None:
+        """They are those of the beginning: who comes later, or thaws, has no Θ."""
+        given = parameters_of(self.inner)
+        if len(given) != self._given or any(p.requires_grad for p in self._frozen):
+            what = "more parameters than" if len(given) != self._given else "parameters that require a gradient and did not"
+            raise InvalidArgument(
+                f"inner has {what} when LocalUpdates was made (add_param_group, or layers that were unfrozen): call drain(), "
+                "and make a new LocalUpdates"
+            )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -220,7 +235,7 @@ class LocalUpdates(torch.optim.Optimizer):
         """Take off the scale that a GradScaler left on the gradients."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
-            for _, p in self._parameters:
+            for p in parameters_of(self.inner):
                 if p.grad is not None:
                     p.grad.div_(scale.to(p.grad.device))
 
@@ -249,6 +264,7 @@ class LocalUpdates(torch.optim.Optimizer):
                 f"warmup is {self._warmup.steps} and step {self.steps_done} was taken without averaging gradients: call "
                 "synchronize() between backward and the inner optimizer's step, or let LocalUpdates.step() do both"
             )
+        self._check_parameters()
         rate = max(float(group["lr"]) for group in self.param_groups)
         self.facts.see(self.steps_done, rate)
         self.steps_done += 1
@@ -268,6 +284,8 @@ class LocalUpdates(torch.optim.Optimizer):
             yield from self._leave()
             if self.overlap == 0:
                 yield from self._arrive()
+        if self._is_time(ahead=1):
+            self.fragments[self._next].prefetch()
 
     @property
     def warms_up(self) -> bool:
@@ -277,13 +295,14 @@ class LocalUpdates(torch.optim.Optimizer):
     def _end_warmup(self) -> None:
         """Θ := parameters, which are the same on every rank; rounds begin here."""
         for fragment in self.fragments:
-            fragment.take_over()
+            with fragment.opened(write=True):
+                fragment.read(fragment.weights)
         self._begin_round()
 
     def _refuse_wrappers(self) -> None:
         if not self._checked_wrappers:
             self._checked_wrappers = True
-            _refuse_ddp([p for _, p in self._parameters])
+            _refuse_ddp(parameters_of(self.inner))
 
     def _begin_round(self) -> None:
         self._next, self._from, self._clock = 0, self.steps_done, monotonic()
@@ -293,20 +312,25 @@ class LocalUpdates(torch.optim.Optimizer):
             shortest = len(self.fragments) * (self.overlap + 1) if self.overlap else len(self.fragments)
             self._length = max(self.every.interval(self.steps_done, rate, self.facts), shortest)
 
-    def _is_time(self) -> bool:
-        """True if the next fragment's change is to leave: fragments leave one after the other, evenly over a round."""
+    def _is_time(self, ahead: int = 0) -> bool:
+        """True if the next fragment's change is to leave: fragments leave one after the other, evenly over a round.
+
+        ``ahead``: after so many more steps, as far as can be told.
+        """
         done, share = self.steps_done - self._from, (self._next + 1) / len(self.fragments)
-        if done == 0:
+        if done + ahead == 0:
             return False
         if isinstance(self.every, Seconds):
-            return monotonic() - self._clock >= self.every.seconds * share
-        return done >= ceil(self._length * share)
+            return (monotonic() - self._clock) * (1 + ahead / max(done, 1)) >= self.every.seconds * share
+        return done + ahead >= ceil(self._length * share)
 
     def _leave(self) -> Steps[None]:
         """Send the change of the next fragment on its way."""
         if self._flight is not None:
             yield from self._arrive()
         fragment = self.fragments[self._next]
+        self._settle_weights()
+        exchange = fragment.attach(self.exchanges)
         fragment.change()
         squares = float(fragment.work.double().square().sum()) if fragment.work.numel() else 0.0
         weight = {"equal": 1.0, "tokens": float(fragment.tokens), "steps": float(fragment.steps)}[self.weight]
@@ -316,15 +340,11 @@ class LocalUpdates(torch.optim.Optimizer):
             float(isfinite(squares)), squares if isfinite(squares) else 0.0, float(self._ended),
         ]  # fmt: skip
         fragment.steps = fragment.tokens = 0
-        device, names = fragment.work.device, tuple((fragment.number, s.name) for s in fragment.spans)
-        exchange = self.exchanges.of(
-            names, lambda: (fragment.spans, [tuple(p.shape) for p in fragment.parameters]), device
-        )
         numbers = self._control.take(), self.channel.take(exchange.sequences)
         steps = self._exchange(fragment, exchange, head, numbers)
         self._flight = Flight(fragment, self.steps_done + self.overlap, steps)
         if self.overlap and self._backgrounds and self.channel.size > 1:
-            self._flight.future = self.channel.submit(steps, device=device)
+            self._flight.future = self.channel.submit(steps, device=fragment.device)
         self.exchanged += 1
         self._next += 1
         if self._next == len(self.fragments):
@@ -382,11 +402,23 @@ class LocalUpdates(torch.optim.Optimizer):
         fragment = flight.fragment
         if taken:
             rate = max(float(group["lr"]) for group in self.param_groups)
-            self.outer.step(fragment.weights, fragment.work.to(fragment.weights.device), fragment.state, rate)
-        finite = not self.alpha or all(bool(torch.isfinite(p).all()) for p in fragment.parameters)
-        fragment.merge(self.alpha if finite else 0.0)
+            with fragment.opened(write=True):
+                self.outer.step(fragment.weights, fragment.work.to(fragment.weights.device), fragment.state, rate)
+        self._settle_weights()
+        with fragment.opened():
+            fragment.merge(self.alpha)
+        self._weights_written()
+        fragment.detach(self.exchanges)
         self.counters.exchanges += 1
         self.counters.sent_bytes = self.channel.sent_bytes + self._control.sent_bytes
+
+    def _settle_weights(self) -> None:
+        for holder in self._holders:
+            holder.settle_weights()
+
+    def _weights_written(self) -> None:
+        for holder in self._holders:
+            holder.weights_written()
 
     # ------------------------------------------------------------ the end
 
@@ -409,8 +441,11 @@ class LocalUpdates(torch.optim.Optimizer):
             yield from self._leave()
             yield from self._arrive()
         self._ended = False
+        self._settle_weights()
         for fragment in self.fragments:
-            fragment.merge(0.0)
+            with fragment.opened():
+                fragment.merge(0.0)
+        self._weights_written()
         self._begin_round()
 
     def close(self) -> None:
@@ -436,6 +471,8 @@ class LocalUpdates(torch.optim.Optimizer):
                 "fragment": flight.fragment.number, "due": flight.due, "taken": flight.kept,
                 "mean": flight.fragment.work.clone(),
             }  # fmt: skip
+        with self._residuals() as store:
+            residuals = exact_state(store, transport, self.exchanged)
         return self._shared() | {
             "kind": "exact",
             "rank": transport.rank,
@@ -443,7 +480,7 @@ class LocalUpdates(torch.optim.Optimizer):
             "inner": self._inner_states(),
             "flight": under_way,
             "counts": [[f.steps, f.tokens] for f in self.fragments],
-            "residuals": exact_state(self.exchanges.residuals, transport, self.exchanged),
+            "residuals": residuals,
             "choices": self.exchanges.choices(),
         }
 
@@ -462,10 +499,13 @@ class LocalUpdates(torch.optim.Optimizer):
             self._end_warmup()
         if self._flight is not None:
             yield from self._arrive()
-        transport = self.channel.transport
-        owed, parts = flat_parts(self.exchanges.residuals, transport), {}
+        transport, parts = self.channel.transport, {}
+        with self._residuals() as store:
+            owed = flat_parts(store, transport)
+        self._settle_weights()
         for fragment in self.fragments:
-            fragment.change()
+            with fragment.opened():
+                fragment.change()
             starts = {s.name: s.source for s in fragment.spans}
             for (name, offset), part in owed.items():
                 if name in starts:
@@ -503,6 +543,8 @@ class LocalUpdates(torch.optim.Optimizer):
             _, totals = residuals_of([each["progress"] for each in states], transport, share=lambda every: every)  # type: ignore[arg-type,return-value]
         self._settle_quietly()
         self.exchanges.residuals.load(loaded)
+        for fragment in self.fragments:
+            fragment.put_back(self.exchanges)
         inner = states[transport.rank % len(states)]["inner"]
         if len(inner) != len(self.inner):
             raise StateMismatch(f"the state holds {len(inner)} inner optimizers, expected {len(self.inner)}")
@@ -513,14 +555,18 @@ class LocalUpdates(torch.optim.Optimizer):
         self._next, self._from, self._length = (int(each) for each in shared["round"])
         self._clock = monotonic()
         for fragment, weights, outer in zip(self.fragments, shared["weights"], shared["outer"], strict=True):
-            fragment.weights.copy_(weights)
-            fragment.state.clear()
-            fragment.state.update(_copied(outer))
+            with fragment.opened(write=True):
+                fragment.weights.copy_(weights)
+                fragment.state.clear()
+                fragment.state.update(_copied(outer))
             fragment.steps = fragment.tokens = 0
         if not exact:
+            self._settle_weights()
             for fragment in self.fragments:
-                fragment.set_change(totals[f"fragment {fragment.number}", 0])  # type: ignore[arg-type]
+                with fragment.opened():
+                    fragment.set_change(totals[f"fragment {fragment.number}", 0])  # type: ignore[arg-type]
                 fragment.steps = fragment.tokens = 1
+            self._weights_written()
             return
         for fragment, (steps, tokens) in zip(self.fragments, states[0]["counts"], strict=True):
             fragment.steps, fragment.tokens = int(steps), int(tokens)
@@ -528,6 +574,7 @@ class LocalUpdates(torch.optim.Optimizer):
         flight = states[0]["flight"]
         if flight is not None:
             fragment = self.fragments[int(flight["fragment"])]
+            fragment.attach(self.exchanges)
             fragment.work.copy_(flight["mean"])
             self._flight = Flight(fragment, int(flight["due"]), None, kept=bool(flight["taken"]))
 
@@ -563,23 +610,41 @@ class LocalUpdates(torch.optim.Optimizer):
 
     def _settle_quietly(self) -> None:
         """Let go of what is under way: a state is being loaded over it."""
-        if self._flight is not None and self._flight.future is not None:
-            self._flight.future.wait()
-        self._flight = None
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            if flight.future is not None:
+                flight.future.wait()
+            flight.fragment.detach(self.exchanges)
+
+    @contextmanager
+    def _residuals(self) -> Iterator[ResidualStore]:
+        """Those of all fragments, in memory meanwhile."""
+        for fragment in self.fragments:
+            fragment.bring(self.exchanges)
+        try:
+            yield self.exchanges.residuals
+        finally:
+            for fragment in self.fragments:
+                fragment.put_back(self.exchanges)
 
     def _inner_states(self) -> list[dict[str, Any]]:
         return [optimizer.state_dict() for optimizer in self.inner]
 
     def _shared(self) -> dict[str, Any]:
         """State that all ranks hold alike."""
+        weights, outer = [], []
+        for fragment in self.fragments:
+            with fragment.opened():
+                weights.append(fragment.weights.clone())
+                outer.append(_copied(fragment.state))
         return {
             "format": FORMAT,
             "steps": self.steps_done,
             "exchanged": self.exchanged,
             "round": [self._next, self._from, self._length],
             "facts": self.facts.as_dict(),
-            "weights": [f.weights.clone() for f in self.fragments],
-            "outer": [_copied(f.state) for f in self.fragments],
+            "weights": weights,
+            "outer": outer,
             "layout": [f.layout for f in self.fragments],
         }
 
@@ -591,7 +656,7 @@ class LocalUpdates(torch.optim.Optimizer):
 
     def report(self) -> str:
         """Figures of the run so far, for people."""
-        c, numel = self.counters, sum(f.work.numel() for f in self.fragments)
+        c, numel = self.counters, sum(f.numel for f in self.fragments)
         bits = 8 * c.sent_bytes / max(c.exchanges / len(self.fragments), 1) / max(numel, 1)
         return (
             f"{c.steps} steps, {c.rounds} rounds, {c.sent_bytes / 1e6:.1f} MB sent ({bits:.2f} bits per parameter and round), "

@@ -5,7 +5,6 @@ weights begin there.
 """
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,7 +14,8 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, Mismatch
-from commpress.optim.fragments import Fragment, local_part
+from commpress.optim.fragments import Fragment
+from commpress.optim.local_weights import local_part
 from commpress.work import Steps
 
 log = logging.getLogger("commpress")
@@ -24,17 +24,14 @@ log = logging.getLogger("commpress")
 class SharedWarmup:
     """Averages gradients of the first ``steps`` steps, a fragment at a time, in the fragment's ``work``."""
 
-    def __init__(
-        self, steps: int, named: Sequence[tuple[str, torch.Tensor]], fragments: list[Fragment], channel: Channel,
-        control: Channel,
-    ) -> None:  # fmt: skip
+    def __init__(self, steps: int, fragments: list[Fragment], channel: Channel, control: Channel) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise InvalidArgument(f"warmup is {steps!r}, expected a number of steps, 0 for none")
         self.steps, self.fragments, self.channel, self._control = steps, fragments, channel, control
         self.averaged = -1  # the step whose gradients are averaged already
         self.finite = True  # whether some rank's gradients were, in that step
         self.dropped = 0  # steps in which some rank's gradients were not finite
-        self._parameters = dict(named)
+        self._parameters = {each.name: each.parameter for fragment in fragments for each in fragment.locals}
         self._exchanges = Exchanges(policy_of("none"), channel.size, channel.workspace)
         self._checked = False  # that ranks begin with the same weights
 
@@ -85,10 +82,7 @@ class SharedWarmup:
                 out.zero_()
             else:
                 out.copy_(local_part(grad))
-        exchange = self._exchanges.of(
-            tuple((fragment.number, s.name) for s in fragment.spans),
-            lambda: (fragment.spans, [tuple(p.shape) for p in fragment.parameters]), work.device,
-        )  # fmt: skip
+        exchange = self._exchanges.of(fragment.names, lambda: (fragment.spans, fragment.shapes), work.device)
         outcomes = yield from exchange.steps(self.channel, work, sequence=self.channel.take(exchange.sequences), key=0)
         for outcome in outcomes:
             outcome.commit()

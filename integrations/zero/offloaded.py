@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments, bits_of
@@ -47,6 +48,7 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
+from commpress.optim.local_weights import LocalWeights
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
 
@@ -190,6 +192,32 @@ class Offloaded(Wrapper):
                     chunk.tier = tier
                     break
                 room[tier] = 0
+
+    # ------------------------------------------------------------ weights that others move
+
+    @property
+    def inner_channel(self) -> Channel | None:
+        return None if self.streamed is None else self.streamed.channel
+
+    def local_weights(self) -> list[LocalWeights]:
+        """Of parameters what this rank has of them; of streamed ones its ranges in the store."""
+        found: list[LocalWeights] = []
+        seen: set[int] = set()
+        for parameter, name, _ in (one for group in trainable(self.param_groups, spread=True)[0] for one in group):
+            group = None if self.streamed is None else self.streamed.group_of.get(id(parameter))
+            if group is None:
+                found.append(LocalWeights(name, parameter))
+            elif group.number not in seen:
+                assert self.streamed is not None
+                seen.add(group.number)
+                found += self.streamed.local_weights(group)
+        return found
+
+    def settle_weights(self) -> None:
+        self.finish()
+
+    def weights_written(self) -> None:
+        """Masters follow in the next step, those of streamed parameters have done so already."""
 
     # ------------------------------------------------------------ gradients
 

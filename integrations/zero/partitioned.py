@@ -38,6 +38,7 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
+from commpress.optim.local_weights import LocalWeights
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 
@@ -283,6 +284,31 @@ class Partitioned(Wrapper):
                     "seed on every rank, or broadcast its state_dict before constructing Partitioned",
                     ranks=different,
                 )
+
+    # ------------------------------------------------------------ weights that others move
+
+    @property
+    def inner_channel(self) -> Channel:
+        return self.channel
+
+    def local_weights(self) -> list[LocalWeights]:
+        """The own ranges, or their float32 masters, in the order of parameters; of one that others have, nothing."""
+        found: dict[int, LocalWeights] = {}
+        for bucket in self.buckets:
+            owned = {own.member.index: own.weight for own in bucket.ranges}
+            for member in bucket.members:
+                source = owned.get(member.index, bucket.shard[:0])
+                found[member.index] = LocalWeights(member.name, member.parameter, source)
+        return [found[index] for index in sorted(found)]
+
+    def settle_weights(self) -> None:
+        self._check()
+        if isinstance(self.inner, Offloaded):
+            self.inner.finish()
+
+    @torch.no_grad()
+    def weights_written(self) -> None:
+        self._spread()
 
     # ------------------------------------------------------------ groups
 

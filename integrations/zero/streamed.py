@@ -29,6 +29,7 @@ from commpress.integrations.zero.streamed_group import (
     FirstValues,
     Fresh,
     StreamedGroup,
+    StreamedWeights,
     is_streamed,
     on_memory,
     return_large_blocks,
@@ -42,6 +43,7 @@ from commpress.integrations.zero.streamed_module import (
 )
 from commpress.integrations.zero.tiling import PlainName, plain_names
 from commpress.integrations.zero.weights_file import Reader, Writer
+from commpress.optim.local_weights import LocalWeights
 from commpress.optim.parameters import DTYPES
 from commpress.tiered_mem import TieredStore
 
@@ -166,6 +168,17 @@ class Streamed(NotCopied):
         for follower in self._followers:
             for stored in group.stored:
                 follower(stored.name)
+
+    def local_weights(self, group: StreamedGroup) -> list[LocalWeights]:
+        """The ranges of a group in this rank's store, for who moves them; as many on every rank, some of them empty."""
+        return [StreamedWeights(stored, group, self.store, self._written) for stored in group.stored] + [
+            LocalWeights(f"{group.name}/nothing{i}", group.flat.new_empty(0)) for i in range(len(group.stored), group.pieces)
+        ]
+
+    def _written(self, name: str) -> None:
+        self._stale = True
+        for follower in self._followers:
+            follower(name)
 
     def room(self) -> int:
         """Bytes of the store's host memory that a fetch and what is read ahead of it need."""

@@ -12,7 +12,8 @@ import ctypes
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,6 +26,7 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN, FlatGroup, Member, Numbered
+from commpress.optim.local_weights import LocalWeights
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 
@@ -52,6 +54,7 @@ class StreamedGroup(FlatGroup):
         self.kept, self.shared = False, False
         numel = max(numel // ALIGN, 1) * ALIGN
         owned = -(-self.owned // ALIGN) * ALIGN
+        self.pieces = max(-(-self.width // numel), 1)  # of the longest row
         self.stored = [
             StoredRange(f"{prefix}/{number:05d}/{start // numel:04d}", start, min(numel, owned - start))
             for start in range(0, owned, numel)
@@ -162,6 +165,28 @@ class StreamedGroup(FlatGroup):
         )
         self.flat.copy_(flat)
         channel.workspace.take_back(row, flat)
+
+class StreamedWeights(LocalWeights):
+    """One stored range, as local updates see it. ``written`` is told when it has other values."""
+
+    def __init__(
+        self, stored: StoredRange, group: StreamedGroup, store: TieredStore, written: Callable[[str], None]
+    ) -> None:
+        self.name, self._store, self._written = stored.name, store, written
+        self.parameter = self.source = torch.empty(stored.numel, dtype=group.dtype, device="meta")
+        self.shape, self.dtype, self.device = self.source.shape, group.dtype, group.device
+
+    @contextmanager
+    def opened(self, *, write: bool) -> Iterator[torch.Tensor]:
+        nbytes = self.numel * self.dtype.itemsize
+        with self._store.borrow(self.name, write=write) as held:
+            yield held
+        if write:
+            self._store.crossing.up += nbytes
+            self._written(self.name)
+        else:
+            self._store.crossing.down += nbytes
+
 
 # ---------------------------------------------------------------- who streams a parameter
 

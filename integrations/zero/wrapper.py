@@ -10,6 +10,7 @@ from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
 from commpress.integrations.zero.bucket import Numbered
 from commpress.integrations.zero.shards import local
 from commpress.integrations.zero.streamed_group import is_streamed
+from commpress.optim.local_weights import WeightHolder
 from commpress.optim.parameters import check_parameter
 
 log = logging.getLogger("commpress")
@@ -17,7 +18,7 @@ log = logging.getLogger("commpress")
 MASTER = "master"  # in a state: float32 weights of parameters that are not, or that travel compressed
 
 
-class Wrapper(torch.optim.Optimizer):
+class Wrapper(torch.optim.Optimizer, WeightHolder):
     """``param_groups`` are the user's, with the options of ``optimizer``; who does the arithmetic reads them in each step."""
 
     where = ""  # the gradients lie, for messages

@@ -1,0 +1,115 @@
+"""Local updates whose shared weights, outer state and residuals lie in a tiered store between exchanges."""
+
+import copy
+
+import pytest
+import torch
+
+import test_local_updates
+from commpress.collectives.transports.loopback import simulate
+from commpress.errors import InvalidArgument
+from commpress.optim.outer import Average, Nesterov, SlowMo, SparseLoCo
+from small_store import open_store
+from test_local_updates import Ranks, noise
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Parameters of 520 kB in all, of which two fragments do not fit into the store's memory together."""
+    monkeypatch.setattr(test_local_updates, "SHAPES", [(250, 100), (5,), (310, 100), (24000,), (7, 4, 2), (200, 250)])
+
+
+def stores(tmp_path, size, **options):
+    return [open_store(tmp_path / f"store-{rank}", **options) for rank in range(size)]
+
+
+def kept_in(stores, **options):
+    """Ranks, each with a store of its own."""
+    return Ranks(len(stores), keeps=stores, **options)
+
+
+PLANS = {
+    "blocking": {"codec": "int4", "outer": Nesterov(), "fragments": 3, "every": 6},
+    "overlapped": {"codec": "sign", "outer": Nesterov(), "fragments": 3, "every": 6, "overlap": 1, "alpha": 0.25},
+    "matrices": {"codec": "powersgd-2", "outer": SlowMo(), "fragments": 2},
+    "gathered": {"codec": "topk-64+bits2", "outer": SparseLoCo(), "fragments": 2, "overlap": 1},
+    "exact": {"codec": None, "outer": Average(), "fragments": 3, "feedback_decay": 1.0},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_store_changes_no_bit(tmp_path, large, plan):
+    host, kept = Ranks(2, **PLANS[plan]), kept_in(stores(tmp_path, 2, host="1536KiB"), **PLANS[plan])
+    for step in range(14):
+        host.step(noise(2, step))
+        kept.step(noise(2, step))
+        for a, b in zip(host.parameters, kept.parameters, strict=True):
+            assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True)), step
+    assert [each.digest() for each in host.local] == [each.digest() for each in kept.local]
+    host.drain()
+    kept.drain()
+    assert [each.digest() for each in host.local] == [each.digest() for each in kept.local]
+
+
+def test_one_fragment_at_a_time_is_in_memory(tmp_path, large):
+    """The store's memory holds one of four fragments: they come ahead of their exchange and go to the disk by turns."""
+    (store,) = stores(tmp_path, 1, host="1280KiB")
+    ranks = kept_in([store], codec="sign", outer=Nesterov(), fragments=4, every=8)
+    fragments = ranks.local[0].fragments
+    assert sum(f.room for f in fragments) > 1.5 * store.usage().host_capacity
+    for step in range(24):
+        ranks.step(noise(1, step))
+        assert all(f.weights.numel() == 0 and not f.state["momentum"].numel() for f in fragments if f.state)
+        assert not ranks.local[0].exchanges.residuals.every()
+    assert store.traffic()[0] > 0
+    assert store.counters.prefetched > 0
+
+
+@pytest.mark.parametrize("at", [5, 7])
+@pytest.mark.parametrize("back", ["store", "host"])
+def test_resumes_in_every_bit_from_a_store(tmp_path, at, back):
+    """``at`` 7: an exchange is under way. A state from a store fits one in memory, and the other way round."""
+    options = {"codec": "int4", "outer": Nesterov(), "fragments": 2, "every": 6, "overlap": 2, "min_numel": 0}
+    one = kept_in(stores(tmp_path / "one", 2), **options)
+    two = Ranks(2, **options) if back == "host" else kept_in(stores(tmp_path / "two", 2), **options)
+    for step in range(15):
+        one.step(noise(2, step))
+        if step + 1 == at:
+            states = copy.deepcopy(simulate([local.saving() for local in one.local]))
+            assert (states[0]["flight"] is not None) == (at == 7)
+            weights = [[p.detach().clone() for p in mine] for mine in one.parameters]
+    for mine, saved in zip(two.parameters, weights, strict=True):
+        for p, w in zip(mine, saved, strict=True):
+            p.data.copy_(w)
+    for local, state in zip(two.local, states, strict=True):
+        local.load_state_dict(state)
+    for step in range(at, 15):
+        two.step(noise(2, step))
+    for a, b in zip(one.parameters, two.parameters, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def test_on_another_number_of_ranks_from_stores(tmp_path):
+    options = {"codec": "bits2", "outer": Nesterov(), "fragments": 2, "min_numel": 0}
+    kept, host = kept_in(stores(tmp_path, 2), **options), Ranks(2, **options)
+    for step in range(10):
+        kept.step(noise(2, step))
+        host.step(noise(2, step))
+    parts = [simulate([local.saving_elastically() for local in ranks.local]) for ranks in (kept, host)]
+    others = [Ranks(3, **options), kept_in(stores(tmp_path / "other", 3), **options)]
+    for other, states in zip(others, parts, strict=True):
+        for local in other.local:
+            local.load_state_dict(*states)
+        for step in range(6):
+            other.step(noise(3, step))
+        assert other.agree()
+    assert others[0].local[0].digest() == others[1].local[0].digest()
+
+
+def test_a_store_that_is_too_small_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(test_local_updates, "SHAPES", [(300, 300), (300, 300)])
+    (store,) = stores(tmp_path, 1, host="1MiB")
+    with pytest.raises(InvalidArgument, match=r"fragment 0 needs .* larger host=, or pass more fragments="):
+        kept_in([store], outer=Nesterov(), codec="int4")
+    with pytest.raises(InvalidArgument, match="whose state stays in memory"):
+        kept_in([store], outer=lambda p: torch.optim.SGD(p, lr=1.0))
