@@ -289,7 +289,7 @@ class LocalUpdates(torch.optim.Optimizer):
 
     @property
     def warms_up(self) -> bool:
-        """Whether the next step is one of the warm-up."""
+        """True if the next step is one of the warm-up."""
         return self.steps_done < self._warmup.steps
 
     def _end_warmup(self) -> None:
