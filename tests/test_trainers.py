@@ -56,7 +56,7 @@ def test_the_gpt_example(compiled, tmp_path, optimizer):
 
 
 def test_the_example_of_two_machines(compiled, tmp_path):
-    """What goes on from a checkpoint ends as what was never interrupted, in every bit."""
+    """A run that goes on from a checkpoint ends as one that was never interrupted, in every bit."""
     options = [*TINY[2:], "--every", "4", "--save-every", "5", "--batch", "2"]
     script = EXAMPLES / "two_machines.py"
     first = launch(script, "--steps", "9", *options, "--checkpoints", "once", folder=tmp_path)
