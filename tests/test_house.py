@@ -28,7 +28,7 @@ LATE = {  # (importer, what it imports inside a function): why not at the top of
     ("commpress.cli.doctor", "commpress.kernels.cpu.*"): "likewise",
     ("commpress.kernels.cpu.compiled", "commpress.kernels.cpu.build"): "Numba is optional",
 }
-CALLBACKS = {"Compress"}  # hf.Compress and lightning.Compress: what each trainer's users expect to find
+CALLBACKS = {"Compress", "LocalTraining"}  # hf.Compress and lightning.Compress: what each trainer's users expect to find
 
 
 def imports(module: str) -> set[tuple[str, str]]:

@@ -422,6 +422,11 @@ class LocalUpdates(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ the end
 
+    @property
+    def pending(self) -> bool:
+        """True if this rank has trained what the others do not know of, or waits for an exchange under way."""
+        return self._flight is not None or any(fragment.steps for fragment in self.fragments)
+
     def drain(self) -> None:
         """Exchange all that is left, until every rank has called it; afterwards parameters are Θ, equal on every rank.
 

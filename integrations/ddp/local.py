@@ -11,11 +11,15 @@ from commpress.optim.local_updates import ALONE
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:
-    """Leave gradients as each rank computed them: nothing is sent in backward. Call it before the first backward."""
+    """Leave gradients as each rank computed them: nothing is sent in backward. Call it before the first backward.
+
+    Nor are buffers, such as running means, sent in forward: each rank keeps its own, and a file holds those of who writes it.
+    """
     if not isinstance(ddp, DistributedDataParallel):
         raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel")
     if ddp not in ALONE:
         ddp.register_comm_hook(None, _own_gradients)
+        ddp.broadcast_buffers = False
         ALONE.add(ddp)
 
 

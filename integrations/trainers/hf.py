@@ -4,6 +4,7 @@
     Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}), callbacks=[Compress()])    momentum
     Trainer(..., callbacks=[LocalTraining(every=30)])                                             once in 30 steps
     DistributedCompression(codec="sign").attach(accelerator)                                      gradients, Accelerate
+    accelerator.prepare(model, LocalUpdates(optimizer, every=30), loader)                         once in 30 steps, Accelerate
 """
 
 import logging
@@ -153,8 +154,8 @@ class LocalTraining(TrainerCallback):
     """Let each rank of a Trainer train by itself and exchange changes once a round: ``options`` are those of ``LocalUpdates``.
 
     Before an evaluation or a checkpoint all ranks exchange what is left, so that what is measured and saved are the shared
-    weights. Checkpoints get one file per rank, ``commpress-<rank>.pt``, with its inner optimizer and residuals; on another
-    number of ranks a run goes on from the shared weights and the optimizer that the Trainer saved.
+    weights. Checkpoints get one file per rank, ``commpress-<rank>.pt``, with its inner optimizer and residuals; with those of
+    all ranks a run goes on on another number of them.
     """
 
     def __init__(self, *, every: Any = 30, metrics: Sequence[Callable[[dict[str, float]], None]] = (), **options: Any) -> None:
@@ -192,10 +193,7 @@ class LocalTraining(TrainerCallback):
         assert self._optimizer is not None
         self.local = LocalUpdates(self._optimizer, **self.options)
         if self._resume is not None:
-            channel = self.local.channel
-            states = load_ranks(self._resume, channel.rank, channel.size)
-            if len(states) == 1 and states[0]["size"] == channel.size:
-                self.local.load_state_dict(*states)
+            load_into(self.local, self._resume)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if self.local is not None:
@@ -205,7 +203,13 @@ class LocalTraining(TrainerCallback):
         if self.local is None:
             raise InvalidArgument("the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off")
         self.local.advance(tokens=1)
-        if control.should_save or control.should_evaluate:
+        self._settle(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        self._settle(control)
+
+    def _settle(self, control: Any) -> None:
+        if self.local is not None and (control.should_save or control.should_evaluate):
             self.local.drain()
 
     def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
@@ -245,10 +249,10 @@ def _folder(args: Any, state: Any) -> Path:
     return folder if given is None or folder.exists() else given
 
 
-def load_into(state: CompressedState | CompressedOptimizer, folder: Path) -> None:
+def load_into(state: CompressedState | CompressedOptimizer | LocalUpdates, folder: Path) -> None:
     """Load what ranks have apart from each other, as saved by any number of them."""
     parts = load_ranks(folder, state.channel.rank, state.channel.size)
-    if parts and isinstance(state, CompressedState):
+    if parts and isinstance(state, CompressedState | LocalUpdates):
         state.load_state_dict(*parts)
     elif parts and isinstance(state, CompressedOptimizer):
         state.load_rank_state(*(part["commpress"] for part in parts))
@@ -257,12 +261,13 @@ def load_into(state: CompressedState | CompressedOptimizer, folder: Path) -> Non
 class RankFiles:
     """Accelerate's ``save_state`` and ``load_state`` with what each rank's compressed optimizer has apart from the others.
 
-    ``RankFiles(optimizer).attach(accelerator)`` once, before either. Accelerate itself saves the optimizer of rank 0 only;
-    ``commpress-<rank>.pt`` lies beside it, and ``load_state`` fits another number of ranks. Windows of 0/1 Adam are closed.
+    ``RankFiles(optimizer).attach(accelerator)`` once, before either, also for ``LocalUpdates``. Accelerate itself saves the
+    optimizer of rank 0 only; ``commpress-<rank>.pt`` lies beside it, and ``load_state`` fits another number of ranks. Windows
+    of 0/1 Adam and rounds of local updates are closed.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer: CompressedOptimizer = getattr(optimizer, "optimizer", optimizer)
+        self.optimizer: CompressedOptimizer | LocalUpdates = getattr(optimizer, "optimizer", optimizer)
         self._folder = Path()
 
     def attach(self, accelerator: Any) -> "RankFiles":
@@ -272,6 +277,10 @@ class RankFiles:
         return self
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
+        if isinstance(self.optimizer, LocalUpdates):
+            self.optimizer.drain()  # one file holds weights for all ranks
+            save_rank(self.optimizer.state_dict(), Path(folder))
+            return
         if isinstance(self.optimizer, WindowedOptimizer):
             self.optimizer.synchronize()  # one file holds momentum for all ranks
         save_rank({"commpress": self.optimizer.rank_state()}, Path(folder))

@@ -1,6 +1,11 @@
-"""Lightning: a callback for ``Trainer(strategy="ddp", callbacks=[Compress()])``."""
+"""Lightning: callbacks for ``Trainer(strategy="ddp", ...)``.
+
+    callbacks=[Compress(codec="sign")]          gradients or momentum, at every step
+    callbacks=[LocalTraining(every=30)]         changes of the weights, once in 30 steps
+"""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -8,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.hook import CompressedState, compress
+from commpress.integrations.ddp.local import keep_local
 from commpress.integrations.ddp.overlap import averages, overlap
 from commpress.integrations.trainers.rank_files import gathered_on_first
+from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.windows import WindowedOptimizer
 
@@ -89,3 +96,93 @@ class Compress(Callback):
         self._synchronize()
         if self.state is not None:
             log.info(self.state.counters.summary())
+
+
+class LocalTraining(Callback):
+    """Let each rank train by itself and exchange changes once a round: ``options`` are those of ``LocalUpdates``.
+
+    The module keeps its optimizers, as for one process; ``strategy="ddp"`` starts the ranks and averages nothing. Before
+    validation, a checkpoint, at the end of an epoch and of training all ranks exchange what is left, so that what is
+    measured and saved are the shared weights. A checkpoint of weights only in the middle of an epoch is that of rank 0.
+
+    A checkpoint holds what ranks have apart from each other, so that a run goes on bit for bit: the shared weights, the outer
+    step's state, residuals and inner optimizer of each rank, 12 bytes and more per parameter and rank. On another number of
+    ranks a run goes on from the same with the mean of what compression owed.
+
+    ``tokens`` counts those of a batch, for ``weight="tokens"``.
+    """
+
+    def __init__(self, *, every: Any = 30, tokens: Callable[[Any], int] | None = None, **options: Any) -> None:
+        if options.get("weight") == "tokens" and tokens is None:
+            raise InvalidArgument("weight is 'tokens' and tokens is None, expected a function that counts those of a batch")
+        self.options, self.tokens = {"every": every, **options}, tokens
+        self.local: LocalUpdates | None = None
+        self._saved: list[dict[str, Any]] = []  # of every rank that saved
+        self._steps, self._counted = 0, 0  # of the trainer; tokens since the last
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach; weights and optimizers are those of the checkpoint by now, if there is one."""
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            keep_local(model)
+        elif trainer.world_size > 1:
+            raise InvalidArgument(f"the strategy runs a {type(model).__name__}, expected Trainer(strategy='ddp')")
+        if not pl_module.automatic_optimization:
+            raise InvalidArgument("the module optimizes by hand: let it step commpress.LocalUpdates, without this callback")
+        for optimizer in trainer.optimizers:
+            if averages(optimizer):
+                raise InvalidArgument(
+                    f"an optimizer is {type(optimizer).__name__}, which averages over the ranks in its steps: local updates "
+                    "need one that does not, such as AdamW"
+                )
+        if self.local is not None:  # of another fit()
+            self.local.close()
+        self.local = LocalUpdates(trainer.optimizers, **self.options)
+        saved, self._saved = self._saved, []
+        if saved:
+            self.local.load_state_dict(*saved)
+        self._steps = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Before gradients are clipped."""
+        if self.local is not None and self.local.warms_up:
+            self.local.synchronize()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.local is not None
+        self._counted += self.tokens(batch) if self.tokens is not None else 1
+        if trainer.global_step == self._steps:  # gradients are still being accumulated
+            return
+        self.local.advance(tokens=self._counted)
+        self._steps, self._counted = trainer.global_step, 0
+        if (batch_idx + 1) % trainer.log_every_n_steps == 0:
+            counters = self.local.counters
+            pl_module.log("commpress/rounds", float(counters.rounds))
+            pl_module.log("commpress/sent_mb", counters.sent_bytes / 1e6)
+            pl_module.log("commpress/spread", counters.spread)
+
+    def _drain(self) -> None:
+        if self.local is not None and self.local.pending:
+            self.local.drain()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._drain()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._drain()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._drain()
+        if self.local is not None and trainer.is_global_zero:
+            log.info(self.local.report())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that ranks have apart from each other, on rank 0; collective. Lightning asks the optimizers after this."""
+        if self.local is None:
+            return {}
+        self._drain()
+        own = self.local.state_dict()
+        return {"ranks": gathered_on_first(own) if self.local.channel.size > 1 else [own]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict.get("ranks", [])
