@@ -11,12 +11,16 @@ from commpress.cli import cluster_options, main
 from commpress.codecs.planned import load_plan
 from commpress.collectives.links import Link, Links, Stack
 from commpress.collectives.topology import Topology
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument
 from commpress.integrations.process_group.group_options import group_options_from
-from commpress.plan.candidates import Settings, candidates, plan_of, recommended
+from commpress.optim.local_updates import LocalUpdates
+from commpress.optim.outer import SparseLoCo
+from commpress.plan.candidates import Settings, advised, candidates, plan_of, recommended
 from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link
 from commpress.plan.costs import device_costs
-from commpress.plan.model import transformer
+from commpress.plan.local import LocalWay, local_way, simulate_local
+from commpress.plan.model import Model, Shape, transformer
 
 MODEL, COSTS = transformer(2_000_000), device_costs(2e10)
 DEVICE = ["--device", "20GB/s"]
@@ -48,6 +52,62 @@ def test_a_coarser_way_must_be_worth_it():
     assert recommended([replace(c, seconds=0.99) if c.codec != "plain" else c for c in even]).codec == "plain"
     assert recommended([replace(c, seconds=0.95) if c.codec != "plain" else c for c in even]).codec == "plain"
     assert recommended([replace(c, seconds=0.93) if c.codec != "plain" else c for c in even]).codec == "int8"
+
+
+def test_local_updates_are_advised_where_they_save_much_and_nowhere_else():
+    """What is advised is never slower than the best that keeps ranks alike, and says what it does to the loss."""
+    for link in ("none,1us", "10gbit,10us", "1gbit,20ms", "100mbit,20ms", "10mbit,20ms"):
+        every = found(link)
+        chosen = recommended(every)
+        best, why = advised(every, chosen)
+        local = [c for c in every if c.local]
+        assert best.seconds <= chosen.seconds
+        assert {c.call for c in local} >= {'LocalUpdates(inner, every=30, codec="int4")'}
+        if best.local:
+            assert best.seconds < 0.75 * chosen.seconds
+            assert "another loss" in why
+            assert min(c.seconds for c in local) >= 0.9 * best.seconds
+        else:
+            assert best is chosen
+            assert min(c.seconds for c in local) >= 0.75 * chosen.seconds
+            assert "not worth it" in why
+    assert best.local
+    assert not advised(found("none,1us"), recommended(found("none,1us")))[0].local
+    crowded = [replace(c, fits=not c.local) for c in every]
+    assert not advised(crowded, recommended(crowded))[0].local
+
+
+@pytest.mark.parametrize("codec", ["int4", "bits2", "topk-64+bits2"])
+def test_bytes_of_a_round_are_those_of_local_updates(compiled, codec):
+    """On four ranks over the loopback, the votes on the control connection included."""
+    shapes = [("a", (200, 100)), ("b", (100,)), ("c", (70_000,))]
+    switch, every = Loopback(4), []
+    for rank in range(4):
+        torch.manual_seed(0)
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.randn(sizes)) for name, sizes in shapes})
+        outer = SparseLoCo() if "topk" in codec else None
+        inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        every.append(LocalUpdates(inner, every=2, codec=codec, outer=outer, transport=switch.transport(rank)))
+    for _ in range(4):
+        simulate([local.steps() for local in every])
+    planned = simulate_local(
+        cluster("1gbit"), COSTS, Model(tuple(Shape(*shape) for shape in shapes)), 0.1, LocalWay(codec, every=2)
+    )
+    assert 2 * planned.traffic.nbytes == pytest.approx(every[0].counters.sent_bytes / 2, rel=1e-3)
+
+
+def test_an_overlapped_exchange_is_exposed_where_it_is_longer():
+    model, slow = transformer(11_000_000), cluster("10mbit,20ms")
+    still, late = (simulate_local(slow, COSTS, model, 0.06, LocalWay("bits2", overlap=n)) for n in (0, 29))
+    exchange = 30 * (still.seconds - still.compute_seconds)
+    assert 3.2 < exchange < 4.2, "2(K-1)/K times 2.3 bits"
+    assert 30 * late.seconds == pytest.approx(max(exchange, 29 * 0.06) + 0.06, rel=0.02)
+    quick = simulate_local(cluster("1gbit,20ms"), COSTS, model, 0.06, LocalWay("bits2", overlap=5))
+    assert quick.seconds < 1.03 * quick.compute_seconds
+    with pytest.raises(InvalidArgument, match="local:int4:30:5"):
+        local_way("local:bits2:x")
+    with pytest.raises(InvalidArgument, match="overlap"):
+        local_way("local:bits2:4:4")
 
 
 def test_the_fastest_come_first_and_what_does_not_fit_last():
@@ -88,7 +148,9 @@ def test_the_command_writes_what_hook_and_backend_read(tmp_path, capsys):
     if plan.codec != "powersgd-4":
         assert group_options_from(str(out)).codec == plan.codec
     assert main([*command, "--link", "none,1us"]) == 0
-    assert "do not compress" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "do not compress" in said
+    assert "advice: DistributedDataParallel" in said
     assert group_options_from(str(out)) is None
 
 
@@ -139,6 +201,13 @@ def test_simulate_scales_and_draws(tmp_path, capsys):
     assert {row["way"] for row in rows} == {"plain", "int8", "sign", "int8/2", "sign/2"}
     assert main([*common, "--nodes", "2x2", "--parameters", "1M", "--compute-ms", "10", "--plot", str(plots[1])]) == 0
     assert "exposed" in capsys.readouterr().out
+    ways = ["--ways", "local:bits2,local:bits2:20:4", "--layered", "--nodes", "2x2"]
+    assert main(["simulate", *DEVICE, *ways, "--parameters", "1M", "--compute-ms", "10"]) == 0
+    still, late = (line.split() for line in capsys.readouterr().out.splitlines() if "local:bits2" in line)
+    assert float(late[3]) < float(still[3])
+    assert float(late[5]) == pytest.approx(1.5 * float(still[5]), rel=1e-2), "rounds of 20 steps, not 30"
+    assert main(["simulate", *DEVICE, *ways]) == 2
+    assert "local:bits2 needs a model" in capsys.readouterr().err
     assert all(plot.stat().st_size > 10_000 for plot in plots)
 
 

@@ -1,8 +1,9 @@
 """advice for given machines and links: what to use and what it gains, or that nothing should be compressed
 
 Simulates a training step for each candidate (docs/simulator.md), counts its bytes and its memory on every tier, and ranks them.
-Candidates: no compression, torch's bf16 hook, codecs under DDP in one or two levels, 1-bit and 0/1 Adam, ZeRO stages,
-optimizer states on the host or on disk. Of those that a file can name it writes the best one:
+Candidates: no compression, torch's bf16 hook, codecs under DDP in one or two levels, 1-bit and 0/1 Adam, local updates, ZeRO
+stages, optimizer states on the host or on disk. It advises one. Local updates change the loss, so they must save a quarter of a
+step to be advised. Of the ways that a file can name it writes the best one:
 
   state = commpress.compress(ddp, plan="plan.json")          DDP; "plain" in the file means: torch's own all-reduce
   Trainer(..., callbacks=[commpress.hf.Compress(plan="plan.json")])
@@ -31,7 +32,7 @@ import torch
 from commpress.cli import cluster_options, harness
 from commpress.codecs import codec_named
 from commpress.errors import InvalidArgument
-from commpress.plan.candidates import HOOK, TIERS, WAYS, Candidate, Settings, candidates, plan_of, recommended
+from commpress.plan.candidates import HOOK, TIERS, WAYS, Candidate, Settings, advised, candidates, plan_of, recommended
 from commpress.plan.choice import Assignment, assign
 from commpress.tiered_mem import parse_bytes
 
@@ -81,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
         plan = replace(plan, codec=options.uniform, rules=chosen_rules.rules)
     plan.save(options.out)
     print(plan.why)
+    print(f"advice: {advised(found, chosen)[1]}")
     print(f"saved: {options.out}")
     title = f"{model.numel / 1e6:.4g} M parameters, {cluster.size} ranks"
     return harness.deliver(options, found, draw=partial(draw, chosen=chosen, title=title), plan=asdict(plan))

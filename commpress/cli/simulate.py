@@ -7,12 +7,14 @@ counted, not computed from a formula. docs/simulator.md says what is modelled, w
 One all-reduce, or with --parameters, --model or --config a training step under DDP. Ways to reduce:
   plain, bf16-ring   the ring of a library, float32 and bfloat16
   sign, int8, ...    commpress with that codec; powersgd-4 in a training step
+  local:CODEC:H:N    local updates in rounds of H steps (default 30), N of them under way (default 0): means of a step
 With --layered every codec is also run in two levels: exact sums inside a node, compressed between nodes ("sign/2").
 
   commpress simulate --nodes 4x1 --link 1gbit,100us --bytes 32MiB
   commpress simulate --nodes 8x8 --link 25gbit,10us --device 900GB/s --parameters 340M --compute-ms 250 --layered
   commpress simulate --nodes 512x8 --link 100gbit,5us --device 2TB/s --scaling 1,8,64,512 --plot scaling.png
   commpress simulate --nodes 4x8,4x8 --link 200gbit,3us --link 25gbit,10us --foreign 25gbit --device 2TB/s
+  commpress simulate --nodes 4x1 --link 100mbit,20ms --parameters 11M --compute-ms 60 --ways plain,sign,local:bits2:30:10
   commpress simulate --nodes 8x1 --straggler 1.5 --rack 4 --oversubscription 4 --parameters 110M --compute-ms 300
 
 A row: seconds of the call or step; exposed is what a step takes longer than computing alone; MB that one rank sends, and of
@@ -32,6 +34,7 @@ from commpress.errors import InvalidArgument
 from commpress.plan.candidates import training
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
+from commpress.plan.local import PREFIX, local_way, simulate_local
 from commpress.plan.model import Model
 from commpress.plan.simulator import Simulated, simulate_calls, simulate_step
 from commpress.plan.ways import RINGS, buffer_by, step_by, widest
@@ -73,7 +76,11 @@ def run(options: argparse.Namespace) -> int:
         if not options.compute_ms or options.compute_ms < 0:
             raise InvalidArgument("a training step needs --compute-ms: what one rank takes for it without communication")
     for way in ways:
-        if way not in RINGS and isinstance(codec_named(way), LowRankCodec) and model is None:
+        if way.startswith(PREFIX):
+            local_way(way)
+            if model is None:
+                raise InvalidArgument(f"{way} needs a model: give --parameters, --model or --config, and --compute-ms")
+        elif way not in RINGS and isinstance(codec_named(way), LowRankCodec) and model is None:
             raise InvalidArgument(f"{way} needs shapes: give --parameters, --model or --config")
     cluster = cluster_options.cluster_of(options)
     if cluster.size < 2:
@@ -98,7 +105,8 @@ def simulated(
     rows, plain = [], 0.0
     wanted = [(way, False) for way in dict.fromkeys(["plain", *ways])]
     if options.layered and cluster.topology.layered:
-        wanted += [(way, True) for way in ways if way not in RINGS and not isinstance(codec_named(way), LowRankCodec)]
+        flat = [way for way in ways if way in RINGS or way.startswith(PREFIX) or isinstance(codec_named(way), LowRankCodec)]
+        wanted += [(way, True) for way in ways if way not in flat]
     for way, layered in wanted:
         found = one(cluster, costs, way, layered, options, model, numel)
         plain = plain or found.seconds
@@ -116,6 +124,8 @@ def one(
 ) -> Simulated:
     if model is None:
         return simulate_calls(cluster, costs, buffer_by(way, numel, costs, layered=layered), numel, calls=3)
+    if way.startswith(PREFIX):
+        return simulate_local(cluster, costs, model, 1e-3 * options.compute_ms, local_way(way))
     build = step_by(way, model, costs, bucket_mb=options.bucket_mb, layered=layered)
     return simulate_step(
         cluster, costs, build, widest(model.buckets(options.bucket_mb)),

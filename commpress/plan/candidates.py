@@ -19,6 +19,7 @@ from commpress.collectives.reduce_scatter import Deal, Part, deals, gather_rows,
 from commpress.errors import InvalidArgument
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
+from commpress.plan.local import considered
 from commpress.plan.model import Model
 from commpress.plan.network import SizedTransport
 from commpress.plan.simulator import Build, Simulated, Training, no_residual, simulate_calls, simulate_step
@@ -31,6 +32,8 @@ RARELY = 16  # steps between two rounds of 0/1 Adam late in a run
 SCRATCH = 10  # buckets that sharded candidates have in memory beside what they keep
 SHARDED_LIMIT = 512  # ranks up to which sharded candidates are simulated
 MARGIN = 0.03  # of its step that a coarser way must save to be worth it, as in codec="auto"
+LOCAL_NEAR = 0.1  # of a step with local updates that a way must save if its loss is not known, or its codec is coarser
+LOCAL_WORTH = 0.25  # of the best step that keeps ranks alike, that local updates must save
 AT_ALL = 0.06  # of a step without compression that compression must save: two predictions are each a few per cent off
 TIERS = ("device", "host", "disk")
 
@@ -58,6 +61,7 @@ class Candidate:
     layered: bool = False
     effect: str = "exact"  # on what is learnt
     fits: bool = True
+    local: bool = False  # updates: ranks differ between rounds, and learn something else
 
 
 def training(model: Model, seconds: float, bucket_mb: float) -> Training:
@@ -89,6 +93,7 @@ def candidates(
             )
         )  # fmt: skip
         found.append(_rarely("0/1 Adam", "ZeroOneAdam", sign, alone, {"device": adam + kept + 2 * n}))
+    found += _local(cluster, costs, model, settings)
     if cluster.size <= SHARDED_LIMIT:
         found += _sharded(cluster, costs, model, settings, alone)
     checked = [_checked(candidate, settings.memory) for candidate in found]
@@ -104,6 +109,25 @@ def recommended(found: Sequence[Candidate], ways: Sequence[str] = WAYS) -> Candi
     least = min(c.seconds for c in able)
     near = (c for c in able if c.seconds * (1 - (AT_ALL if c.codec == PLAIN else MARGIN)) <= least)
     return min(near, key=lambda c: (order[c.codec], c.seconds))
+
+
+def advised(found: Sequence[Candidate], chosen: Candidate) -> tuple[Candidate, str]:
+    """What to do on this link, and why: ``chosen``, which keeps ranks alike, unless local updates, which change the loss, save
+    more than ``LOCAL_WORTH`` of its step. Of these near the fastest the finest whose loss was measured, if there is one."""
+    local = [c for c in found if c.local and c.fits]
+    if not local or min(c.seconds for c in local) > (1 - LOCAL_WORTH) * chosen.seconds:
+        fastest = min((c.seconds for c in local), default=float("inf"))
+        why = "local updates do not fit the memory" if not local else (
+            f"local updates would take {1e3 * fastest:.4g} ms and change the loss: not worth it"
+        )  # fmt: skip
+        return chosen, f"{chosen.call}: {1e3 * chosen.seconds:.4g} ms a step; {why}"
+    least = min(c.seconds for c in local)
+    near = [c for c in local if c.seconds * (1 - LOCAL_NEAR) <= least]
+    best = max(near, key=lambda c: ("not measured" not in c.effect, c.sent_bytes, -c.seconds))
+    return best, (
+        f"{best.call}: {1e3 * best.seconds:.4g} ms a step, where {chosen.call}, the best that keeps ranks alike, takes "
+        f"{1e3 * chosen.seconds:.4g} ms; {best.effect}, so compare it with a plain run"
+    )
 
 
 def plan_of(chosen: Candidate, found: Sequence[Candidate], cluster: Cluster, bucket_mb: float) -> Planned:
@@ -154,6 +178,20 @@ def _rarely(name: str, call: str, simulated: Simulated, alone: float, memory: di
         f"{name}, every {RARELY}", call, alone + (simulated.seconds - alone) / RARELY, simulated.traffic.nbytes / RARELY,
         simulated.traffic.between / RARELY, memory, effect="ranks differ between rounds",
     )  # fmt: skip
+
+
+def _local(cluster: Cluster, costs: Costs, model: Model, settings: Settings) -> list[Candidate]:
+    """Θ and the outer momentum on the host; on the device the change under way, and residuals."""
+    n, ranks = 4.0 * model.numel, cluster.size
+    found = []
+    for way, simulated in considered(cluster, costs, model, settings.compute_seconds):
+        kept = n if way.sparse else 2 * n * (1 + 1 / ranks)
+        memory = {"device": 5 * n + kept, "host": n if way.sparse else 2 * n}
+        traffic = simulated.traffic
+        found.append(Candidate(
+            way.name, way.call, simulated.seconds, traffic.nbytes, traffic.between, memory, effect=way.effect, local=True
+        ))  # fmt: skip
+    return found
 
 
 def _sharded(cluster: Cluster, costs: Costs, model: Model, settings: Settings, alone: float) -> list[Candidate]:
