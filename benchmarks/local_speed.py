@@ -5,26 +5,25 @@ A GPT of 10.8 M parameters, one rank a host, rounds of H steps. Two devices:
   60ms      a faster device stood in: so much time a step, slept block by block inside backward, so that DDP may overlap;
             gradients are recorded, the optimizer is real
 Ways:
-  compute            no communication: what the others are compared with
   local:CODEC        LocalUpdates, all stand still for the exchange; local:CODEC:overlap computes on meanwhile
   plain, CODEC       DistributedDataParallel, by itself or with compress(ddp, CODEC)
   zero-one           ZeroOneAdam late in a run: one bit, one synchronisation in 16 steps
-Columns: milliseconds of a step of the slowest rank; speed relative to compute; bytes that left the interface and came in (of
-all but loopback, headers included, mean over the ranks) per rank and round of H steps; those that a formula allows: of two
-phases 2(K-1)/K times 2.25 bits for bits2, of sparse messages (K-1) times 0.25 bits, of each parameter.
+Columns: milliseconds of a step of the slowest rank; speed relative to computing alone right before and after; bytes that left
+the interface and came in (of all but loopback, headers included, mean over the ranks) per rank and round of H steps; those that
+a formula allows: of two phases 2(K-1)/K times 2.25 bits for bits2, of sparse messages (K-1) times 0.25 bits, of each parameter.
 
 Every host runs the same command, as for any benchmark. --link names the link in the table: shape it with tc, or run hosts as
 network namespaces. The --json file takes the rows of all links and devices, is written after each way, and a way that it has is
 not measured again: the command can be stopped at any time and goes on.
 
   torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks local_speed --link 100mbit --json speed.json
-  python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device 5ms --variants compute,local:bits2,sign
+  python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device 5ms --variants local:bits2,sign
 """
 
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -43,7 +42,8 @@ from commpress.errors import InvalidArgument
 from commpress.plan.cluster import parse_time
 from commpress.schedules import Every
 
-VARIANTS = "compute,local:bits2,local:bits2:overlap,local:topk-64+bits2:overlap,sign,int8,zero-one,plain"
+VARIANTS = "local:bits2,local:bits2:overlap,local:topk-64+bits2:overlap,sign,int8,zero-one,plain"
+ALONE = 10  # steps of computing alone before each way, and after it
 SYNCHRONISED = 16  # steps of zero-one between two synchronisations
 ALLOWED = {"bits2": 2.25, "topk-64+bits2": 0.25}  # bits of a parameter, at most, with headers
 HEAD = ["device", "variant", "link", "ms", "of compute", "MB out, round", "MB in, round", "of what is allowed"]
@@ -58,6 +58,7 @@ class Row:
     parameters: int
     ranks: int
     step_seconds: float
+    alone_seconds: float  # of a step of computing alone, before this way and after it
     steps: int  # that were timed
     sent_bytes: float | None  # by the interface, mean over the ranks, of a round; None where ranks share it
     received_bytes: float | None
@@ -96,7 +97,7 @@ def _check_variant(variant: str) -> None:
     name, _, rest = variant.partition(":")
     if name == "local" and rest:
         codec_named(rest.removesuffix(":overlap"))
-    elif name not in ("compute", "plain", "zero-one"):
+    elif name not in ("plain", "zero-one"):
         codec_named(variant)
 
 
@@ -235,11 +236,13 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     rows = [_loaded(options.json) if rank == 0 else []]
     dist.broadcast_object_list(rows)
     found: list[Row] = rows[0]
+    alone = Training("compute", options, load)
+    alone.timed(1)
     for variant in options.variants.split(","):
         place = (options.device, variant, options.link, options.every, size)
         if any((r.device, r.variant, r.link, r.every, r.ranks) == place for r in found):
             continue
-        found.append(_measured(variant, size, options, load))
+        found.append(_measured(variant, size, options, load, alone))
         report(line(found[-1]))
         if rank == 0 and options.json:
             harness.write_json(f"{options.json}.part", {"rows": [asdict(row) for row in found]})
@@ -247,8 +250,8 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     return found
 
 
-def _measured(variant: str, size: int, options: argparse.Namespace, load: training.Load) -> Row:
-    one = Training(variant, options, load)
+def _measured(variant: str, size: int, options: argparse.Namespace, load: training.Load, alone: Training) -> Row:
+    one, before = Training(variant, options, load), alone.timed(ALONE)[0]
     took, crossed = one.timed(one.warm)
     steps, each = one.warm, took / one.warm
     if one.period > 1 or took < options.seconds:  # a step that takes longer is a measurement already
@@ -257,6 +260,7 @@ def _measured(variant: str, size: int, options: argparse.Namespace, load: traini
         steps = min(max(ceil(options.seconds / each / one.period), 1), 60) * one.period
         took, crossed = one.timed(steps)
     one.end()
+    compute = (before + alone.timed(ALONE)[0]) / (2 * ALONE)
     counted = torch.tensor([*crossed, 1.0], dtype=torch.float64)
     dist.all_reduce(counted)
     out, came, _ = (counted / size * options.every / steps).tolist()
@@ -264,8 +268,8 @@ def _measured(variant: str, size: int, options: argparse.Namespace, load: traini
     bits = ALLOWED.get(rest.removesuffix(":overlap")) if name == "local" else None
     factor = size - 1 if rest.startswith("topk") else 2 * (size - 1) / size
     return Row(
-        options.device, variant, options.link, options.every, one.parameters, size, took / steps, steps, out or None,
-        came or None, None if bits is None else factor * bits * one.parameters / 8,
+        options.device, variant, options.link, options.every, one.parameters, size, took / steps, compute, steps,
+        out or None, came or None, None if bits is None else factor * bits * one.parameters / 8,
     )  # fmt: skip
 
 
@@ -282,24 +286,21 @@ def line(row: Row) -> str:
     return f"{row.device} {row.link} {row.variant}: {1e3 * row.step_seconds:.1f} ms a step, {row.steps} steps"
 
 
-def _speed(row: Row, rows: Sequence[Row]) -> float | None:
-    """Relative to computing alone over the same link: the machine may be busier at one time than at another."""
-    alone = [r for r in rows if (r.device, r.variant, r.link) == (row.device, "compute", row.link)]
-    return alone[0].step_seconds / row.step_seconds if alone else None
+def _speed(row: Row) -> float:
+    """Relative to computing alone at about the same time: the machine may be busier at one time than at another."""
+    return row.alone_seconds / row.step_seconds
 
 
-def cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    speed = _speed(row, rows)
+def cells(row: Row) -> list[str]:
     counted = ["-" if b is None else f"{b / 1e6:.3f}" for b in (row.sent_bytes, row.received_bytes)]
     allowed = "-" if row.allowed_bytes is None or row.sent_bytes is None else f"{row.sent_bytes / row.allowed_bytes:.3f}"
     return [
-        row.device, row.variant, row.link, f"{1e3 * row.step_seconds:.1f}", "-" if speed is None else f"{speed:.3f}", *counted,
-        allowed,
+        row.device, row.variant, row.link, f"{1e3 * row.step_seconds:.1f}", f"{_speed(row):.3f}", *counted, allowed,
     ]  # fmt: skip
 
 
 def summary(rows: list[Row]) -> str:
-    return harness.render(HEAD, [cells(row, rows) for row in rows])
+    return harness.render(HEAD, [cells(row) for row in rows])
 
 
 def bits_per_second(link: str) -> float:
@@ -312,8 +313,8 @@ def judge(rows: list[Row]) -> list[tuple[str, bool]]:
     if not any(row.variant.endswith(":overlap") for row in rows):
         raise InvalidArgument("--check judges ways that overlap: name one in --variants, such as local:bits2:overlap")
     for row in rows:
-        speed = _speed(row, rows)
-        if row.variant.endswith(":overlap") and speed is not None:
+        speed = _speed(row)
+        if row.variant.endswith(":overlap"):
             slow = bits_per_second(row.link) < 50e6 and "topk" not in row.variant
             bar = 0.95 if row.device == "cpu" else 0.45 if slow else 0.9
             bars.append((f"{row.device} {row.link} {row.variant}: {speed:.3f} of computing alone (bar {bar})", speed >= bar))
@@ -335,9 +336,8 @@ def draw(path: str, rows: list[Row]) -> None:
             mine = [row for row in rows if row.device == device]
             for variant in dict.fromkeys(row.variant for row in mine):
                 points = sorted(
-                    (bits_per_second(row.link) / 1e6, speed) for row in mine
-                    if row.variant == variant and (speed := _speed(row, rows)) is not None
-                )  # fmt: skip
+                    (bits_per_second(row.link) / 1e6, _speed(row)) for row in mine if row.variant == variant
+                )
                 panel.plot(*zip(*points, strict=True), marker="o", label=variant)
             panel.set(xscale="log", xlabel="Mbit/s", ylabel="of computing alone", title=device, ylim=(0, 1.05))
             panel.legend()
