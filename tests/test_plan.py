@@ -202,10 +202,10 @@ def test_simulate_scales_and_draws(tmp_path, capsys):
     assert main([*common, "--nodes", "2x2", "--parameters", "1M", "--compute-ms", "10", "--plot", str(plots[1])]) == 0
     assert "exposed" in capsys.readouterr().out
     ways = ["--ways", "local:bits2,local:bits2:20:4", "--layered", "--nodes", "2x2"]
-    assert main(["simulate", *DEVICE, *ways, "--parameters", "1M", "--compute-ms", "10"]) == 0
+    assert main(["simulate", *DEVICE, *ways, "--parameters", "5M", "--compute-ms", "10"]) == 0
     still, late = (line.split() for line in capsys.readouterr().out.splitlines() if "local:bits2" in line)
     assert float(late[3]) < float(still[3])
-    assert float(late[5]) == pytest.approx(1.5 * float(still[5]), rel=1e-2), "rounds of 20 steps, not 30"
+    assert float(late[5]) == pytest.approx(1.5 * float(still[5]), rel=2e-2), "rounds of 20 steps, not 30"
     assert main(["simulate", *DEVICE, *ways]) == 2
     assert "local:bits2 needs a model" in capsys.readouterr().err
     assert all(plot.stat().st_size > 10_000 for plot in plots)
