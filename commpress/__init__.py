@@ -37,6 +37,7 @@ _HOMES = {
     "ByName": "commpress.codecs",
     "by_role": "commpress.codecs",
     "register_codec": "commpress.codecs",
+    "DeMo": "commpress.optim",
     "Masha": "commpress.optim",
     "OneBitAdam": "commpress.optim",
     "ZeroOneAdam": "commpress.optim",
@@ -112,7 +113,7 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.partitioned import Partitioned
     from commpress.integrations.zero.streamed import stream
     from commpress.integrations.zero.tiling import tile
-    from commpress.optim import Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+    from commpress.optim import DeMo, Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
     from commpress.optim.local_updates import LocalUpdates
     from commpress.optim.outer import Average, Nesterov, SlowMo, SparseLoCo
     from commpress.schedules import QSR, Seconds
@@ -144,6 +145,7 @@ __all__ = [
     "ByName",
     "by_role",
     "register_codec",
+    "DeMo",
     "Masha",
     "OneBitAdam",
     "Partitioned",

@@ -68,7 +68,8 @@ class SparseBlocks:
         """Bytes of means, low bits, high bits and codes."""
         count = self._count(span)
         high = count + (span - 1 >> self._low) + 1
-        return 4 * min(count, 1 << self.bits), -(-count * self._low // 8), -(-high // 8), -(-count * self.bits // 8)
+        codes = 0 if count <= 1 << self.bits else self.bits
+        return 4 * min(count, 1 << self.bits), -(-count * self._low // 8), -(-high // 8), -(-count * codes // 8)
 
     def _encode(self, blocks: torch.Tensor) -> torch.Tensor:
         """uint8[blocks, bytes of one] for float32[blocks, span]."""
@@ -78,7 +79,8 @@ class SparseBlocks:
         order = torch.arange(count, device=blocks.device)
         bitmap = torch.zeros(len(blocks), 8 * self._fields(span)[2], dtype=torch.uint8, device=blocks.device)
         bitmap.scatter_(1, (places >> self._low) + order, 1)
-        parts = means.view(torch.uint8), _packed(places, self._low), _bytes(bitmap), _packed(codes, self.bits)
+        told = codes if self._fields(span)[3] else codes[:, :0]  # the means are the values themselves
+        parts = means.view(torch.uint8), _packed(places, self._low), _bytes(bitmap), _packed(told, self.bits)
         return torch.cat(parts, dim=1)
 
     def _quantised(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,24 +107,24 @@ class SparseBlocks:
         above = _bits(high).nonzero()[:, 1].view(len(rows), count) - order
         places = (above << self._low) + _unpacked(low, self._low, count)
         table = means.reshape(-1).clone().view(torch.float32).view(len(rows), -1)  # aligned
-        return places, table.gather(1, _unpacked(codes, self.bits, count))
+        return places, table.gather(1, _unpacked(codes, self.bits, count)) if codes.shape[1] else table
 
 
 def _bytes(bits: torch.Tensor) -> torch.Tensor:
     """uint8[rows, n / 8] for uint8[rows, n] of zeros and ones, the first in the highest bit."""
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
-    return (bits.view(len(bits), -1, 8) << shifts).sum(2, dtype=torch.uint8)
+    return (bits.reshape(len(bits), bits.shape[1] // 8, 8) << shifts).sum(2, dtype=torch.uint8)
 
 
 def _bits(octets: torch.Tensor) -> torch.Tensor:
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=octets.device)
-    return ((octets[:, :, None] >> shifts) & 1).view(len(octets), -1)
+    return ((octets[:, :, None] >> shifts) & 1).flatten(1)
 
 
 def _packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     """The lowest ``bits`` of each, as one stream a row that ends with zeros."""
     shifts = torch.arange(bits - 1, -1, -1, device=numbers.device)
-    stream = ((numbers[:, :, None] >> shifts) & 1).to(torch.uint8).view(len(numbers), -1)
+    stream = ((numbers[:, :, None] >> shifts) & 1).to(torch.uint8).flatten(1)
     return _bytes(torch.nn.functional.pad(stream, (0, -stream.shape[1] % 8)))
 
 

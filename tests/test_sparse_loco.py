@@ -14,7 +14,7 @@ from commpress.collectives.transports.loopback import Loopback, Recorded, simula
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.optim.local_updates import LocalUpdates
-from commpress.optim.outer import SparseLoCo
+from commpress.optim.outer import Average, SparseLoCo
 from test_local_updates import RATE, Ranks, flat
 
 CODEC = "topk-64+bits2"
@@ -291,6 +291,31 @@ def test_on_another_number_of_ranks_nothing_is_lost(size):
     for step in range(4):
         other.step(noise(size, step))
     assert other.agree()
+
+
+def test_what_two_phases_left_behind_is_sent_on():
+    """Residuals of owners of rows, from a run with another outer step, become part of what is owed: nothing is lost."""
+    other = sparse(3, outer=Average(), feedback_decay=1.0, min_numel=0)
+    for step in range(2):
+        other.step(noise(3, step))
+    ranks = sparse(3, outer=SparseLoCo(clip=False), feedback_decay=1.0)
+    due = np.zeros_like(ranks.shared())
+    for r, local in enumerate(other.local):
+        ranks.local[r].exchanges.residuals.load(dict(local.exchanges.residuals.every()))
+        at = 0
+        for _, sent, reduced in local.exchanges.residuals.places():
+            part = due[at : at + sent.numel()]
+            part += sent.double().numpy() / 3
+            mine = part[r * reduced.numel() :][: reduced.numel()]
+            mine += reduced.double().numpy()[: mine.size]
+            at += sent.numel()
+    before = ranks.shared()
+    ranks.step(noise(3, 2))
+    ranks.inner_step(noise(3, 3))
+    due += before - np.mean([flat(mine) for mine in ranks.parameters], axis=0)
+    simulate([local.steps() for local in ranks.local])
+    left = np.mean([owed(local) for local in ranks.local], axis=0)
+    np.testing.assert_allclose(before - ranks.shared() + left, due, atol=1e-4)
 
 
 @pytest.mark.parametrize(
