@@ -49,6 +49,7 @@ _HOMES = {
     "Average": "commpress.optim.outer",
     "Nesterov": "commpress.optim.outer",
     "SlowMo": "commpress.optim.outer",
+    "Gossip": "commpress.optim.outer",
     "SparseLoCo": "commpress.optim.outer",
     "QSR": "commpress.schedules",
     "Seconds": "commpress.schedules",
@@ -115,7 +116,7 @@ if TYPE_CHECKING:
     from commpress.integrations.zero.tiling import tile
     from commpress.optim import DeMo, Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
     from commpress.optim.local_updates import LocalUpdates
-    from commpress.optim.outer import Average, Nesterov, SlowMo, SparseLoCo
+    from commpress.optim.outer import Average, Gossip, Nesterov, SlowMo, SparseLoCo
     from commpress.schedules import QSR, Seconds
     from commpress.tiered_mem import TieredStore
     from commpress.timeline import Timeline, merge_timelines
@@ -161,6 +162,7 @@ __all__ = [
     "Average",
     "Nesterov",
     "SlowMo",
+    "Gossip",
     "SparseLoCo",
     "QSR",
     "Seconds",

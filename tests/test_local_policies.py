@@ -1,4 +1,4 @@
-"""Policies of local updates against what others compute: numbers recorded from torchft, torch's optimizers, closed forms."""
+"""Policies of local updates against what others compute: numbers recorded from torchft, torch's optimizers, their equations."""
 
 import copy
 import json
@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from commpress.collectives.pairwise import partners
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.optim.local_updates import LocalUpdates
-from commpress.optim.outer import Average, Nesterov
+from commpress.optim.outer import Average, Gossip, Nesterov
 from commpress.schedules import QSR
 from test_local_updates import RATE, Ranks, drawn, dyadic, flat, noise
 
@@ -314,3 +315,192 @@ def test_ranks_whose_loss_scales_differ_warm_up_as_one():
         wanted = before - RATE * (mine[0] if step == 1 else (mine[0] + mine[1]) / 2)
         for parameters in ranks.parameters:
             np.testing.assert_array_equal(flat(parameters), wanted)
+
+
+# ---------------------------------------------------------------- gossip
+
+
+class Pairs:
+    """NoLoCo in float64: partners as ``partners`` draws them, momentum, and the pull of a pair's shared weights."""
+
+    def __init__(self, size, lr=0.7, momentum=0.9):
+        self.theta = np.tile(flat(drawn(0)), (size, 1))
+        self.shared, self.m, self.round, self.lr, self.momentum = self.theta.copy(), np.zeros_like(self.theta), 0, lr, momentum
+
+    def step(self, gradients):
+        self.theta -= RATE * np.stack([flat(g) for g in gradients])
+
+    def exchange(self, weights=None):
+        mine = partners(self.round, len(self.theta))
+        assert sum(partner == r for r, partner in enumerate(mine)) == len(mine) % 2
+        weights = np.ones(len(mine)) if weights is None else np.asarray(weights, float)
+        m, shared = self.m.copy(), self.shared.copy()
+        for i, j in enumerate(mine):
+            if weights[i] + weights[j] > 0:
+                pair = [i, j]
+                change = np.average((self.theta - self.shared)[pair], axis=0, weights=weights[pair])  # ascent
+                pull = np.average(self.shared[pair], axis=0, weights=weights[pair]) - self.shared[i]
+                m[i] = self.momentum * self.m[i] + self.lr * change + self.lr * pull
+                shared[i] = self.shared[i] + m[i]
+        self.m, self.shared, self.round = m, shared, self.round + 1
+        self.theta = shared.copy()
+
+
+def own(ranks):
+    return np.stack([np.concatenate([f.weights.double().numpy() for f in local.fragments]) for local in ranks.local])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 9])
+def test_gossip_is_what_its_equations_say_and_ends_in_one_mean(size):
+    ranks, twin = Ranks(size, outer=Gossip(0.7, 0.9), every=2), Pairs(size)
+    for step in range(8):
+        gradients = noise(size, step)
+        ranks.step(gradients)
+        twin.step(gradients)
+        if step % 2:
+            twin.exchange()
+            np.testing.assert_allclose(own(ranks), twin.shared, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose([flat(mine) for mine in ranks.parameters], twin.shared, rtol=1e-4, atol=1e-4)
+    assert ranks.agree() == (size < 3)  # two always meet each other
+    assert [local.counters.spread > 0 for local in ranks.local] == [partners(3, size)[r] != r for r in range(size)]
+    mean = own(ranks).mean(axis=0)
+    ranks.drain()
+    assert ranks.agree()
+    np.testing.assert_allclose(own(ranks)[0], mean, atol=1e-5)
+    for mine in ranks.parameters:
+        np.testing.assert_array_equal(flat(mine), own(ranks)[0].astype(np.float32))
+    assert "pair's mean weights" in ranks.local[0].report()
+
+
+def test_identical_ranks_gossip_as_one():
+    """With the same data on every rank nothing depends on who meets whom."""
+    ranks, alone = Ranks(5, outer=Gossip(), every=2), Ranks(1, outer=Gossip(), every=2)
+    for step in range(6):
+        ranks.step(noise(1, step) * 5)
+        alone.step(noise(1, step))
+    assert ranks.agree()
+    np.testing.assert_allclose(own(ranks)[3], own(alone)[0], atol=1e-5)
+
+
+def test_partners_are_drawn_anew_and_every_pair_meets():
+    for size in range(1, 10):
+        met = set()
+        for key in range(200):
+            mine = partners(key, size)
+            assert [mine[partner] for partner in mine] == list(range(size))
+            met |= {(r, partner) for r, partner in enumerate(mine)}
+        assert len({r for r, _ in met}) == size
+        assert all((a, b) in met for a in range(size) for b in range(size) if a != b)
+
+
+def test_a_gossip_partner_that_is_not_finite_is_left_out(caplog):
+    ranks, twin = Ranks(3, outer=Gossip(), every=2, seed=0), Pairs(3)
+    bad = next(r for r, partner in enumerate(partners(0, 3)) if partner != r)
+    for step in range(2):
+        gradients = noise(3, step)
+        twin.step(gradients)
+        if step == 1:
+            gradients[bad][1][:] = float("nan")
+        ranks.step(gradients)
+    twin.theta[bad] = 0
+    twin.exchange([float(r != bad) for r in range(3)])
+    np.testing.assert_allclose(own(ranks), twin.shared, rtol=1e-4, atol=1e-4)
+    assert f"ranks [{bad}]" in caplog.text
+    everybody = [[torch.full_like(g, float("inf")) for g in each] for each in noise(3, 2)]
+    before = own(ranks)
+    ranks.step(noise(3, 2))
+    ranks.step(everybody)
+    np.testing.assert_array_equal(own(ranks), before)
+    for mine, shared in zip(ranks.parameters, before, strict=True):
+        np.testing.assert_array_equal(flat(mine), shared)
+
+
+def test_gossip_sends_its_weights_to_one_rank():
+    ranks = Ranks(4, outer=Gossip(), every=1)
+    ranks.step(noise(4, 0))
+    numel = sum(p.numel() for p in ranks.parameters[0])
+    assert [local.channel.sent_bytes for local in ranks.local] == [4 * numel + 64] * 4
+
+
+@pytest.mark.parametrize("at", [3, 7, 8])
+def test_gossip_resumes_in_every_bit_also_in_an_overlap(at):
+    def fresh():
+        return Ranks(3, outer=Gossip(), overlap=2, alpha=0.5, fragments=2, every=6, inner=INNER["adamw"])
+
+    one, two = fresh(), fresh()
+    for step in range(at):
+        one.step(noise(3, step))
+    states = copy.deepcopy(simulate([local.saving() for local in one.local]))
+    assert (states[0]["flight"] is None) == (at == 8)
+    for mine, saved, local, state in zip(two.parameters, one.parameters, two.local, states, strict=True):
+        for p, w in zip(mine, saved, strict=True):
+            p.data.copy_(w.data)
+        local.load_state_dict(state)
+    for step in range(at, 15):
+        one.step(noise(3, step))
+        two.step(noise(3, step))
+    np.testing.assert_array_equal(own(one), own(two))
+    np.testing.assert_array_equal(*[[flat(mine) for mine in ranks.parameters] for ranks in (one, two)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_gossip_goes_on_on_another_number_of_ranks_from_the_mean(size):
+    ranks = Ranks(3, outer=Gossip(), every=2, fragments=2)
+    for step in range(5):
+        ranks.step(noise(3, step))
+    shared, theta = own(ranks), np.stack([flat(mine) for mine in ranks.parameters])
+    momentum = np.stack([np.concatenate([f.state["momentum"].numpy() for f in local.fragments]) for local in ranks.local])
+    states = simulate([local.saving_elastically() for local in ranks.local])
+    np.testing.assert_array_equal(own(ranks), shared)
+    other = Ranks(size, outer=Gossip(), every=2, fragments=2)
+    for local in other.local:
+        local.load_state_dict(*copy.deepcopy(states))
+    assert other.agree()
+    np.testing.assert_allclose(own(other)[0], shared.mean(axis=0), atol=1e-5)
+    carried = np.concatenate([f.state["momentum"].numpy() for f in other.local[-1].fragments])
+    np.testing.assert_allclose(carried, momentum.mean(axis=0), atol=1e-5)
+    for mine in other.parameters:
+        np.testing.assert_allclose(flat(mine), theta.mean(axis=0), atol=1e-5)
+    other.step(noise(size, 5))
+    other.drain()
+    assert other.agree()
+
+
+def test_a_gossip_rank_without_data_answers_until_all_have_none():
+    ranks = Ranks(3, outer=Gossip(), every=4)
+    steps = [5, 14, 9]
+
+    def trains(r):
+        for step in range(steps[r]):
+            for p, g in zip(ranks.parameters[r], noise(3, step)[r], strict=True):
+                p.grad = g.clone()
+            yield from ranks.local[r].stepping()
+        yield from ranks.local[r].draining()
+
+    simulate([trains(r) for r in range(3)])
+    assert ranks.agree()
+    for mine in ranks.parameters:
+        np.testing.assert_array_equal(flat(mine), own(ranks)[0].astype(np.float32))
+
+
+def test_what_gossip_cannot_do_is_refused():
+    for size in (1, 3):
+        with pytest.raises(InvalidArgument, match="expected None: pairs exchange weights"):
+            Ranks(size, outer=Gossip(), codec="int4")
+    with pytest.raises(InvalidArgument, match="lr"):
+        Gossip(lr=0)
+    with pytest.raises(InvalidArgument, match="momentum"):
+        Gossip(momentum=1.0)
+
+
+@pytest.mark.parametrize("how", ["seed", "round"])
+def test_gossiping_ranks_that_would_not_meet_are_named(how):
+    ranks = Ranks(3, outer=Gossip(), every=2)
+    if how == "seed":
+        ranks.local[1].seed = 5
+    else:
+        ranks.local[1].exchanged = 5
+    ranks.step(noise(3, 0))
+    with pytest.raises(Mismatch, match=r"ranks \[1\] are not where rank 0 is") as caught:
+        ranks.step(noise(3, 1))
+    assert caught.value.ranks == (1,)

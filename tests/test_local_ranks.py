@@ -17,6 +17,7 @@ PLANS = {
     "blocking": {"codec": "int4", "outer": commpress.Nesterov()},
     "overlapped": {"codec": "bits2", "outer": commpress.Nesterov(), "overlap": 2, "alpha": 0.5, "fragments": 2, "every": 6},
     "sparse": {"codec": "topk-64+bits2", "outer": commpress.SparseLoCo(), "overlap": 1, "fragments": 2},
+    "gossip": {"codec": None, "outer": commpress.Gossip(), "overlap": 1, "fragments": 2, "every": 6},
     "exact": {"codec": None, "outer": commpress.SlowMo(), "overlap": 1},
 }
 

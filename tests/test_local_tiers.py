@@ -8,7 +8,7 @@ import torch
 import test_local_updates
 from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument
-from commpress.optim.outer import Average, Nesterov, SlowMo, SparseLoCo
+from commpress.optim.outer import Average, Gossip, Nesterov, SlowMo, SparseLoCo
 from small_store import open_store
 from test_local_updates import Ranks, noise
 
@@ -33,6 +33,7 @@ PLANS = {
     "overlapped": {"codec": "sign", "outer": Nesterov(), "fragments": 3, "every": 6, "overlap": 1, "alpha": 0.25},
     "matrices": {"codec": "powersgd-2", "outer": SlowMo(), "fragments": 2},
     "gathered": {"codec": "topk-64+bits2", "outer": SparseLoCo(), "fragments": 2, "overlap": 1},
+    "gossip": {"codec": None, "outer": Gossip(), "fragments": 3, "every": 6, "overlap": 1},
     "exact": {"codec": None, "outer": Average(), "fragments": 3, "feedback_decay": 1.0},
 }
 

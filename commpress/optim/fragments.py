@@ -84,9 +84,10 @@ class Fragment:
             with each.opened(write=False) as p:
                 view.copy_(p)
 
-    def change(self) -> None:
-        """``work`` := Θ as the parameters would hold it, minus the parameters."""
-        for shared, out, each in zip(self.views(self.weights), self.views(self.work), self.locals, strict=True):
+    def change(self, weights: torch.Tensor | None = None) -> None:
+        """``work`` := Θ, or ``weights``, as the parameters would hold it, minus the parameters."""
+        weights = self.weights if weights is None else weights
+        for shared, out, each in zip(self.views(weights), self.views(self.work), self.locals, strict=True):
             with each.opened(write=False) as p:
                 out.copy_(shared.to(device=out.device, dtype=p.dtype)).sub_(p.to(out.device))
 

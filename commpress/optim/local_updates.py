@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from math import ceil, isfinite, sqrt
+from math import ceil, isfinite
 from time import monotonic
 from typing import Any, Literal
 
@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.checksum import checksum_of
 from commpress.codecs import Codec, Policy, policy_of
+from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchange
+from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.residual_state import elastic_of, exact_state, flat_parts, residuals_of
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.transport import Transport
@@ -124,13 +125,11 @@ class LocalUpdates(torch.optim.Optimizer):
             raise InvalidArgument(f"inner is {inner!r}, expected a torch optimizer or a list of them")
         if not 0 <= feedback_decay <= 1:
             raise InvalidArgument(f"feedback_decay is {feedback_decay!r}, expected a number from 0 to 1")
-        if overlap == "round":
-            raise InvalidArgument(
-                "overlap is 'round', but a whole round of overlap cost 8 % of the loss in trials: take a number of steps, "
-                "at most one less than a round"
-            )
         if isinstance(overlap, bool) or not isinstance(overlap, int) or overlap < 0:
-            raise InvalidArgument(f"overlap is {overlap!r}, expected a number of steps, 0 for none")
+            raise InvalidArgument(
+                f"overlap is {overlap!r}, expected a number of steps, less than a round has, 0 for none: a whole round "
+                "of overlap made the loss more than 6 % worse in trials"
+            )
         if not 0 <= alpha < 1 or (alpha and not overlap):
             raise InvalidArgument(
                 f"alpha is {alpha!r} with overlap={overlap}, expected 0, or with an overlap a number from 0 to below 1: "
@@ -160,7 +159,8 @@ class LocalUpdates(torch.optim.Optimizer):
         policy = policy_of("none" if codec is None else codec, min_numel=min_numel)
         self.exchanges = self.outer.exchanges(policy, self.channel, feedback=error_feedback and codec is not None, seed=seed)
         check_ranks(self.inner, self.channel)
-        self._warmup = SharedWarmup(warmup, self.fragments, self.channel, self._control)
+        self._exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
+        self._warmup = SharedWarmup(warmup, self.fragments, self._exact, self.channel, self._control)
         if isinstance(keep, TieredStore):
             check_room(self.fragments, keep)
             for fragment in self.fragments:  # once, to know how much they leave behind
@@ -335,8 +335,9 @@ class LocalUpdates(torch.optim.Optimizer):
         squares = float(fragment.work.double().square().sum()) if fragment.work.numel() else 0.0
         weight = {"equal": 1.0, "tokens": float(fragment.tokens), "steps": float(fragment.steps)}[self.weight]
         weight = weight if fragment.steps else 0.0  # who has trained on nothing has nothing to say
+        same = fragment.halves() if self.outer.equal else (float(fragment.layout), float(self._key(self.exchanged)))
         head = [
-            float(self.exchanged), float(fragment.number), *fragment.halves(), weight if isfinite(squares) else 0.0,
+            float(self.exchanged), float(fragment.number), *same, weight if isfinite(squares) else 0.0,
             float(isfinite(squares)), squares if isfinite(squares) else 0.0, float(self._ended),
         ]  # fmt: skip
         fragment.steps = fragment.tokens = 0
@@ -351,10 +352,21 @@ class LocalUpdates(torch.optim.Optimizer):
             self.counters.rounds += 1
             self._begin_round()
 
+    def _key(self, exchanged: int) -> int:
+        """Seed of what is drawn in this exchange, the same on every rank."""
+        return self.seed * 1_000_003 + exchanged
+
     def _exchange(self, fragment: Fragment, exchange: Exchange, head: list[float], numbers: tuple[int, int]) -> Steps[bool]:
         """``work`` := its weighted mean, if anybody has something to say."""
         every = yield from gathered(head, transport=self._control.transport, sequence=numbers[0])
         different = tuple(r for r in range(len(every)) if (every[r, :4] != every[0, :4]).any())
+        if different and not self.outer.equal:
+            raise Mismatch(
+                f"ranks {list(different)} are not where rank 0 is: exchange {int(every[0, 0])}, fragment {fragment.number}, "
+                "or would draw other partners. Load checkpoints of one step, and give all ranks the same inner parameters and "
+                "the same seed.",
+                ranks=different,
+            )
         if different:
             raise Mismatch(
                 f"the shared weights of ranks {list(different)} differ from those of rank 0 at exchange {int(every[0, 0])} "
@@ -377,14 +389,12 @@ class LocalUpdates(torch.optim.Optimizer):
         outcomes = yield from self.outer.exchange(
             exchange, self.channel, fragment.work, fragment.weights, fragment.state,
             shares=[float(weight) * len(every) / total for weight in weights], sequence=numbers[1],
-            key=self.seed * 1_000_003 + int(head[0]),
+            key=self._key(int(head[0])),
         )  # fmt: skip
         taken = all(outcome.finite for outcome in outcomes)
         for outcome in outcomes:
             (outcome.commit if taken else outcome.discard)()
-        mean = float(fragment.work.double().square().sum())
-        around = float((weights * squares).sum()) / total - mean
-        self.counters.spread = sqrt(max(around, 0.0) / mean) if mean > 0 else 0.0
+        self.counters.spread = self.outer.spread(exchange, fragment.work, weights.tolist(), squares.tolist())
         return taken
 
     def _arrive(self) -> Steps[None]:
@@ -448,10 +458,23 @@ class LocalUpdates(torch.optim.Optimizer):
         self._ended = False
         self._settle_weights()
         for fragment in self.fragments:
-            with fragment.opened():
+            with fragment.opened(write=not self.outer.equal):
+                if not self.outer.equal:
+                    yield from self._mean_of_all(fragment.weights)
                 fragment.merge(0.0)
         self._weights_written()
         self._begin_round()
+
+    def _mean_of_all(self, flat: torch.Tensor) -> Steps[None]:
+        """``flat`` := its exact mean over all ranks, the same bits on each."""
+        if not flat.numel():
+            return
+        span, work = Span("", 0, flat.numel()), flat.to(self.fragments[0].device, copy=True)
+        exchange = self._exact.of((("all", len(flat)),), lambda: ([span], [(len(flat),)]), work.device)
+        outcomes = yield from exchange.steps(self.channel, work, sequence=self.channel.take(exchange.sequences), key=0)
+        for outcome in outcomes:
+            outcome.commit()
+        flat.copy_(work)
 
     def close(self) -> None:
         self.channel.close()
@@ -505,19 +528,23 @@ class LocalUpdates(torch.optim.Optimizer):
         if self._flight is not None:
             yield from self._arrive()
         transport, parts = self.channel.transport, {}
+        shared = self._shared() if self.channel.rank == 0 or not self.outer.equal else {"format": FORMAT}
         with self._residuals() as store:
             owed = flat_parts(store, transport)
+        if not self.outer.equal:
+            for flat in [*shared["weights"], *(state[name] for state in shared["outer"] for name in self.outer.buffers)]:
+                yield from self._mean_of_all(flat)
         self._settle_weights()
-        for fragment in self.fragments:
+        for i, fragment in enumerate(self.fragments):
             with fragment.opened():
-                fragment.change()
+                fragment.change(None if self.outer.equal else shared["weights"][i])
             starts = {s.name: s.source for s in fragment.spans}
             for (name, offset), part in owed.items():
                 if name in starts:
                     fragment.work[starts[name] + offset :][: part.numel()] += part
             parts[f"fragment {fragment.number}", 0] = fragment.work.cpu()
         progress = yield from elastic_of(parts, transport, self.exchanged, self.channel.take())
-        shared = self._shared() if self.channel.rank == 0 else {"format": FORMAT}
+        shared = shared if self.channel.rank == 0 else {"format": FORMAT}
         return shared | {"kind": "elastic", "inner": self._inner_states(), "progress": progress}
 
     @torch.no_grad()
@@ -536,6 +563,8 @@ class LocalUpdates(torch.optim.Optimizer):
         if exact:
             states = self._own(states)
         shared = next((each for each in states if "weights" in each), None)
+        if exact and not self.outer.equal:
+            shared = states[transport.rank % len(states)]
         if shared is None or shared["layout"] != [f.layout for f in self.fragments]:
             raise StateMismatch(
                 "the state is of other parameters or fragments, or that of rank 0 is missing: load the state of this model, "
@@ -656,7 +685,7 @@ class LocalUpdates(torch.optim.Optimizer):
     # ------------------------------------------------------------ figures
 
     def digest(self) -> str:
-        """Hash of the shared weights: the same on every rank."""
+        """Hash of the shared weights: the same on every rank, with ``Gossip`` after ``drain``."""
         return f"{checksum_of(b''.join(f.digest().to_bytes(8, 'little') for f in self.fragments)):016x}"
 
     def report(self) -> str:
@@ -665,7 +694,7 @@ class LocalUpdates(torch.optim.Optimizer):
         bits = 8 * c.sent_bytes / max(c.exchanges / len(self.fragments), 1) / max(numel, 1)
         return (
             f"{c.steps} steps, {c.rounds} rounds, {c.sent_bytes / 1e6:.1f} MB sent ({bits:.2f} bits per parameter and round), "
-            f"waited {c.waited:.1f} s, last spread {c.spread:.2f} of the mean change over {c.participants} ranks, "
+            f"waited {c.waited:.1f} s, last spread {c.spread:.2g} of {self.outer.spread_of} over {c.participants} ranks, "
             f"{c.dropped} exchanges with a change left out, shared weights {self.digest()}"
         )
 

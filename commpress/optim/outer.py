@@ -8,6 +8,7 @@ Rules work on flat float32 tensors, in place, the same on every rank.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from commpress.collectives.all_gather_mean import GatherMean, GatherMeans
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.pairwise import PairMean, PairMeans
 from commpress.errors import InvalidArgument
 from commpress.work import Steps
 
@@ -26,10 +28,13 @@ State = dict[str, Any]  # tensors by name, as long as the weights
 class Outer(ABC):
     """Rule of the outer step. ``buffers`` names what it keeps between rounds, 4 bytes per parameter each.
 
-    It also says how changes cross: ``exchanges`` makes the kind of exchange, ``exchange`` runs one.
+    It also says how changes cross: ``exchanges`` makes the kind of exchange, ``exchange`` runs one. ``equal``: whether the
+    shared weights are the same on every rank after each.
     """
 
     buffers: ClassVar[tuple[str, ...]] = ()
+    equal: ClassVar[bool] = True
+    spread_of: ClassVar[str] = "the mean change"
 
     def state(self, weights: torch.Tensor) -> State:
         """State for these weights before the first round."""
@@ -53,6 +58,12 @@ class Outer(ABC):
         elif share != 1:
             change.mul_(share)
         return (yield from exchange.steps(channel, change, sequence=sequence, key=key))
+
+    def spread(self, exchange: Exchange, change: torch.Tensor, weights: Sequence[float], squares: Sequence[float]) -> float:
+        """Root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖. ``change``: Δ̄; ``squares``: of the ranks' own."""
+        mean = float(change.double().square().sum())
+        around = sum(w * s for w, s in zip(weights, squares, strict=True)) / sum(weights) - mean
+        return sqrt(max(around, 0.0) / mean) if mean > 0 else 0.0
 
     @abstractmethod
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
@@ -134,6 +145,47 @@ class SparseLoCo(Outer):
         weights.sub_(change.mul_(self.lr))
 
 
+@dataclass(frozen=True)
+class Gossip(Outer):
+    """NoLoCo: m ← μ·m + η·(Θᵢ − x̄), Θᵢ ← Θᵢ − m, with x̄ the mean of θᵢ and the θⱼ of one partner, drawn anew each round.
+
+    Θᵢ − x̄ = mean of Δ − (mean of Θ − Θᵢ): the pair's mean change, and a pull of its shared weights to each other. These differ
+    from rank to rank until ``LocalUpdates.drain``, which takes their mean over all. An odd rank is alone for a round.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    buffers: ClassVar[tuple[str, ...]] = ("momentum",)
+    equal: ClassVar[bool] = False
+    spread_of: ClassVar[str] = "the pair's mean weights"
+
+    def __post_init__(self) -> None:
+        _check_rate(self.lr)
+        _check_momentum(self.momentum)
+
+    def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool, seed: int) -> Exchanges:
+        return PairMeans(policy, channel.size, channel.workspace, seed=seed)
+
+    def exchange(
+        self, exchange: Exchange, channel: Channel, change: torch.Tensor, weights: torch.Tensor, state: State, *,
+        shares: Sequence[float], sequence: int, key: int,
+    ) -> Steps[list[Outcome]]:  # fmt: skip
+        assert isinstance(exchange, PairMean)
+        shared = weights.to(change.device)
+        torch.sub(shared, change, out=change)
+        outcomes = yield from exchange.steps(channel, change, sequence=sequence, key=key, shares=shares)
+        torch.sub(shared, change, out=change)
+        return outcomes
+
+    def spread(self, exchange: Exchange, change: torch.Tensor, weights: Sequence[float], squares: Sequence[float]) -> float:
+        """Distance of this rank's weights from the mean of the pair, relative to it."""
+        assert isinstance(exchange, PairMean)
+        return exchange.apart
+
+    def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
+        weights.sub_(state["momentum"].mul_(self.momentum).add_(change, alpha=self.lr))
+
+
 class TorchOuter(Outer):
     """Any optimizer of torch, given by a function from parameters to it: Δ is the gradient."""
 
@@ -164,8 +216,8 @@ def outer_of(outer: "Outer | Callable[..., torch.optim.Optimizer]") -> Outer:
         return outer
     if not callable(outer) or isinstance(outer, torch.optim.Optimizer):
         raise InvalidArgument(
-            f"outer is {outer!r}, expected commpress.Nesterov(), Average(), SlowMo() or SparseLoCo(), or a function that makes "
-            "a torch optimizer of a list of parameters"
+            f"outer is {outer!r}, expected commpress.Nesterov(), Average(), SlowMo(), SparseLoCo() or Gossip(), or a function "
+            "that makes a torch optimizer of a list of parameters"
         )
     return TorchOuter(outer)
 

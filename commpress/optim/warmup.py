@@ -9,7 +9,6 @@ import logging
 import numpy as np
 import torch
 
-from commpress.codecs import policy_of
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.scalars import gathered
@@ -24,7 +23,9 @@ log = logging.getLogger("commpress")
 class SharedWarmup:
     """Averages gradients of the first ``steps`` steps, a fragment at a time, in the fragment's ``work``."""
 
-    def __init__(self, steps: int, fragments: list[Fragment], channel: Channel, control: Channel) -> None:
+    def __init__(
+        self, steps: int, fragments: list[Fragment], exact: Exchanges, channel: Channel, control: Channel
+    ) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise InvalidArgument(f"warmup is {steps!r}, expected a number of steps, 0 for none")
         self.steps, self.fragments, self.channel, self._control = steps, fragments, channel, control
@@ -32,7 +33,7 @@ class SharedWarmup:
         self.finite = True  # whether some rank's gradients were, in that step
         self.dropped = 0  # steps in which some rank's gradients were not finite
         self._parameters = {each.name: each.parameter for fragment in fragments for each in fragment.locals}
-        self._exchanges = Exchanges(policy_of("none"), channel.size, channel.workspace)
+        self._exact = exact
         self._checked = False  # that ranks begin with the same weights
 
     def average(self, step: int) -> Steps[None]:
@@ -64,7 +65,7 @@ class SharedWarmup:
             self.dropped += 1
             wild = [r for r in range(len(heads)) if not heads[r, 1]]
             log.warning("gradients of ranks %s are not finite: they are left out", wild)
-        wanted = {name for name, any_ in zip(self._parameters, heads[:, same:].any(axis=0), strict=True) if any_}
+        wanted = {name for name, any_ in zip(self._parameters, heads[:, same:].sum(axis=0), strict=True) if any_}
         for fragment in self.fragments:
             yield from self._average(fragment, wanted, finite=finite, share=len(heads) / count if count else 0.0)
         self.averaged = step
@@ -82,7 +83,7 @@ class SharedWarmup:
                 out.zero_()
             else:
                 out.copy_(local_part(grad))
-        exchange = self._exchanges.of(fragment.names, lambda: (fragment.spans, fragment.shapes), work.device)
+        exchange = self._exact.of(fragment.names, lambda: (fragment.spans, fragment.shapes), work.device)
         outcomes = yield from exchange.steps(self.channel, work, sequence=self.channel.take(exchange.sequences), key=0)
         for outcome in outcomes:
             outcome.commit()

@@ -1,0 +1,117 @@
+"""The mean of two: each rank exchanges tensors with one other, drawn anew for each call, and with nobody else.
+
+    π = permutation(key)        pairs π₀π₁, π₂π₃, …        an odd one is alone
+    x := (sᵢ·xᵢ + sⱼ·xⱼ) / (sᵢ + sⱼ)                       s: the ranks' shares
+
+Numbers travel as they are, in float32: what is exchanged are weights, of which no rank knows what its partner has, so there is
+nothing to send a change against.
+
+Note: the same bits in both of a pair: the lower rank's comes first in the sum.
+"""
+
+import sys
+from collections.abc import Sequence
+from math import sqrt
+from random import Random
+
+import torch
+
+from commpress.codecs import Policy
+from commpress.codecs.family import EXACT
+from commpress.codecs.policy import BySize, Same, policy_of
+from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, check_buffer, exchange
+from commpress.collectives.buckets import MESSAGE, Message, Span, messages
+from commpress.collectives.channel import Channel
+from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
+from commpress.collectives.transports.transport import Subset
+from commpress.errors import InvalidArgument
+from commpress.work import Steps, overlapped
+
+
+def partners(key: int, size: int) -> list[int]:
+    """Each rank's partner, itself where there is none; the same on every rank for the same ``key``."""
+    draw, order = Random(key), list(range(size))
+    for last in range(size - 1, 0, -1):
+        other = int(draw.random() * (last + 1))
+        order[last], order[other] = order[other], order[last]
+    mine = list(range(size))
+    for a, b in zip(order[::2], order[1::2], strict=False):
+        mine[a], mine[b] = b, a
+    return mine
+
+
+class PairMean(Exchange):
+    """The mean over this rank and the partner that ``key`` draws. ``apart``: how far this rank was from it, relative to it."""
+
+    def __init__(self, spans: list[Span], named: list[Message]) -> None:
+        self.spans, self.messages, self.apart = spans, named, 0.0
+        self.first, self.numel = (spans[0].source, sum(span.numel for span in spans)) if named else (0, 0)
+        self.waits = self.sequences = -(-self.numel // MESSAGE)
+
+    def steps(
+        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False,
+        shares: Sequence[float] = (),
+    ) -> Steps[list[Outcome]]:  # fmt: skip
+        """As the law says; not finite, and nothing done, where neither has a share. Whose share is 0 may hold anything."""
+        check_buffer(buffer)
+        if not self.messages:
+            return []
+        me, shares = channel.rank, shares or [1.0] * channel.size
+        partner = partners(key, channel.size)[me]
+        pair = sorted({me, partner})
+        total = sum(shares[r] for r in pair)
+        outcome = Outcome(self.messages[0], total > 0, None, None, channel.workspace)
+        x = buffer[self.first :][: self.numel]
+        if shares[me] == 0:
+            x.zero_()
+        if partner == me:
+            self.apart = 0.0
+            return [outcome]
+        factors = [shares[r] / total if total else 0.0 for r in pair]
+        jobs = [
+            self._mean(channel, pair, factors, x[at : at + MESSAGE], sequence + i)
+            for i, at in enumerate(range(0, self.numel, MESSAGE))
+        ]
+        done = yield from overlapped(jobs, limit=ALONGSIDE)
+        moved, norm = (sum(each) for each in zip(*done, strict=True))
+        self.apart = sqrt(moved / norm) if norm and all(factors) else 0.0
+        return [outcome]
+
+    def _mean(
+        self, channel: Channel, pair: list[int], factors: list[float], x: torch.Tensor, sequence: int
+    ) -> Steps[tuple[float, float]]:
+        """``x`` := its mean; squares of how far it moved and of what it is."""
+        workspace, between = channel.workspace, Subset(channel.transport, pair)
+        size = HEADER + 4 * x.numel()
+        outbox, inbox = workspace.rows(size, 1, x.device), workspace.rows(size, 2, x.device)
+        outbox[0, HEADER:].copy_(x.view(torch.uint8))
+        frame = Frame(ALL_GATHER, 2, EXACT.spec, x.numel(), sequence, self.messages[0].label)
+        mark = torch.zeros(1, dtype=torch.uint8, device=x.device)
+        yield from exchange(between.all_gather, inbox, outbox, frame, mark, between, workspace)
+        first, second = (row.view(torch.float32) for row in inbox[:, HEADER:])
+        mean = first * factors[0] + second * factors[1]
+        squares = float((mean - x).double().square().sum()), float(mean.double().square().sum())
+        x.copy_(mean)
+        workspace.give_rows(outbox, inbox)
+        return squares
+
+    def forget(self, workspace: Workspace) -> None:
+        for message in self.messages:
+            workspace.forget(message)
+
+
+class PairMeans(Exchanges):
+    """Exchanges between pairs; nothing is left behind."""
+
+    def __init__(self, policy: Policy, size: int, workspace: Workspace, *, seed: int = 0) -> None:
+        super().__init__(policy, size, workspace, feedback=False, seed=seed)
+        codec = policy_of(policy.large) if isinstance(policy, BySize) else policy
+        if not isinstance(codec, Same) or codec.codec != EXACT:
+            raise InvalidArgument(
+                f"codec is {policy!r}, expected None: pairs exchange weights, of which neither knows what the other has, so "
+                "there is no change to compress"
+            )
+
+    def _cut(self, spans: list[Span], shapes: Sequence[Sequence[int]], policy: Policy, device: torch.device) -> Exchange:
+        return PairMean(spans, messages(spans, Same(EXACT), self.size, feedback=False, message=sys.maxsize))
