@@ -23,12 +23,13 @@ from commpress.collectives.powersgd import (
     Bases,
     MatrixPlan,
     RowsOnly,
+    check_bases,
     load_bases,
     matrices_of,
     plan_matrices,
     reduce_matrices,
 )
-from commpress.collectives.sketch import Quanta, SketchPlan, load_quanta, plan_sketches, reduce_sketch
+from commpress.collectives.sketch import Quanta, SketchPlan, check_quanta, load_quanta, plan_sketches, reduce_sketch
 from commpress.collectives.two_level import Route, reduce_route, reduce_routes, route, routes
 from commpress.errors import InvalidArgument, check_counts
 from commpress.feedback import ErrorFeedback, ResidualStore
@@ -272,6 +273,11 @@ class Exchanges:
     def choices(self) -> dict[str, Any]:
         """State that codecs have learnt besides residuals: bases of matrices, quanta of sketches."""
         return {"bases": {name: basis.clone() for name, basis in self.bases.items()}, "quanta": dict(self.quanta)}
+
+    def check_choices(self, state: dict[str, Any]) -> None:
+        """Raise ``StateMismatch`` unless ``load_choices`` can take them."""
+        check_bases(self.bases, state.get("bases", {}))
+        check_quanta(state.get("quanta", {}))
 
     def load_choices(self, state: dict[str, Any]) -> None:
         load_bases(self.bases, state.get("bases", {}))

@@ -185,11 +185,15 @@ def reduce_matrices(
     )
 
 
-def load_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Into the plans that point here, or for plans to come."""
+def check_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
     for name, basis in loaded.items():
         if name in bases:
             check_basis(name, bases[name], basis)
+
+
+def load_bases(bases: Bases, loaded: Mapping[str, torch.Tensor]) -> None:
+    """Into the plans that point here, or for plans to come."""
+    check_bases(bases, loaded)
     for name, basis in loaded.items():
         if name in bases:
             bases[name].copy_(basis)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from commpress.collectives.allreduce import Workspace, exchange
-from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
+from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
 from commpress.work import Steps
 
@@ -14,12 +14,16 @@ from commpress.work import Steps
 def gathered(
     values: Sequence[float], *, transport: Transport, sequence: int, device: torch.device | str = "cpu"
 ) -> Steps[np.ndarray]:
-    """float64[ranks, len(values)], the same on every rank."""
-    mine = torch.zeros(1, HEADER + 8 * len(values), dtype=torch.uint8, device=device)
-    every = torch.zeros(transport.size, mine.shape[1], dtype=torch.uint8, device=device)
+    """float64[ranks, len(values)], the same on every rank.
+
+    It is an all-to-all, as rounds begin with one: a rank that begins a round meanwhile is named, and not waited for.
+    """
+    outbox, every = (
+        torch.zeros(transport.size, HEADER + 8 * len(values), dtype=torch.uint8, device=device) for _ in range(2)
+    )
     payload = torch.tensor(list(values), dtype=torch.float64).view(torch.uint8)
-    mine[0, HEADER:] = payload.to(device)
-    frame = Frame(ALL_GATHER, transport.size, "scalars", len(values), sequence)
+    outbox[:, HEADER:] = payload.to(device)
+    frame = Frame(ALL_TO_ALL, transport.size, "scalars", len(values), sequence)
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
-    yield from exchange(transport.all_gather, every, mine, frame, flag, transport, Workspace())
+    yield from exchange(transport.all_to_all, every, outbox, frame, flag, transport, Workspace())
     return every[:, HEADER:].cpu().contiguous().view(torch.float64).numpy().copy()

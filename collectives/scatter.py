@@ -29,11 +29,16 @@ class Scatter:
         self.residuals = ResidualStore()
         self.parts: list[Part] = []
         self.numel = 0
+        self.plan: list[Deal] = []
+        self.extend(spans)
+
+    def extend(self, spans: Sequence[Span]) -> None:
+        """Divide these tensors too: behind the others, which stay where they are, with what is owed of them."""
         for span in spans:
-            width = width_of(span.numel, channel.size)
+            width = width_of(span.numel, self.channel.size)
             self.parts.append(Part(span.name, self.numel, width, span.numel, span.source))
             self.numel += width
-        self.plan = self._deals()
+        self.recut()
 
     def recut(self) -> None:
         """The policy says something else from now on; residuals stay with their tensors."""
@@ -60,17 +65,23 @@ class Scatter:
             sequence=self.channel.take(len(self.plan)), key=~key,  # other noise than on the way there
         )  # fmt: skip
 
+    def check(self, residuals: Mapping[Key, Residual]) -> None:
+        """Raise ``StateMismatch`` unless they are of these tensors."""
+        numels = {part.name: part.numel for part in self.parts}
+        for (name, offset), (sent, *_) in residuals.items():
+            if offset + sent.numel() > numels.get(name, 0):
+                raise StateMismatch(
+                    f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, of which this model has "
+                    f"{numels.get(name, 0)}: load the state of this model, saved with the same named_parameters"
+                )
+
     def load(self, residuals: Mapping[Key, Residual]) -> None:
-        """Residuals of these tensors, whatever number of ranks they were cut for."""
+        """Residuals of these tensors, whatever number of ranks they were cut for. All or nothing."""
+        self.check(residuals)
         sources = {part.name: (part.numel, part.source or 0) for part in self.parts}
         whole = torch.zeros(max((numel + source for numel, source in sources.values()), default=0), device=self.device)
         for (name, offset), (sent, *_) in residuals.items():
-            numel, source = sources.get(name, (0, 0))
-            if offset + sent.numel() > numel:
-                raise StateMismatch(
-                    f"the state has {sent.numel()} residuals of {name!r} from element {offset} on, of which this model has "
-                    f"{numel}: load the state of this model, saved with the same named_parameters"
-                )
+            source = sources[name][1]
             whole[source + offset : source + offset + sent.numel()] = sent
         cut: dict[Key, Residual] = {}
         held = {name for name, _ in residuals}

@@ -222,10 +222,14 @@ def next_quanta(mean: torch.Tensor, plan: SketchPlan) -> Quanta:
     return {name: max(4 * 2.0 ** math.ceil(math.log2(peak)) / plan.most, _LEAST) for name, peak in peaks if peak > 0}
 
 
-def load_quanta(quanta: Quanta, loaded: Any) -> None:
+def check_quanta(loaded: Any) -> None:
     for name, value in loaded.items():
         if not (isinstance(name, str) and isinstance(value, float) and 0 < value < math.inf):
             raise StateMismatch(f"the state has {value!r} as quantum of {name!r}, expected a number above 0: it is damaged")
+
+
+def load_quanta(quanta: Quanta, loaded: Any) -> None:
+    check_quanta(loaded)
     quanta.clear()  # what one rank knows all know
     quanta.update(loaded)
 

@@ -210,10 +210,14 @@ class ResidualStore:
         other.load({key: tuple(r.clone() for r in every) for key, every in self.every().items()})
         self.load({})
 
-    def load(self, residuals: Mapping[Key, Residual]) -> None:
-        """Replace all residuals; pieces that no message has brought yet wait for it. All or nothing."""
+    def check(self, residuals: Mapping[Key, Residual]) -> None:
+        """Raise ``StateMismatch`` unless ``load`` can take them."""
         for key in residuals.keys() & self._places.keys():
             self._check(key, self._places[key], *residuals[key])
+
+    def load(self, residuals: Mapping[Key, Residual]) -> None:
+        """Replace all residuals; pieces that no message has brought yet wait for it. All or nothing."""
+        self.check(residuals)
         self.settle()
         self._loaded = dict(residuals)
         for key, place in self._places.items():

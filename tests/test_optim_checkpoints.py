@@ -1,5 +1,7 @@
 """Saving and loading 1-bit Adam: bit for bit on as many ranks, nothing owed lost on others, from torch's Adam."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -171,3 +173,51 @@ def test_states_that_do_not_fit_say_so():
         replicas(2, ((5,),)).optimizers[0].load_state_dict(state)
     with pytest.raises(StateMismatch, match="shape"):
         replicas(2, ((40, 50), (700,), (8,))).optimizers[0].load_state_dict(state)
+
+
+def damages(kind, state):
+    """Ways in which a state may not fit, each with what the error says."""
+    part = state["commpress"]
+    for key in part["schedule"]:
+        yield (lambda bad, key=key: bad["commpress"]["schedule"].pop(key)), f"schedule of the state has no '{key}'"
+    for key in ("facts", "full", "quantized", "schedule"):
+        yield (lambda bad, key=key: bad["commpress"].pop(key)), f"state of a rank has no '{key}'"
+
+    def residual(bad):
+        first = next(iter(bad["commpress"]["quantized"]["residuals"].values()))
+        first["sent"] = torch.ones(2001)
+
+    yield residual, "2001 residuals of '#00000'"
+    if "trips" in part["schedule"]:
+        yield (lambda bad: bad["commpress"]["schedule"]["trips"].pop()), "2 counts of large gradients, expected 3"
+    if "sharded" in kind:
+        shape = r"'#00000' with shape \(50, 40\), expected \(40, 50\)"
+        yield (lambda bad: bad["commpress"]["shapes"].__setitem__(0, [50, 40])), shape
+        yield (lambda bad: bad["commpress"]["shards"].pop(1)), r"0 of the \d+ elements of parameter '#00001' \(700,\) that"
+        yield (lambda bad: bad["commpress"]["tensors"]["frozen_at"].pop()), "2 'frozen_at' of parameters, expected 3"
+    else:
+        shape = r"'exp_avg' of parameter '#00001' with shape \(3,\), expected \(700,\)"
+        yield (lambda bad: bad["state"][1].update(exp_avg=torch.ones(3))), shape
+        yield (lambda bad: bad["state"][2].pop("exp_avg_sq")), r"parameter '#00002' \(7,\) has no 'exp_avg_sq'"
+        yield (lambda bad: bad.pop("param_groups")), "has no 'param_groups'"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_does_not_fit_changes_nothing(kind):
+    group = KINDS[kind](2)
+    for step in range(8):
+        group.step(noise(2, step))
+    first = group.optimizers[0]
+    state = copy.deepcopy(first.state_dict())
+    for step in range(8, 11):
+        group.step(noise(2, step))
+    before, said = state_of(group), repr(first.state_dict())
+    for damage, what in damages(kind, state):
+        bad = copy.deepcopy(state)
+        damage(bad)
+        with pytest.raises(StateMismatch, match=what):
+            first.load_state_dict(bad)
+        assert equal(state_of(group), before), what
+        assert repr(first.state_dict()) == said, what
+    first.load_state_dict(state)
+    assert first.steps_done == 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import commpress
-from commpress.errors import StateMismatch
+from commpress.errors import Mismatch, StateMismatch
 from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
 from commpress.schedules import DoublingIntervals
 from optim_twin import Replicas, noise, start
@@ -68,6 +68,38 @@ def sharded_zero_one(parameters, transport):
     options = {k: v for k, v in OPTIONS.items() if k != "warmup_steps"}
     sync = DoublingIntervals(start=4, period=100)
     return ShardedZeroOneAdam(parameters, transport=transport, sync=sync, variance_updates=1, **options)
+
+
+def grow(make, size, missing):
+    """On a real rank; the last parameters come after 5 steps, on one rank not at all if ``missing``."""
+    rank = torch.distributed.get_rank()
+    parameters = [torch.nn.Parameter(p) for p in start()]
+    optimizer = make(parameters[:1], None)
+    for step in range(STEPS):
+        for p, g in zip(parameters, noise(size, step)[rank], strict=True):
+            p.grad = g
+        if step == 5 and not (missing and rank == 1):
+            optimizer.add_param_group({"params": parameters[1:]})
+        try:
+            optimizer.step()
+        except Mismatch as mismatch:
+            return str(mismatch)
+    return [p.detach() for p in parameters]
+
+
+@pytest.mark.parametrize("make", [sharded, sharded_zero_one])
+def test_groups_that_come_late_are_those_of_the_simulation(pool, make):
+    twin = Replicas(lambda p, t: make(p[:1], t), 2)
+    for step in range(STEPS):
+        if step == 5:
+            for o, mine in zip(twin.optimizers, twin.parameters, strict=True):
+                o.add_param_group({"params": mine[1:]})
+        twin.step(noise(2, step))
+    for mine, theirs in zip(pool.run(grow, make, 2, False), twin.parameters, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    said = pool.run(grow, make, 2, True)
+    assert "but rank 1 sent" in said[0]
+    assert "but rank 0 sent" in said[1]
 
 
 def go_on(make, folder, elastic, begin, end):

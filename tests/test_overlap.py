@@ -124,6 +124,38 @@ def test_a_second_backward_replaces_what_was_started(pool):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def unfrozen_late(name, overlapped):
+    """Parameters come between a backward and its step, when rounds are under way or a window is open."""
+    torch.manual_seed(0)
+    model = Net()
+    late = list(dict(model.named_parameters()).items())[-2:]
+    for _, p in late:
+        p.requires_grad = False
+    rest = torch.nn.ParameterDict({n.replace(".", "/"): p for n, p in model.named_parameters() if p.requires_grad})
+    optimizer = optimizer_of(name, rest)
+    run = DistributedDataParallel(model, bucket_cap_mb=0.01) if overlapped else model
+    if overlapped:
+        commpress.overlap(run, optimizer)
+    for step in range(14):
+        x, y = batch(Plan(), dist.get_rank(), step, 0)
+        (run(x, "left right") - y).square().mean().backward()
+        if step == 8:
+            optimizer.add_param_group({"params": late, "lr": 3e-3})
+            for _, p in late:
+                p.requires_grad = True
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()], optimizer.counters.exact_rounds
+
+
+@pytest.mark.parametrize("name", ["onebit", "zero-one"])
+def test_parameters_that_come_late_give_the_same_bits(pool, name):
+    plain, overlapped = (pool.run(unfrozen_late, name, each) for each in (False, True))
+    for (a, rounds), (b, same) in zip(plain, overlapped, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert rounds == same
+
+
 def wrong():
     model = Net()
     ddp = DistributedDataParallel(model)

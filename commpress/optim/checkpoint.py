@@ -5,7 +5,7 @@ compression left behind. Plain tensors, numbers and text throughout: it loads wi
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,8 @@ from commpress.work import Steps
 if TYPE_CHECKING:
     from commpress.optim.optimizer import CompressedOptimizer
     from commpress.optim.replicated import ReplicatedOptimizer
+
+ENTRIES = ("optimizer", "step", "facts", "schedule", "full", "quantized")  # of what every rank saves
 
 log = logging.getLogger("commpress")
 
@@ -51,15 +53,20 @@ def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[di
 
 
 def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> None:
+    """Take all of it, or nothing if something does not fit."""
     if any("commpress" not in state for state in states):
         _load_adam(optimizer, states[0])
         return
-    parts = [state["commpress"] for state in states]
-    residuals, head = _residuals(optimizer, parts)
+    check_entries(states[0], ("param_groups",), "the state")
+    check_groups(optimizer, states[0]["param_groups"])
+    residuals, head = _residuals(optimizer, [state["commpress"] for state in states])
+    state = next(state for state in states if state["commpress"] is head)
+    _check(optimizer, state, whole=True)
+    facts = Facts.of(head["facts"])
     _take_left(optimizer, head, residuals)
     optimizer.forget()
-    _fill(optimizer, next(state for state in states if state["commpress"] is head))
-    optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
+    _fill(optimizer, state)
+    optimizer.steps_done, optimizer.facts = int(head["step"]), facts
     optimizer.tensors.follow(optimizer.steps_done)
     optimizer.resume(head["schedule"])
 
@@ -101,14 +108,30 @@ def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
     sizes, mine = ([len(group["params"]) for group in every] for every in (groups, optimizer.param_groups))
     if sizes != mine:
         raise StateMismatch(
-            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the state of this model"
+            f"the state has groups of {sizes} parameters, this optimizer of {mine}: load the state of this model, after "
+            "add_param_group for groups that came late"
         )
 
 
+def check_entries(state: Mapping[str, Any], entries: Iterable[str], what: str) -> None:
+    missing = [entry for entry in entries if entry not in state]
+    if missing:
+        raise StateMismatch(
+            f"{what} has no {', '.join(map(repr, missing))}: it is only a part of a state, or of another version of commpress. "
+            "Load all that state_dict() or elastic_state_dict() of this version gave"
+        )
+
+
+def check_length(found: Sequence[Any] | torch.Tensor, wanted: int, what: str) -> None:
+    if len(found) != wanted:
+        raise StateMismatch(f"the state has {len(found)} {what}, expected {wanted}: load the state of this model")
+
+
 def take_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Hyperparameters as the state has them."""
+    """Hyperparameters as the state has them, and when each group came: of groups that do not say so, at the beginning."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+        beginning = {"added_at": 0} if "added_at" in group else {}
+        group.update(beginning | {key: value for key, value in saved.items() if key not in ("params", "param_names")})
 
 
 def _exchanges(optimizer: "ReplicatedOptimizer") -> list[tuple[str, Exchanges]]:
@@ -135,6 +158,8 @@ def _residuals(
     optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """This rank's residuals, and the part that holds what all share. Of another rank's exact state alone there are none."""
+    for part in parts:
+        check_entries(part, ENTRIES, "the state of a rank")
     names = {part["optimizer"] for part in parts}
     if names != {type(optimizer).__name__}:
         raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
@@ -151,48 +176,80 @@ def _residuals(
                 "change the world size",
                 of["rank"], of["size"], mine.rank, mine.size,
             )  # fmt: skip
+        optimizer.check_schedule(head["schedule"])
         return {}, head
     numels = {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)}
     residuals = {}
     for name, _ in _exchanges(optimizer):
         _, residuals[name] = residuals_of([part[name] for part in parts], optimizer.channel.transport)
         check_fit(residuals[name], numels)
+    optimizer.check_schedule(head["schedule"])
+    for name, exchanges in _exchanges(optimizer):
+        exchanges.check_choices(head[name])
+        exchanges.residuals.check(residuals[name])
     return residuals, head
 
 
 def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     """Momentum, variance and steps of torch's Adam: a run begun with it goes on with exact steps. One that torch's tools have
     carried from here to here goes on as it was, but for what compression left behind."""
+    _check(optimizer, state)
+    counts = _steps_of_groups(state)
     optimizer.forget()
     _fill(optimizer, state)
-    steps = {int(s["step"]) for s in state["state"].values()}
-    if len(steps) > 1:
-        raise StateMismatch(f"the parameters of the state have taken {sorted(steps)} steps, expected one number for all")
-    optimizer.steps_done = steps.pop() if steps else 0
-    optimizer.facts = Facts()
+    optimizer.steps_done, optimizer.facts = max(counts), Facts()
+    for group, count in zip(optimizer.param_groups, counts, strict=True):
+        group["added_at"] = optimizer.steps_done - count
     optimizer.tensors.follow(optimizer.steps_done, doubt=True)
     optimizer.resume(None)
     _take_left(optimizer, {}, {})
-    optimizer._taken.fill_(optimizer.steps_done)
+    for i in range(len(optimizer._taken)):
+        optimizer._taken[i] = optimizer.tensors.own_steps(i, optimizer.steps_done)
 
 
-def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
-    """Hyperparameters and per-parameter tensors, after all of them were found to fit."""
+def _steps_of_groups(state: dict[str, Any]) -> list[int]:
+    """Steps that each group has taken, which a group that came late has taken fewer of."""
+    counts: list[int] = []
+    for number, group in enumerate(state["param_groups"]):
+        steps = {int(state["state"][i]["step"]) for i in group["params"] if i in state["state"]}
+        if len(steps) > 1:
+            raise StateMismatch(
+                f"the parameters of group {number} have taken {sorted(steps)} steps, expected one number for all: give those "
+                "that began late a group of their own"
+            )
+        counts.append(steps.pop() if steps else 0)
+    every = max(counts)
+    return [count if group["params"] else every for count, group in zip(counts, state["param_groups"], strict=True)]
+
+
+def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bool = False) -> None:
+    """All groups and per-parameter tensors fit; ``whole``: none is missing."""
+    check_entries(state, ("state", "param_groups"), "the state")
     groups, flat = state["param_groups"], optimizer._flat
     check_groups(optimizer, groups)
     numbers = [number for group in groups for number in group["params"]]
     own = [optimizer.state[p] for p in flat.parameters]
     for i, number in enumerate(numbers):
-        for key, value in state["state"].get(number, {}).items():
+        saved = state["state"].get(number, {})
+        if whole or saved:
+            wanted = own[i].keys() - {"master"} if whole else ("step", "exp_avg", "exp_avg_sq")
+            check_entries(saved, sorted(wanted), f"the state of parameter {flat.names[i]!r} {tuple(flat.parameters[i].shape)}")
+        for key, value in saved.items():
             into = own[i].get(key)
             if into is None or (torch.is_tensor(value) and value.shape != into.shape):
                 raise StateMismatch(
                     f"the state holds {key!r} of parameter {flat.names[i]!r} "
-                    + (f"with shape {tuple(value.shape)}, expected {tuple(into.shape)}" if into is not None else
-                       f"but {type(optimizer).__name__} has no such thing: expected {sorted(own[i])}")
+                    + (f"with shape {tuple(value.shape)}, expected {tuple(into.shape)}: load the state of this model"
+                       if into is not None else f"but {type(optimizer).__name__} has no such thing: expected {sorted(own[i])}")
                 )  # fmt: skip
+
+
+def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
+    """Hyperparameters and per-parameter tensors, which were found to fit."""
+    groups, flat = state["param_groups"], optimizer._flat
     take_groups(optimizer, groups)
-    for i, number in enumerate(numbers):
+    own = [optimizer.state[p] for p in flat.parameters]
+    for i, number in enumerate(number for group in groups for number in group["params"]):
         for key, value in state["state"].get(number, {}).items():
             if own[i][key] is not value:
                 own[i][key].copy_(torch.as_tensor(value))

@@ -33,6 +33,12 @@ class Flat:
         twice = next((name for i, (p, name) in enumerate(zip(parameters, names, strict=True)) if self.index[id(p)] != i), None)
         if twice is not None:
             raise InvalidArgument(f"parameter {twice!r} is in params twice: pass a tied one once, as model.parameters() does")
+        if len(set(names)) < len(names):
+            alike = next(name for i, name in enumerate(names) if name in names[:i])
+            raise InvalidArgument(
+                f"two parameters are called {alike!r}, and what compression leaves behind is kept by name: pass named "
+                "parameters under the names that the whole model gives them, or all without names"
+            )
         self.places: list[tuple[int, int]] = []
         at = 0
         for p in parameters:
@@ -53,6 +59,18 @@ class Flat:
             first = -room.ctypes.data % (4 * ALIGN) // 4
             return torch.from_numpy(room[first : first + self.numel])
         return torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+
+    def grown(self, before: torch.Tensor | None) -> torch.Tensor:
+        """A buffer that begins as ``before``, one of fewer parameters, and goes on with zeros."""
+        buffer = self.new()
+        if before is not None:
+            buffer[: before.numel()] = before
+        return buffer
+
+    def follow(self, before: "Flat") -> None:
+        """Weights of the first parameters are those that ``before`` has of them, more exact than the parameters may be."""
+        for i in before.shadowed:
+            self.weights[i].copy_(before.weights[i])
 
     def view(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
         first, numel = self.places[i]

@@ -36,18 +36,26 @@ class FreezingOptimizer(CompressedOptimizer):
 
     @abstractmethod
     def variance_sum(self) -> Steps[float]:
-        """The sum of the variance of all parameters, the same on every rank."""
+        """The sum of the bias-corrected variance of all parameters, the same on every rank."""
 
     @abstractmethod
     def variances(self) -> list[torch.Tensor]:
         """v of every parameter, as far as this rank has it."""
+
+    def corrected_sum(self) -> float:
+        """The sum of the bias-corrected variance, as far as this rank has it."""
+        total = 0.0
+        for i, v in enumerate(self.variances()):
+            own = self.tensors.own_steps(i, self.steps_done)
+            total += float(v.sum(dtype=torch.float64)) / (1 - self.tensors.group(i)["betas"][1] ** own) if own else 0.0
+        return total
 
     def ends_warmup(self) -> Steps[bool]:
         """End of the warm-up, if it comes with the step that was taken; then what is owed of gradients is owed of momentum."""
         step = self.steps_done
         self.tensors.record(step, self.variances())
         if self.freeze.probes(step):
-            norm = (yield from self.variance_sum()) / (1 - self.param_groups[0]["betas"][1] ** step)
+            norm = yield from self.variance_sum()
             self.facts.norms = pruned([*self.facts.norms, (step, norm)], getattr(self.freeze, "window", 0))
         if not self.freeze.freezes(step, self.facts):
             return False
@@ -63,10 +71,16 @@ class FreezingOptimizer(CompressedOptimizer):
         """Those of the live tensors that have been so for long enough and whose variance may stand still."""
         woken = self.tensors.thawed_at.tolist()
         rested = (i for i in live if not woken[i] or self.steps_done - woken[i] >= self.patience)
-        ready = [i for i in rested if self.tensors.may_freeze(i)]
+        ready = [i for i in rested if self._warmed_up(i) and self.tensors.may_freeze(i)]
         if self.steps_done == self.frozen_at:
             self._warn_of_unstable(ready)
         return ready
+
+    def _warmed_up(self, i: int) -> bool:
+        """True unless the parameter came late: then it is live for as long as the warm-up took, at most ``patience``."""
+        assert self.frozen_at is not None
+        own = self.tensors.own_steps(i, self.steps_done)
+        return own == self.steps_done or own >= min(self.patience, self.frozen_at)
 
     def _warn_of_unstable(self, ready: Sequence[int]) -> None:
         found = self.tensors.unstable(ready, self.steps_done, self.variances())

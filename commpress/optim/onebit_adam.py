@@ -53,6 +53,8 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     On one rank it is Adam, in every bit.
     """
 
+    schedule_entries = ("frozen_at", "trips")
+
     @property
     def frozen(self) -> bool:
         return self.frozen_at is not None
@@ -84,7 +86,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         """Parameters and momentum of frozen tensors of one group, from p in ``work``."""
         if not frozen:
             return
-        lr, correction = float(group["lr"]), 1 - group["betas"][0] ** (self.steps_done + 1)
+        lr, correction = float(group["lr"]), 1 - group["betas"][0] ** (self.steps_done + 1 - group["added_at"])
         self.kernels.apply_mean(
             self._flat.placed(frozen), self.work, self.variance, self.momentum, self._empty, self.tensors.divisors(frozen),
             step=lr / (correction if group["bias_correction"] else 1.0), decay=1 - lr * group["weight_decay"],
@@ -109,7 +111,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
 
     def variance_sum(self) -> Steps[float]:
         yield from ()
-        return float(self.variance.sum())
+        return self.corrected_sum()
 
     def variances(self) -> list[torch.Tensor]:
         return self._variances

@@ -102,13 +102,12 @@ class OneBitLamb(OneBitAdam):
                 self._flat.view(self.fresh, i).copy_(self._variances[i])
                 self.factor[i] = 1.0
 
-    def allocate(self) -> None:
+    def allocate(self, had: int) -> None:
         self.layers = lamb_arithmetic(self._flat.device)
-        count, before = len(self._flat.parameters), self.coefficient
-        self.coefficient = torch.zeros(count, device=self._flat.device)
-        self.coefficient[: before.numel()] = before
-        self.factor = torch.ones(count, device=self._flat.device)
-        average = self._flat.new()
+        device, new = self._flat.device, len(self._flat.parameters) - had
+        self.coefficient = torch.cat([self.coefficient.to(device), torch.zeros(new, device=device)])
+        self.factor = torch.cat([self.factor.to(device), torch.ones(new, device=device)])
+        average = self._flat.grown((self.course if self.rates == "live" else self.fresh) if had else None)
         self.course, self.fresh = (average, self._empty) if self.rates == "live" else (self._empty, average)
         for i, p in enumerate(self._flat.parameters):
             self.state[p] |= {"coefficient": self.coefficient[i], "factor": self.factor[i], **self._average(i)}

@@ -34,6 +34,7 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient, check_counts
 from commpress.feedback import check_feedback
 from commpress.kernels.devices import adam_arithmetic
+from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.clipping import Clipping
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer_counters import OptimizerCounters
@@ -43,6 +44,9 @@ from commpress.schedules import Facts
 from commpress.work import Steps
 
 ENDLESS = 1e9  # steps after which a bias correction is 1 in every bit
+SAME_GROUPS = (
+    "Call add_param_group on every rank between the same two steps, with the same parameters in the same order."
+)
 
 log = logging.getLogger("commpress")
 
@@ -66,6 +70,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     full: Exchanges | Scatter  # how gradients cross the channel in exact rounds
     quantized: Exchanges | Scatter  # what crosses it in compressed ones
     states: Any  # the module that saves and loads them
+    schedule_entries: tuple[str, ...] = ()  # of ``schedule_state``
 
     def __init__(
         self,
@@ -92,7 +97,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         grad_scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ) -> None:
-        _check_numbers({"lr": lr, "eps": eps, "weight_decay": weight_decay}, betas)
+        check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         check_feedback(error_feedback)
         check_counts(check_every=check_every, seed=seed)
         if agree_over is not None and max_grad_norm is not None:
@@ -114,11 +119,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._counted = 0  # bytes that ``counters`` know of
         self.flat: Flat | None = None
         own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
-        super().__init__(params, own)
+        super().__init__(params, own | {"added_at": 0})
         parameters, names = self.named_parameters()
         flat = Flat(parameters, names)
         self._check_codecs(flat)
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)  # where more must stay equal
+        self._laid_out = list(self.param_groups)
         name = "commpress-optimizer"
         self.channel = (
             Channel.among(process_group, timeout=timeout, name=name) if transport is None else Channel(transport, name=name)
@@ -135,6 +141,48 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 )
 
     # ------------------------------------------------------------ parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train these parameters too, from the next step on: before the first or between any two, in a warm-up or after it.
+
+        Call it on every rank between the same two steps, with the same parameters of the same values. It sends nothing itself;
+        the next ``step`` first compares the groups and weights of all ranks, and ends an open window of 0/1 Adam.
+
+        What the others have stays theirs in every bit. New ones begin as those of AdamW do, with a count of steps of their own
+        (since ``added_at``, which the group holds), in 1-bit Adam and LAMB live until they have been so for as long as the
+        warm-up took, in 0/1 Adam with as many exact steps of all parameters as a run begins with.
+        """
+        count = len(self.param_groups)
+        super().add_param_group(param_group)
+        self.param_groups[-1]["added_at"] = self.steps_done
+        try:
+            check_numbers(self.param_groups[-1])
+            if self.flat is not None:
+                self._follow_groups()
+        except Exception:
+            del self.param_groups[count:]
+            raise
+
+    def _follow_groups(self) -> None:
+        """Lay out anew if groups came, or others took their place: Lightning assigns ``param_groups`` when it goes on."""
+        groups, before = self.param_groups, self._flat
+        count = sum(len(group["params"]) for group in groups)
+        same = len(groups) == len(self._laid_out) and all(a is b for a, b in zip(groups, self._laid_out, strict=True))
+        if same and count == len(before.parameters):
+            return
+        parameters, names = self.named_parameters()
+        if count < len(before.parameters) or any(p is not q for p, q in zip(before.parameters, parameters, strict=False)):
+            raise InvalidArgument(
+                f"param_groups holds {count} parameters, not those {len(before.parameters)} that the optimizer has state of, "
+                "in their order, and then new ones: call add_param_group for new ones, construct another optimizer for others"
+            )
+        flat = Flat(parameters, names)
+        self._check_codecs(flat)
+        flat.follow(before)
+        for group in groups:
+            group["added_at"] = min(int(group.get("added_at", self.steps_done)), self.steps_done)
+        self._laid_out = list(groups)
+        self._place(flat)
 
     def named_parameters(self) -> tuple[list[torch.Tensor], list[str]]:
         """All of them, group by group, and what they are called."""
@@ -164,7 +212,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return [Span(flat.names[i], *flat.places[i]) for i in indices]
 
     def _place(self, flat: Flat) -> None:
-        """Make the buffers of these parameters."""
+        """Make the buffers of these parameters; what earlier ones had, which are the first of them, stays theirs."""
         self.flat = flat
         self.kernels = adam_arithmetic(flat.device)
         self.work = flat.new()
@@ -228,11 +276,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def steps(self) -> Steps[bool]:
         """One step as an algorithm that may wait; returns whether it was taken, the same on every rank."""
+        self._follow_groups()
         self._flat.check()
         self.facts.see(self.steps_done, max(float(group["lr"]) for group in self.param_groups))
         kind = self.round()
         yield from self.before(kind)
-        if self.channel.size > 1 and self.check_every and self.steps_done % self.check_every == 0:
+        if self.channel.size > 1 and self._comparison_is_due():
             yield from self._compare_replicas()
         taken = yield from self.take(kind)
         waking = self.tensors.waking()  # as headers have asked for it
@@ -334,19 +383,34 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             raise InvalidArgument(f"max_grad_norm is {norm!r}, expected None: the optimizer has agree_over, see there")
         self.clipping = Clipping(norm)
 
+    def _comparison_is_due(self) -> bool:
+        came = any(group["added_at"] == self.steps_done for group in self.param_groups)
+        return self.check_every > 0 and (came or self.steps_done % self.check_every == 0)
+
     def _compare_replicas(self) -> Steps[None]:
-        """Every rank holds the same parameters (mid-window: the same anchor), in every bit."""
+        """Every rank has the same groups, and holds the same parameters (mid-window: the same anchor), in every bit."""
         flat = self._flat
         sums = [0 if g is None else _bits(g) for g in map(flat.gradient, range(len(flat.parameters)))]
         mine = checksum(self.replicated())
         gradients = zlib.crc32(np.array(sums, np.int64).tobytes()) if any(sums) else 0
-        every = yield from self.gathered([mine, self.steps_done, gradients])
+        try:
+            every = yield from self.gathered([mine, self.steps_done, gradients, *self._layout()])
+        except Mismatch as mismatch:
+            raise Mismatch(f"{mismatch} {SAME_GROUPS}", ranks=mismatch.ranks) from None
+        _require_same_groups(every[:, 3:])
         require_same(every[:, :2], self.steps_done)
         if self.bucket_rounds is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
             log.warning(
                 "gradients are the same in every bit on all ranks: somebody averaged them already, so compression saves "
                 "nothing. Under DistributedDataParallel call commpress.overlap(ddp, optimizer)."
             )
+
+    def _layout(self) -> tuple[int, int, int]:
+        """Numbers of groups and of parameters, and a sum of names, shapes and dtypes."""
+        flat = self._flat
+        said = [(group["added_at"], len(group["params"])) for group in self.param_groups]
+        every = [(name, tuple(p.shape), p.dtype) for name, p in zip(flat.names, flat.parameters, strict=True)]
+        return len(said), len(every), zlib.crc32(repr((said, every)).encode())
 
     def _report_skipped(self) -> None:
         report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite)
@@ -366,6 +430,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """This rank's part of a state that fits any world size; collective, between steps. Rank 0's is the large one."""
         return self.channel.run(self.elastic_steps())
 
+    def check_schedule(self, schedule: dict[str, Any]) -> None:
+        """Raise ``StateMismatch`` unless it is a whole ``schedule_state`` of such parameters."""
+        check_entries(schedule, self.schedule_entries, "the schedule of the state")
+        if "trips" in self.schedule_entries:
+            check_length(schedule["trips"], len(self._flat.parameters), "counts of large gradients")
+
     @abstractmethod
     def elastic_steps(self) -> Steps[dict[str, Any]]:
         """``elastic_state_dict`` as an algorithm that may wait."""
@@ -373,7 +443,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
         """Load this rank's ``state_dict`` or all ranks' ``elastic_state_dict``s. Where every rank has all state, that of
-        torch's Adam or AdamW will do; where it is divided, load the model first."""
+        torch's Adam or AdamW will do; where it is divided, load the model first. A state that does not fit changes nothing."""
+        self._follow_groups()
         self.states.load(self, [state_dict, *others])
 
     def rank_state(self) -> dict[str, Any]:
@@ -406,10 +477,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """‖m/s‖² of all parameters."""
 
 
-def _check_numbers(numbers: dict[str, float], betas: tuple[float, float]) -> None:
-    for name, number in numbers.items():
-        if not float(number) >= 0:
-            raise InvalidArgument(f"{name} is {number!r}, expected a number of at least 0")
+def check_numbers(group: dict[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for numbers of a parameter group with which no step is Adam's."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(group[name]) >= 0:
+            raise InvalidArgument(f"{name} is {group[name]!r}, expected a number of at least 0")
+    betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise InvalidArgument(f"betas is {betas!r}, expected two numbers of at least 0 and below 1")
     if betas[0] ** 2 >= betas[1]:
@@ -444,6 +517,18 @@ def require_same(every: np.ndarray, steps_done: int) -> None:
             f"after {steps_done} steps the parameters of ranks {list(different)} differ from those of rank 0 (steps "
             f"done: {[int(s) for s in every[:, 1]]}). Start every rank from the same weights (DistributedDataParallel "
             "broadcasts them) and change parameters only through this optimizer.",
+            ranks=different,
+        )
+
+
+def _require_same_groups(layouts: np.ndarray) -> None:
+    """Raise unless all ranks train the same parameters: the rows of ``layouts`` are those of ``_layout``."""
+    different = tuple(r for r in range(len(layouts)) if (layouts[r] != layouts[0]).any())
+    if different:
+        counts = ", ".join(f"rank {r} {int(groups)} with {int(count)}" for r, (groups, count, _) in enumerate(layouts))
+        raise Mismatch(
+            f"ranks {list(different)} have other parameter groups than rank 0 (groups and parameters: {counts}; or names, "
+            f"shapes, dtypes, or the step at which they came). {SAME_GROUPS}",
             ranks=different,
         )
 

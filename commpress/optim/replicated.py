@@ -10,7 +10,6 @@ import torch
 from commpress.codecs import policy_of
 from commpress.collectives.allreduce import Outcome
 from commpress.collectives.exchange import Exchange, Exchanges
-from commpress.errors import InvalidArgument
 from commpress.optim import checkpoint
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import ENDLESS, CompressedOptimizer, RoundKind
@@ -24,6 +23,9 @@ class ReplicatedOptimizer(CompressedOptimizer):
     full: Exchanges
     quantized: Exchanges
     states = checkpoint
+    momentum: torch.Tensor
+    variance: torch.Tensor
+    _taken: torch.Tensor  # steps of each parameter, as torch's Adam counts them
 
     # ------------------------------------------------------------ what subclasses say
 
@@ -41,8 +43,8 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """A step without communication, for those whose ``round`` may say LOCAL."""
         raise TypeError(f"{type(self).__name__}.round() said LOCAL: the class must have local(gain), a step that sends nothing")
 
-    def allocate(self) -> None:
-        """Make the buffers that ``_place`` does not know of."""
+    def allocate(self, had: int) -> None:
+        """Make the buffers that ``_place`` does not know of; the first ``had`` parameters keep what they have in them."""
 
     # ------------------------------------------------------------ one step
 
@@ -155,7 +157,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
             if not at:
                 continue
             lr, decay = float(group["lr"]), group["weight_decay"]
-            self._counts.fill_(self.steps_done if group["bias_correction"] else ENDLESS)
+            self._counts.fill_(self.steps_done - group["added_at"] if group["bias_correction"] else ENDLESS)
             adam(
                 [self._flat.weights[i] for i in at], [gradients[i] for i in at], [self._momenta[i] for i in at],
                 [self._variances[i] for i in at], [], [self._count_tensors[i] for i in at], fused=True, amsgrad=False,
@@ -169,48 +171,30 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     # ------------------------------------------------------------ buffers
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self.flat is not None and self.frozen:
-            raise InvalidArgument(
-                "add_param_group after the variance was frozen: the new parameters would have none. Add them before, or make "
-                "a second optimizer for them"
-            )
-        super().add_param_group(param_group)
-        if self.flat is not None:
-            self._place(Flat(*self.named_parameters()))
-
-    @property
-    def frozen(self) -> bool:
-        return False
-
     def _place(self, flat: Flat) -> None:
-        """Make the buffers; what earlier parameters had stays theirs."""
-        first = self.flat is None
-        before = {p: dict(state) for p, state in self.state.items()}
+        if self.bucket_rounds is not None:
+            self.bucket_rounds.take_back()
+        had = 0 if self.flat is None else len(self.flat.parameters)
+        before = (self.momentum, self.variance) if had else (None, None)
         super()._place(flat)
         count = len(flat.parameters)
-        self.momentum, self.variance = flat.new(), flat.new()
+        self.momentum, self.variance = map(flat.grown, before)
         self._empty = self.work[:0]
         self._counts = torch.zeros(count)  # of updates, for torch's kernel
         self._count_tensors = list(self._counts.unbind())
-        self._taken = torch.full((count,), float(self.steps_done))
+        self._taken = torch.cat([self._taken, torch.zeros(count - had)]) if had else torch.zeros(count)
         self._taken_tensors = list(self._taken.unbind())
         self._momenta, self._works, self._variances = map(flat.views, (self.momentum, self.work, self.variance))
-        for i, p in enumerate(flat.parameters):
-            if p in before:
-                self._momenta[i].copy_(before[p]["exp_avg"])
-                self._variances[i].copy_(before[p]["exp_avg_sq"])
         every = [group for group in self.param_groups for _ in group["params"]]
         self.tensors.lay_out(flat, every, self.variance, self.channel.size)
-        self.tensors.count(range(count), self.steps_done)
         self._expose_state()
-        if first:
+        if not had:
             exact, size, workspace = policy_of(self.exact_codec, min_numel=256), self.channel.size, self.channel.workspace
             self.full = Exchanges(exact, size, workspace, feedback=self.error_feedback)
             self.quantized = Exchanges(self.tensors, size, workspace, feedback=self.error_feedback, seed=self.seed)
         self.full.recut()
         self.recut()
-        self.allocate()
+        self.allocate(had)
 
     def _expose_state(self) -> None:
         """``state`` as torch's Adam has it, and whether it is frozen; views of what is kept side by side."""

@@ -46,12 +46,27 @@ class Owned:
         return tensor.reshape(-1)[self.begin : self.begin + self.numel]
 
 
+def grown(before: torch.Tensor, numel: int, device: torch.device) -> torch.Tensor:
+    """A buffer that begins as ``before``, which is shorter, and goes on with zeros."""
+    buffer = torch.zeros(numel, dtype=before.dtype, device=device)
+    buffer[: before.numel()] = before
+    return buffer
+
+
 class ShardedOptimizer(CompressedOptimizer):
     """Optimizer of which each rank has the state of an equal part of every tensor: rows go to their owners and come back."""
 
     full: Scatter
     quantized: Scatter
     states = sharded_checkpoint
+    unknown = False  # whether ``known`` is out of date and about to be divided by
+    missing = ""  # what an incomplete state lacks
+
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        self.known = torch.zeros(0, dtype=torch.bfloat16)  # v, as far as it is to be divided by
+        self.parts: list[Owned] = []
+        self.master, self.momentum, self.variance, self.mean = torch.zeros(4, 0)  # of the own rows
+        super().__init__(params, *args, **options)
 
     def _check_codecs(self, flat: Flat) -> None:
         super()._check_codecs(flat)
@@ -65,40 +80,32 @@ class ShardedOptimizer(CompressedOptimizer):
                 )
 
     def _place(self, flat: Flat) -> None:
+        first, had = self.flat is None, len(self.parts)
         super()._place(flat)
-        self.known = torch.zeros(flat.numel, dtype=torch.bfloat16, device=flat.device)  # v, as far as it is to be divided by
+        self.known = grown(self.known, flat.numel, flat.device)
         self.tensors.lay_out(flat, [g for g in self.param_groups for _ in g["params"]], self.known, self.channel.size)
-        self.full = self._scatter(policy_of(self.exact_codec, min_numel=256), feedback=self.error_feedback)
-        self.quantized = self._scatter(self.tensors, feedback=self.error_feedback)
-        self.rounded = self._scatter(policy_of("bf16"), feedback=False)
+        spans = self.spans(range(len(flat.places)))
+        if first:
+            self.full = self._scatter(policy_of(self.exact_codec, min_numel=256), feedback=self.error_feedback)
+            self.quantized = self._scatter(self.tensors, feedback=self.error_feedback)
+            self.rounded = self._scatter(policy_of("bf16"), feedback=False)
+        for scatter in (self.full, self.quantized, self.rounded):
+            scatter.extend(spans[had:])
         self._count_shares()
-        self.parts: list[Owned] = []
-        for i, (_, at, width, numel, _) in enumerate(self.full.parts):
+        for i, (_, at, width, numel, _) in enumerate(self.full.parts[had:], had):
             begin = min(self.channel.rank * width, numel)
             self.parts.append(Owned(i, begin, min(width, numel - begin), at))
-        self.master, self.momentum, self.variance, self.mean = (
-            torch.zeros(self.full.numel, device=flat.device) for _ in range(4)
-        )
-        for part, p in zip(self.parts, flat.parameters, strict=True):
-            part.of(self.master).copy_(part.of_whole(p.detach()))
-        self.unknown = False  # whether ``known`` is out of date and about to be divided by
-        self.missing = ""  # what an incomplete state lacks
+        for name in ("master", "momentum", "variance", "mean"):
+            setattr(self, name, grown(getattr(self, name), self.full.numel, flat.device))
+        for part in self.parts[had:]:
+            part.of(self.master).copy_(part.of_whole(flat.parameters[part.parameter].detach()))
 
     def _scatter(self, policy: Policy, *, feedback: bool) -> Scatter:
-        flat = self._flat
-        return Scatter(self.spans(range(len(flat.places))), policy, self.channel, flat.device, feedback=feedback)
+        return Scatter([], policy, self.channel, self._flat.device, feedback=feedback)
 
     def owned(self, indices: Iterable[int]) -> Iterator[Owned]:
         """Parts of these parameters, where this rank has one."""
         return (part for part in map(self.parts.__getitem__, indices) if part.numel)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self.flat is not None:
-            raise InvalidArgument(
-                "add_param_group after construction: rows are dealt to the ranks already. Pass all groups to the constructor, "
-                f"or make a second {type(self).__name__} for the new parameters"
-            )
-        super().add_param_group(param_group)
 
     # ------------------------------------------------------------ one step
 
@@ -169,7 +176,7 @@ class ShardedOptimizer(CompressedOptimizer):
 
     def correction(self, group: dict[str, Any]) -> float:
         """m̂ = m / this, in this step."""
-        return 1 - group["betas"][0] ** (self.steps_done + 1) if group["bias_correction"] else 1.0
+        return 1 - group["betas"][0] ** (self.steps_done + 1 - group["added_at"]) if group["bias_correction"] else 1.0
 
     def _clip(self) -> Steps[bool]:
         if self.clipping.max_norm is None:
@@ -214,7 +221,7 @@ class ShardedOptimizer(CompressedOptimizer):
             parts = list(self.owned(i for i in every if i in taken))
             if not parts:
                 continue
-            done = self.steps_done if group["bias_correction"] else ENDLESS
+            done = self.steps_done - group["added_at"] if group["bias_correction"] else ENDLESS
             w, g, m, v = ([part.of(b) for part in parts] for b in (self.master, self.mean, self.momentum, self.variance))
             adam(
                 w, g, m, v, [], [torch.tensor(float(done)) for _ in parts], fused=True, amsgrad=False,
@@ -275,6 +282,9 @@ class ShardedOptimizer(CompressedOptimizer):
     @abstractmethod
     def resume(self, schedule: dict[str, Any]) -> None:
         """Continue from a ``schedule_state``."""
+
+    def check_waiting(self, schedule: dict[str, Any], waiting: dict[str, torch.Tensor]) -> None:
+        """Raise ``StateMismatch`` if ``waiting`` lacks what that schedule waits with."""
 
     def waiting(self) -> dict[str, torch.Tensor]:
         """Flat buffers that differ between ranks; what counts for the run is their mean."""

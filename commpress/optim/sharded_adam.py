@@ -30,6 +30,8 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
     DistributedDataParallel call ``commpress.overlap(ddp, optimizer)``, which keeps it from averaging them.
     """
 
+    schedule_entries = ("frozen_at",)
+
     def round(self) -> RoundKind:
         return RoundKind.EXACT if self.frozen_at is None else RoundKind.COMPRESSED
 
@@ -50,7 +52,7 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
         self.unknown |= self.due() if self.frozen_at is not None else (yield from self.ends_warmup())
 
     def variance_sum(self) -> Steps[float]:
-        every = yield from self.gathered([float(self.variance.sum(dtype=torch.float64))])
+        every = yield from self.gathered([self.corrected_sum()])
         return float(every.sum())
 
     def variances(self) -> list[torch.Tensor]:
@@ -83,7 +85,7 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
                 most = self.root(part).mul_(self.tensors.bound(i))
                 m.addcmul_(part.of_whole(self._flat.view(self.work, i)), self.unit(part))
                 m.copy_(torch.minimum(torch.maximum(m, -most), most))
-            part.of(self.variance).mul_(self.tensors.correction(i, step) / before)
+            part.of(self.variance).mul_(self.tensors.correction(i, self.tensors.own_steps(i, step)) / before)
         self.tensors.thaw(indices, step)
         self.tensors.count(indices, step)
         self.recut()

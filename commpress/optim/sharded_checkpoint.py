@@ -11,7 +11,16 @@ from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.residual_state import elastic_state, exact_state, residuals_of
 from commpress.errors import StateMismatch
-from commpress.optim.checkpoint import check_closed, check_groups, check_step, own_of, take_groups
+from commpress.optim.checkpoint import (
+    ENTRIES,
+    check_closed,
+    check_entries,
+    check_groups,
+    check_length,
+    check_step,
+    own_of,
+    take_groups,
+)
 from commpress.optim.tensor_states import STATE
 from commpress.schedules import Facts
 from commpress.work import Steps
@@ -23,6 +32,7 @@ log = logging.getLogger("commpress")
 
 SHARDED = ("master", "momentum", "variance")
 SCATTERS = ("full", "quantized")
+LISTS = (*STATE, "trips", "lines")  # of what ``tensor_states`` knows
 
 
 def exact(optimizer: "ShardedOptimizer") -> dict[str, Any]:
@@ -50,10 +60,12 @@ def elastic(optimizer: "ShardedOptimizer") -> Steps[dict[str, Any]]:
 
 
 def load(optimizer: "ShardedOptimizer", states: Sequence[dict[str, Any]]) -> None:
+    """Take all of it, or nothing if something does not fit."""
     if any("commpress" not in state for state in states):
         raise StateMismatch(
             f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or elastic_state_dict() gave"
         )
+    check_entries(states[0], ("param_groups",), "the state")
     groups = states[0]["param_groups"]
     check_groups(optimizer, groups)
     _take(optimizer, [state["commpress"] for state in states])
@@ -78,14 +90,17 @@ def _head(optimizer: "ShardedOptimizer") -> dict[str, Any]:
         for part in optimizer.parts
         if part.numel
     ]
-    tensors = {name: getattr(optimizer.tensors, name).tolist() for name in (*STATE, "trips", "lines")}
+    tensors = {name: getattr(optimizer.tensors, name).tolist() for name in LISTS}
     return {
         "optimizer": type(optimizer).__name__, "step": optimizer.steps_done, "facts": optimizer.facts.as_dict(),
         "schedule": optimizer.schedule_state(), "tensors": tensors, "shards": shards,
+        "shapes": [list(p.shape) for p in optimizer._flat.parameters],
     }  # fmt: skip
 
 
 def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
+    for part in parts:
+        check_entries(part, (*ENTRIES, "shapes", "tensors", "shards", "waiting"), "the state of a rank")
     names = {part["optimizer"] for part in parts}
     if names != {type(optimizer).__name__}:
         raise StateMismatch(f"the state is of {', '.join(sorted(names))}, this is a {type(optimizer).__name__}")
@@ -97,18 +112,26 @@ def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> Non
         len(parts) == 1 < of["size"] and of["kind"] == "exact" and (of["rank"], of["size"]) != (mine.rank, mine.size)
     )
     residuals = {} if partial else {name: residuals_of([part[name] for part in parts], mine)[1] for name in SCATTERS}
-    whole = _whole(optimizer, parts)
+    saved: dict[str, torch.Tensor] = next((part["waiting"] for part in parts if part["waiting"]), {})
+    facts = Facts.of(head["facts"])
+    _check_shapes(optimizer, head)
+    optimizer.check_schedule(head["schedule"])
+    optimizer.check_waiting(head["schedule"], saved)
+    for name in SCATTERS:
+        getattr(optimizer, name).check(residuals.get(name, {}))
+    whole = _whole(optimizer, parts, partial=partial)
+
     optimizer.missing = (
         f"the loaded state is of rank {of['rank']} of {of['size']}, and this is rank {mine.rank} of {mine.size}, which owns "
         "other parts: load each rank's own state_dict(), or all ranks' to change the world size. With a Trainer use the "
         "callback commpress.hf.Compress, with Lightning commpress.lightning.Compress, with Accelerate commpress.hf.RankFiles: "
         "they save and load every rank's part"
     ) if partial else ""  # fmt: skip
-    for part in optimizer.parts:
-        first = optimizer._flat.places[part.parameter][0] + part.begin
+    for owned in optimizer.parts:
+        first = optimizer._flat.places[owned.parameter][0] + owned.begin
         for name, buffer in whole.items():
-            part.of(getattr(optimizer, name)).copy_(buffer[first : first + part.numel])
-    optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
+            owned.of(getattr(optimizer, name)).copy_(buffer[first : first + owned.numel])
+    optimizer.steps_done, optimizer.facts = int(head["step"]), facts
     for name in STATE:
         getattr(optimizer.tensors, name).copy_(torch.tensor(head["tensors"][name]))
     optimizer.tensors.trips[:] = head["tensors"]["trips"]
@@ -118,15 +141,30 @@ def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> Non
     optimizer.recut()
     for name in SCATTERS:
         getattr(optimizer, name).load(residuals.get(name, {}))
-    saved: dict[str, torch.Tensor] = next((part["waiting"] for part in parts if part["waiting"]), {})
     for name, buffer in optimizer.waiting().items():
         buffer.copy_(saved[name])
 
 
-def _whole(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Buffers of all parameters from their parts, laid out as these are."""
+def _check_shapes(optimizer: "ShardedOptimizer", head: dict[str, Any]) -> None:
     flat = optimizer._flat
-    whole = {name: flat.new() for name in SHARDED}
+    check_length(head["shapes"], len(flat.parameters), "parameters")
+    for name, p, shape in zip(flat.names, flat.parameters, head["shapes"], strict=True):
+        if tuple(shape) != tuple(p.shape):
+            raise StateMismatch(
+                f"the state holds parameter {name!r} with shape {tuple(shape)}, expected {tuple(p.shape)}: load the state of "
+                "this model"
+            )
+    check_entries(head["tensors"], LISTS, "the state of tensors")
+    for name in LISTS:
+        check_length(head["tensors"][name], len(flat.parameters), f"{name!r} of parameters")
+
+
+def _whole(
+    optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]], *, partial: bool
+) -> dict[str, torch.Tensor]:
+    """Buffers of all parameters from their parts, laid out as these are; what this rank owns must be there."""
+    flat = optimizer._flat
+    whole, found = {name: flat.new() for name in SHARDED}, torch.zeros(flat.numel, dtype=torch.bool)
     for part in parts:
         for shard in part["shards"]:
             i, begin, numel = shard["parameter"], shard["begin"], shard["master"].numel()
@@ -136,6 +174,15 @@ def _whole(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> di
                     "state of this model"
                 )
             first = flat.places[i][0] + begin
+            found[first : first + numel] = True
             for name, buffer in whole.items():
                 buffer[first : first + numel] = shard[name]
+    for owned in () if partial else optimizer.parts:
+        first = flat.places[owned.parameter][0] + owned.begin
+        there = int(found[first : first + owned.numel].sum())
+        if there != owned.numel:
+            raise StateMismatch(
+                f"the state has {there} of the {owned.numel} elements of parameter {flat.names[owned.parameter]!r} "
+                f"{tuple(flat.parameters[owned.parameter].shape)} that this rank owns: load the states of all ranks"
+            )
     return whole

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import RoundKind
 from commpress.optim.sharded import ShardedOptimizer
-from commpress.optim.windows import WindowedOptimizer, decay_of, rate_of
+from commpress.optim.windows import ENTRIES, WindowedOptimizer, decay_of, rate_of
 from commpress.work import Steps
 
 
@@ -36,10 +37,18 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     in what an open window has gathered.
     """
 
+    schedule_entries = (*ENTRIES, "carried")
+
+    innovation: torch.Tensor  # q
+    pending: torch.Tensor  # u
+    carried: list[float]  # A of each group
+
     def _place(self, flat: Flat) -> None:
+        first = self.flat is None
+        before, carried = ((None, None), []) if first else ((self.innovation, self.pending), self.carried)
         super()._place(flat)
-        self.innovation, self.pending = flat.new(), flat.new()  # q and u
-        self.carried = [0.0] * len(self.param_groups)  # A of each group
+        self.innovation, self.pending = map(flat.grown, before)
+        self.carried = carried + [0.0] * (len(self.param_groups) - len(carried))
 
     # ------------------------------------------------------------ one step
 
@@ -113,24 +122,23 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
 
     def _observe(self) -> None:
         """An exact step after windows have begun: its variance counts, and an element without any begins with v̂ = g²."""
-        done = self.windows.updates
         for group, at in self.groups():
             beta1, beta2 = group["betas"]
+            self.tensors.variance_steps[list(at)] += 1
             for part in self.owned(at):
-                before, after = (self.tensors.correction(part.parameter, count) for count in (done, done + 1))
+                done = int(self.tensors.variance_steps[part.parameter])
+                before, after = (self.tensors.correction(part.parameter, count) for count in (done - 1, done))
                 g, m, v = (part.of(b) for b in (self.mean, self.momentum, self.variance))
                 seen = v > 0
                 square = g.square()
                 v.div_(before).lerp_(square, (1 - beta2) / after).copy_(torch.where(seen, v, square)).mul_(after)
                 m.lerp_(g, 1 - beta1)
-                self.tensors.variance_steps[part.parameter] = done + 1
                 self.apply_step(part, m, step=rate_of(group, self.steps_done), decay=decay_of(group))
 
     def schedule(self, kind: RoundKind) -> Steps[None]:
         yield from ()
         if kind is RoundKind.EXACT:
             self.windows.updated(self.steps_done - 1)
-            self.tensors.count(range(len(self._flat.parameters)), self.windows.updates)
             self.unknown = True
         elif kind is RoundKind.COMPRESSED:
             self._close()
@@ -174,6 +182,16 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
 
     def schedule_state(self) -> dict[str, Any]:
         return self.windows.state() | {"carried": list(self.carried)}
+
+    def check_schedule(self, schedule: dict[str, Any]) -> None:
+        super().check_schedule(schedule)
+        check_length(schedule["carried"], len(self.param_groups), "rates of momentum in a window")
+
+    def check_waiting(self, schedule: dict[str, Any], waiting: dict[str, torch.Tensor]) -> None:
+        if schedule["held"]:
+            check_entries(waiting, ("innovation", "pending"), "a state saved inside a window")
+            for name in ("innovation", "pending"):
+                check_length(waiting[name], self._flat.numel, f"elements of {name!r} in a window")
 
     def resume(self, schedule: dict[str, Any]) -> None:
         self.windows.load(schedule)

@@ -61,18 +61,22 @@ class TensorStates:
             raise InvalidArgument(f"variance_floor is {floor!r}, expected a number of at least 0")
         self.codec, self.finer, self.exact, self.min_numel, self.floor = codec, finer, exact, min_numel, floor
         self.common: float | None = None  # ``low`` of tensors without variance, where others than these have a say in it
+        self.frozen_at, self.thawed_at, self.variance_steps = (torch.zeros(0, dtype=torch.int64) for _ in STATE)
+        self.lines, self.trips = np.zeros((0, 4), np.float32), np.zeros(0, np.int64)
+        self._sums: dict[int, list[float]] = {}
 
     def lay_out(self, flat: "Flat", groups: Sequence[dict[str, Any]], variance: torch.Tensor, ranks: int) -> None:
-        """Begin with these parameters, each with its group, all of them live: what earlier ones were is not known here."""
+        """These parameters, each with its group: the first ones are as they were, the others live."""
         self.flat, self._group, self.variance, self.ranks = flat, groups, variance, ranks
-        count = len(flat.parameters)
-        self.frozen_at, self.thawed_at, self.variance_steps = (torch.zeros(count, dtype=torch.int64) for _ in STATE)
-        self.lines = np.zeros((count, 4), np.float32)
+        new = len(flat.parameters) - len(self.trips)
+        for name in STATE:
+            setattr(self, name, torch.cat([getattr(self, name), torch.zeros(new, dtype=torch.int64)]))
+        self.lines, self.trips = np.pad(self.lines, ((0, new), (0, 0))), np.pad(self.trips, (0, new))
         self._numels = np.array([numel for _, numel in flat.places], np.int64)
-        self.trips = np.zeros(count, np.int64)
         self._seen: dict[tuple[int, ...], torch.Tensor] = {}
         self._index = {name: i for i, name in enumerate(flat.names)}
-        self._sums: dict[int, list[float]] = {}
+        for sums in self._sums.values():
+            sums += [0.0] * new
 
     def begin(self) -> None:
         """Begin anew, after as many of Adam's steps as are counted elsewhere: all are live."""
@@ -84,10 +88,10 @@ class TensorStates:
         """The variance and ``STATE`` were loaded, after so many steps; ``doubt`` if it may have come through an optimizer that
         does not know ``STATE``, moves v on and leaves these as they were. Then v is as Adam counts it, and the tensor live."""
         for i in range(len(self._group)):
-            done = int(self.variance_steps[i])
-            if doubt and not (0 < done <= steps and self.correction(i, steps) < 1.5 * self.correction(i, done)):
+            done, own = int(self.variance_steps[i]), self.own_steps(i, steps)
+            if doubt and not (0 < done <= own and self.correction(i, own) < 1.5 * self.correction(i, done)):
                 self.frozen_at[i] = self.thawed_at[i] = 0
-                self.variance_steps[i] = steps
+                self.variance_steps[i] = own
             self.divide(i)
 
     def views(self, i: int) -> dict[str, torch.Tensor]:
@@ -166,6 +170,10 @@ class TensorStates:
     def group(self, i: int) -> dict[str, Any]:
         return self._group[i]
 
+    def own_steps(self, i: int, step: int) -> int:
+        """Of so many steps of the optimizer, those since the parameter came."""
+        return step - int(self._group[i]["added_at"])
+
     def correction(self, i: int, steps: int) -> float:
         """v̂ = v / this, after so many updates."""
         group = self._group[i]
@@ -210,14 +218,16 @@ class TensorStates:
 
     def count(self, indices: Iterable[int], step: int) -> None:
         """Variances of these were updated in the step before ``step``, as those of Adam are."""
-        self.variance_steps[list(indices)] = step
+        every = list(indices)
+        self.variance_steps[every] = torch.tensor([self.own_steps(i, step) for i in every], dtype=torch.int64)
 
     def bring_up(self, i: int, step: int) -> None:
-        """v as AdamW would correct it after ``step`` steps."""
-        ratio = self.correction(i, step) / self.correction(i, int(self.variance_steps[i]))
+        """v as AdamW would correct it after ``step`` steps of the optimizer."""
+        own = self.own_steps(i, step)
+        ratio = self.correction(i, own) / self.correction(i, int(self.variance_steps[i]))
         if abs(ratio - 1) > 1e-6:
             self.flat.view(self.variance, i).mul_(ratio)
-            self.variance_steps[i] = step
+            self.variance_steps[i] = own
             self.divide(i)
 
     def keep_up(self, indices: Iterable[int], step: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 
 from commpress.errors import InvalidArgument
+from commpress.optim.checkpoint import check_length
+from commpress.optim.flat import Flat
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.schedules import DoublingUpdates, Facts, FollowRate, Quadratic, Sync, Updates, sync_named
 from commpress.work import Steps
@@ -19,8 +21,10 @@ from commpress.work import Steps
 Group = dict[str, Any]
 Spans = Literal["qsr", "rate", "every"] | int | Sync
 
+ENTRIES = ("updates", "updated_at", "held", "span", "rates", "decays", "wakes", "exact_until", "quiet_until")
 WAKING = 8  # exact steps for tensors that woke up
 PATIENCE = 1000  # steps at its peak after which a rate that somebody schedules counts as constant
+LONGEST = 1000  # exact steps for parameters that came late
 
 log = logging.getLogger("commpress")
 
@@ -87,6 +91,21 @@ class Windows:
         self.rates, self.decays, self.span = [rate for rate, _ in window], [decay for _, decay in window], span
         self.held += 1
 
+    @property
+    def opening(self) -> int:
+        """Exact steps with which a run begins, as long as they may be."""
+        count = self.variance_schedule.count
+        scheduled = next((step for step in range(LONGEST) if count(step + 1) == count(step)), LONGEST)
+        return max(self.warmup, scheduled, 1)
+
+    def grow(self, step: int, groups: int) -> None:
+        """So many groups from here on. What comes into a run begins as the run did; an open window knows nothing of it."""
+        if self.held:
+            self.rates += [0.0] * (groups - len(self.rates))
+            self.decays += [1.0] * (groups - len(self.decays))
+        if step:
+            self.exact_until = max(self.exact_until, step + self.opening)
+
     def updated(self, step: int) -> None:
         self.updates, self.updated_at = self.updates + 1, step
 
@@ -96,13 +115,10 @@ class Windows:
         self.quiet_until = self.exact_until + (steps << self.wakes)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "updates": self.updates, "updated_at": self.updated_at, "held": self.held, "span": self.span,
-            "rates": list(self.rates), "decays": list(self.decays), "wakes": self.wakes, "exact_until": self.exact_until,
-            "quiet_until": self.quiet_until,
-        }  # fmt: skip
+        return {name: list(value) if isinstance(value := getattr(self, name), list) else value for name in ENTRIES}
 
     def load(self, state: dict[str, Any]) -> None:
+        """A state that ``WindowedOptimizer.check_schedule`` has seen."""
         self.updates, self.updated_at = int(state["updates"]), int(state["updated_at"])
         self.held, self.span = int(state["held"]), int(state["span"])
         self.rates, self.decays = list(state["rates"]), list(state["decays"])
@@ -123,7 +139,19 @@ class WindowedOptimizer(CompressedOptimizer):
         self._warned = False  # of a rate that never falls
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
+    def check_schedule(self, schedule: dict[str, Any]) -> None:
+        super().check_schedule(schedule)
+        for name in ("rates", "decays") if schedule["held"] else ():
+            check_length(schedule[name], len(self.param_groups), f"{name} of groups in a window")
+
+    def _place(self, flat: Flat) -> None:
+        grows = self.flat is not None
+        super()._place(flat)
+        if grows:
+            self.windows.grow(self.steps_done, len(self.param_groups))
+
     def steps(self) -> Steps[bool]:
+        self._follow_groups()
         if not self._warned and self.channel.size > 1:
             self._warned = self.windows.waits_for_rate(self.steps_done, self.param_groups, self.facts)
             if self._warned:
@@ -133,6 +161,9 @@ class WindowedOptimizer(CompressedOptimizer):
                     "exchange in 4 steps at any rate, or sync='every' if this is what you want",
                     self.steps_done, max(float(group["lr"]) for group in self.param_groups),
                 )  # fmt: skip
+        began = self.steps_done - self.windows.held
+        if self.windows.held and any(group["added_at"] > began for group in self.param_groups):
+            yield from self.synchronizing()  # who came since then has no part in the window
         return (yield from super().steps())
 
     def asks(self) -> bool:
@@ -165,7 +196,8 @@ class WindowedOptimizer(CompressedOptimizer):
 
 
 def rate_of(group: Group, step: int) -> float:
-    correction = 1 - group["betas"][0] ** (step + 1) if group.get("bias_correction", True) else 1.0
+    own = step - group.get("added_at", 0)
+    correction = 1 - group["betas"][0] ** (own + 1) if group.get("bias_correction", True) else 1.0
     return float(group["lr"]) / correction
 
 

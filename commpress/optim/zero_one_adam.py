@@ -34,11 +34,13 @@ import torch
 from commpress.codecs import codec_named
 from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
-from commpress.errors import StateMismatch
+from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.optimizer import RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
-from commpress.optim.windows import WindowedOptimizer, decay_of, rate_of
+from commpress.optim.windows import ENTRIES, WindowedOptimizer, decay_of, rate_of
 from commpress.work import Steps
+
+WINDOW = ("exp_avg", "accumulated", "anchor")  # flat buffers that ranks hold apart while one is open
 
 
 class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
@@ -54,9 +56,12 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
     Between synchronisations ranks hold different parameters: call ``synchronize()`` before evaluating or exporting.
     """
 
+    updated: torch.Tensor  # of each parameter, how many updates its variance has, and the step of the last one
     accumulated: torch.Tensor  # since the anchor; both empty while there is no window
     anchor: torch.Tensor
     _members: frozenset[int] = frozenset()  # of the open window
+
+    schedule_entries = (*ENTRIES, "stale", "trips", "common")
 
     # ------------------------------------------------------------ what a step does
 
@@ -113,11 +118,12 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         if self.windows.updates == self.steps_done:
             super().exact(gradients, among)
             return
-        done = self.windows.updates
         for group, at in self.groups():
             beta1, beta2 = group["betas"]
             for i in at:
-                weight = (1 - beta2) / self.tensors.correction(i, done + 1)
+                if not self.tensors.variance_steps[i]:
+                    self.tensors.count([i], self.steps_done + 1)
+                weight = (1 - beta2) / self.tensors.correction(i, int(self.updated[i, 0]) + 1)
                 unit = self.tensors.correction(i, int(self.tensors.variance_steps[i]))
                 self.kernels.update_variance(
                     self._flat.segments((i,), {i: gradients[i]}), self.momentum, self.variance, beta=beta1, weight=weight,
@@ -169,7 +175,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         yield from ()
         if kind is RoundKind.EXACT:
             self.windows.updated(self.steps_done - 1)
-            self._expose_updates()
+            self.updated[:, 0] += 1
+            self.updated[:, 1] = self.windows.updated_at
             self._stale = True
             if self.consensus is not None:
                 self.refresh()
@@ -191,16 +198,25 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         self.recut()
         self._stale = False
 
-    def allocate(self) -> None:
-        self.updated = torch.zeros(len(self._flat.parameters), 2, dtype=torch.int64)
-        for row, p in zip(self.updated, self._flat.parameters, strict=True):
+    def allocate(self, had: int) -> None:
+        flat, new = self._flat, len(self._flat.parameters) - had
+        rows = torch.tensor([0, self.windows.updated_at]).repeat(new, 1)
+        self.updated = torch.cat([self.updated, rows]) if had else rows
+        for row, p in zip(self.updated, flat.parameters, strict=True):
             self.state[p] |= {"variance_updates": row[0], "variance_updated_at": row[1]}
-        self._expose_updates()
-        self._begin_anew()
+        if not had:
+            self._begin_anew()
+        elif self.accumulated.numel():
+            self.accumulated, self.anchor = flat.grown(self.accumulated), flat.grown(self.anchor)
+            for i in range(had, had + new):
+                flat.view(self.anchor, i).copy_(flat.weights[i])
+        else:
+            self.accumulated = self.anchor = self._empty
 
-    def _expose_updates(self) -> None:
-        """Write the schedule of the variance into ``state``, which is all that torch's tools carry along."""
-        self.updated[:, 0], self.updated[:, 1] = self.windows.updates, self.windows.updated_at
+    def _count_updates(self) -> None:
+        """Write into ``state``, which is all that torch's tools carry along, that every step so far was an update."""
+        for i, row in enumerate(self.updated):
+            row[0], row[1] = self.tensors.own_steps(i, self.steps_done), self.windows.updated_at
 
     def _begin_anew(self) -> None:
         self.accumulated = self.anchor = self._empty
@@ -225,6 +241,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             self._flat.publish()
         if self.held == 0:
             return
+        if self.bucket_rounds is not None:
+            self.bucket_rounds.take_back()
         for i, work in enumerate(self._works):
             torch.div(self._flat.view(self.accumulated, i), self.tensors.divisor(i), out=work)
         if any(rate > 0 for rate in self.windows.rates):
@@ -261,6 +279,13 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
             )  # fmt: skip
         return means
 
+    def check_schedule(self, schedule: dict[str, Any]) -> None:
+        super().check_schedule(schedule)
+        if schedule["held"]:
+            check_entries(schedule, WINDOW, "a state saved inside a window")
+            for name in WINDOW:
+                check_length(schedule[name], self._flat.numel, f"elements of {name!r} in a window")
+
     def resume(self, schedule: dict[str, Any] | None) -> None:
         self._begin_anew()
         self.windows.begin_anew(self.steps_done)
@@ -268,7 +293,8 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         if schedule is None:
             updates, updated_at = self.updated[0].tolist()
             self.windows.follow(updates, updated_at, self.steps_done)
-            self._expose_updates()
+            if self.windows.updates == self.steps_done:
+                self._count_updates()
             if self.consensus is not None:
                 self.windows.exact_until = self.steps_done + 1  # it ends with an agreement on the floor
             return
@@ -279,11 +305,6 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         )
         self._stale, self.tensors.trips[:] = schedule["stale"], schedule["trips"]
         if schedule["held"]:
-            if schedule["anchor"].shape != self.work.shape:
-                raise StateMismatch(
-                    f"the state has {schedule['anchor'].numel()} anchored elements, expected {self.work.numel()}: load the "
-                    "state of this model"
-                )
             self.accumulated, self.anchor = self._flat.new(), self._flat.new()
             self.momentum.copy_(schedule["exp_avg"])
             self.accumulated.copy_(schedule["accumulated"])

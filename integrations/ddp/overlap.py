@@ -108,9 +108,12 @@ class BucketRounds:
             kind = self._round()
             if kind is RoundKind.LOCAL:
                 return
-            indices = tuple(o.flat.index[id(p)] for p in bucket.parameters())
+            every = zip(bucket.parameters(), bucket.gradients(), strict=True)  # others may be added later
+            gradients = {o.flat.index[id(p)]: g for p, g in every if id(p) in o.flat.index}
+            indices = tuple(gradients)
+            if not indices:
+                return
             self._take_back(indices)
-            gradients = dict(zip(indices, bucket.gradients(), strict=True))
             gain = 1.0 if o.grad_scaler is None else 1.0 / o.grad_scaler.get_scale()
             for group, at in o.groups():
                 members = set(at)
@@ -129,8 +132,16 @@ class BucketRounds:
     def _take_back(self, indices: tuple[int, ...]) -> None:
         """Another backward before ``step``: its buckets hold the sums of both, so what was started is void."""
         for key in [key for key in self._futures if not set(key).isdisjoint(indices)]:
-            for outcome in self._futures.pop(key).wait():
-                outcome.discard()
+            self._discard(key)
+
+    def take_back(self) -> None:
+        """All that was started is void: parameters came, or a window was closed. ``step`` sends it anew."""
+        for key in list(self._futures):
+            self._discard(key)
+
+    def _discard(self, key: tuple[int, ...]) -> None:
+        for outcome in self._futures.pop(key).wait():
+            outcome.discard()
 
     def wait(self) -> Steps[None]:
         """Wait until the worker is idle, and the channel's buffers are the caller's."""

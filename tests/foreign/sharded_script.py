@@ -1,5 +1,6 @@
 """Run by torchrun on two ranks: sharded optimizers and loss scales in Trainer, Accelerate and Lightning; gets a folder."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as Lightning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
@@ -153,10 +155,86 @@ def in_lightning(folder):
         same_everywhere(module)
 
 
+class Gradually(BaseFinetuning):
+    """The last layer from the beginning, the middle one from the second epoch on, the first from the third."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.net[:2])
+
+    def on_fit_start(self, trainer, module):
+        super().on_fit_start(trainer, module)  # which restores groups, but leaves what is in them frozen
+        for group in trainer.optimizers[0].param_groups:
+            for p in group["params"]:
+                p.requires_grad = True
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch in LATE:
+            self.unfreeze_and_add_param_group(module.net[LATE[epoch][0]], optimizer, lr=LATE[epoch][1])
+
+
+LATE = {1: (1, 3e-3), 2: (0, 5e-3)}  # epoch: layer, learning rate
+
+
+class Tuned(LightningModule):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.kind = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))), kind
+
+    def training_step(self, batch, index):
+        return (self.net(batch[0]) - batch[0].flip(1)).square().mean()
+
+    def configure_optimizers(self):
+        cls, options = self.kind
+        return cls([p for p in self.parameters() if p.requires_grad], **options)
+
+
+def adamw_that_grows(data, epochs):
+    """On the batches of both ranks at once."""
+    module = Tuned(None)
+    adam = torch.optim.AdamW(module.net[2].parameters(), lr=1e-3, betas=COMMON["betas"], weight_decay=0.0)
+    for epoch in range(epochs):
+        if epoch in LATE:
+            adam.add_param_group({"params": list(module.net[LATE[epoch][0]].parameters()), "lr": LATE[epoch][1]})
+        for batch in data.split(12):
+            module.zero_grad()
+            module.training_step([batch], 0).backward()
+            adam.step()
+    return torch.cat([p.detach().view(-1) for p in module.net.parameters()])
+
+
+def layers_unfrozen_late(folder):
+    data = torch.randn(48, 16, generator=torch.Generator().manual_seed(3))
+    own = torch.utils.data.TensorDataset(data[int(os.environ["RANK"]) :: 2])
+    loader = torch.utils.data.DataLoader(own, batch_size=6)
+
+    def tuned(kind, epochs, resume=None):
+        callback, module = commpress.lightning.Compress(codec="sign"), Tuned(kind)
+        save = ModelCheckpoint(folder / kind[0].__name__, filename="{epoch}", save_top_k=-1)
+        trainer = Lightning(
+            default_root_dir=folder, accelerator="cpu", devices=2, strategy="ddp", max_epochs=epochs, logger=False,
+            callbacks=[callback, Gradually(), save], enable_progress_bar=False, enable_model_summary=False,
+            num_sanity_val_steps=0, use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(module, loader, ckpt_path=resume)
+        return same_everywhere(module.net), trainer.optimizers[0]
+
+    for cls, options in KINDS.values():
+        weights, optimizer = tuned((cls, options | {"warmup_steps": 100}), 4)
+        assert [group["added_at"] for group in optimizer.param_groups] == [0, 4, 8]
+        torch.testing.assert_close(weights, adamw_that_grows(data, 4), rtol=1e-5, atol=1e-6)
+        weights, optimizer = tuned((cls, options), 5)
+        assert optimizer.counters.compressed_rounds > 0
+        resumed, again = tuned((cls, options), 5, str(folder / cls.__name__ / "epoch=2.ckpt"))
+        assert again.counters.steps == 8
+        assert torch.equal(weights, resumed), f"{cls.__name__}: the resumed run differs by {(weights - resumed).abs().max()}"
+
+
 def main(folder):
     in_a_trainer(folder)
     in_accelerate(folder / "accelerate")
     in_lightning(folder)
+    layers_unfrozen_late(folder / "late")
     print("all is well")
 
 

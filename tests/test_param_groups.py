@@ -1,0 +1,337 @@
+"""Groups that come late: what others have stays theirs, and the new ones begin as those of AdamW do."""
+
+import copy
+
+import pytest
+import torch
+
+from commpress.collectives.transports.loopback import simulate
+from commpress.errors import InvalidArgument, Mismatch
+from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.schedules import Every
+from optim_twin import Replicas, mean, noise, owed, start
+
+SHAPES = ((20, 30), (200,), (30, 10), (100,), (5,))  # the last three come late
+COMMON = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "min_numel": 0}
+FREEZES = {"onebit": OneBitAdam, "lamb": OneBitLamb, "sharded-onebit": ShardedOneBitAdam}
+WINDOWED = {"zero-one": ZeroOneAdam, "sharded-zero-one": ShardedZeroOneAdam}
+KINDS = FREEZES | WINDOWED
+BETAS = (0.9, 0.9)  # such that what is live may freeze soon
+OTHERS = {"lr": 5e-3, "weight_decay": 0.0}
+
+
+def options_of(kind):
+    return COMMON | ({"warmup_steps": 4} if kind in FREEZES else {"variance_updates": 2, "sync": Every(3)})
+
+
+def replicas(kind, size, *, late=True, **options):
+    """Ranks whose last parameters are still to come, or are there from the beginning."""
+
+    def make(p, t):
+        groups = [{"params": p[:2]}] + ([] if late else [{"params": p[2:], **OTHERS}])
+        return KINDS[kind](groups, transport=t, **(options_of(kind) | options))
+
+    return Replicas(make, size, SHAPES)
+
+
+def join(group, **options):
+    for o, p in zip(group.optimizers, group.parameters, strict=True):
+        o.add_param_group({"params": p[2:], **(OTHERS | options)})
+
+
+def run(group, steps):
+    for step in steps:
+        assert group.step(noise(group.size, step, SHAPES)) == [True] * group.size
+
+
+def same(group, other, of=slice(None)):
+    return all(
+        torch.equal(p, q) for a, b in zip(group.parameters, other.parameters, strict=True)
+        for p, q in zip(a[of], b[of], strict=True)
+    )  # fmt: skip
+
+
+def synchronize(group):
+    with torch.no_grad():
+        simulate([o.synchronizing() for o in group.optimizers])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_to_come_before_the_first_step_is_to_have_been_there(kind, size):
+    group, whole = replicas(kind, size), replicas(kind, size, late=False)
+    join(group)
+    run(group, range(12))
+    run(whole, range(12))
+    assert same(group, whole)
+    for o, q in zip(group.optimizers, whole.optimizers, strict=True):
+        assert torch.equal(o.momentum, q.momentum)
+        assert torch.equal(o.variance, q.variance)
+    assert (owed(group.optimizers) == owed(whole.optimizers)).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["onebit", "zero-one", "sharded-onebit", "sharded-zero-one"])
+def test_in_exact_steps_it_is_adamw_that_grows(kind, size):
+    """In every bit where the mean is exact: each rank's fused kernel sees what one alone would."""
+    group = replicas(kind, size, warmup_steps=100)
+    twin = [torch.nn.Parameter(p) for p in start(SHAPES)]
+    adam = torch.optim.AdamW(twin[:2], lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    for step in range(12):
+        if step == 5:
+            join(group)
+            adam.add_param_group({"params": twin[2:], **OTHERS})
+        gradients = noise(size, step, SHAPES)
+        group.step(gradients)
+        for p, g in zip(twin, mean(gradients), strict=True):
+            p.grad = g
+        adam.step()
+    for p, q in zip(group.parameters[0], twin, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+    counts = [int(state["step"]) for state in adam.state_dict()["state"].values()]
+    assert counts == [12, 12, 7, 7, 7]
+    if "sharded" not in kind:
+        assert [int(s["step"]) for s in group.optimizers[0].state_dict()["state"].values()] == counts
+
+
+@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("kind", FREEZES)
+def test_after_the_freeze_the_others_do_not_notice(kind, size):
+    """And the new ones, exact as long as they are live, take AdamW's steps."""
+    group, alone = (replicas(kind, size, spiky_codec=None, warmup_steps=6, betas=BETAS) for _ in range(2))
+    twin = [torch.nn.Parameter(p) for p in start(SHAPES)[2:]]
+    adam = torch.optim.AdamW(twin, betas=BETAS, fused=True, **OTHERS)
+    for step in range(15):
+        if step == 9:
+            before = owed(group.optimizers)
+            join(group)
+            assert (owed(group.optimizers)[: before.size] == before).all()
+            assert before.any()
+        gradients = noise(size, step, SHAPES)
+        group.step(gradients)
+        alone.step(gradients)
+        if step >= 9:
+            for p, g in zip(twin, mean(gradients)[2:], strict=True):
+                p.grad = g
+            adam.step()
+    assert same(group, alone, slice(2))
+    first = group.optimizers[0]
+    assert first.tensors.frozen.tolist() == [True, True, False, False, False]
+    if kind != "lamb":
+        for p, q in zip(group.parameters[0][2:], twin, strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=0)
+    run(group, range(15, 17))
+    assert first.tensors.frozen.tolist() == [True] * 5, "live for as long as the warm-up took"
+    run(group, range(17, 24))
+    assert same_on_all_ranks(group)
+
+
+def same_on_all_ranks(group):
+    return all(torch.equal(p, q) for other in group.parameters[1:] for p, q in zip(group.parameters[0], other, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_an_open_window_ends_and_all_begin_with_exact_steps(kind, size):
+    """The others go as if somebody had synchronised and asked for exact steps."""
+    group, alone = replicas(kind, size), replicas(kind, size)
+    first, begin = group.optimizers[0], 0
+    while begin < 9 or (first.windows.held != 2 and (kind, size) != ("zero-one", 1)):
+        run(group, [begin])
+        run(alone, [begin])
+        begin += 1
+    held = first.windows.held
+    join(group)
+    assert first.windows.held == held, "nothing is sent before the next step"
+    synchronize(alone)
+    for o in alone.optimizers:
+        o.windows.exact_until = begin + first.windows.opening
+    kinds = []
+    for step in range(begin, begin + 14):
+        before = first.counters.exact_rounds
+        run(group, [step])
+        run(alone, [step])
+        kinds.append(first.counters.exact_rounds - before)
+    assert kinds[: first.windows.opening] == [1] * first.windows.opening
+    assert 0 in kinds or (kind, size) == ("zero-one", 1)
+    assert same(group, alone, slice(2))
+    synchronize(group)
+    assert same_on_all_ranks(group)
+    moved = [float((p.detach() - q).abs().mean()) for p, q in zip(group.parameters[0][2:], start(SHAPES)[2:], strict=True)]
+    assert all(1e-3 < m < 14 * 1e-2 for m in moved), moved
+
+
+@pytest.mark.parametrize("at", [0, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_one_that_grew_goes_on(kind, at, tmp_path):
+    """In every bit, in one that had both groups from the beginning and in one that grew too; ``at`` steps after it grew."""
+    group = replicas(kind, 2)
+    run(group, range(10))
+    join(group)
+    run(group, range(10, 10 + at))
+    for other in (replicas(kind, 2, late=False), replicas(kind, 2)):
+        if len(other.optimizers[0].param_groups) == 1:
+            join(other)
+        go_on(group, other, [o.state_dict() for o in group.optimizers], tmp_path)
+        again = [copy.deepcopy(o.state_dict()) for o in group.optimizers]
+        run(other, range(10 + at, 16 + at))
+        weights = [[p.detach().clone() for p in mine] for mine in group.parameters]
+        run(group, range(10 + at, 16 + at))
+        assert same(group, other)
+        for o, state in zip(group.optimizers, again, strict=True):
+            o.load_state_dict(state)
+        for mine, theirs in zip(group.parameters, weights, strict=True):
+            for p, q in zip(mine, theirs, strict=True):
+                p.data.copy_(q)
+
+
+def go_on(group, other, states, folder):
+    for mine, theirs in zip(other.parameters, group.parameters, strict=True):
+        for p, q in zip(mine, theirs, strict=True):
+            p.data.copy_(q)
+    for rank, (o, state) in enumerate(zip(other.optimizers, states, strict=True)):
+        torch.save(state, folder / f"{rank}.pt")
+        o.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_elastic_state_of_one_that_grew_keeps_what_is_owed(kind, size):
+    group, other = replicas(kind, 2), replicas(kind, size, late=False)
+    run(group, range(10))
+    join(group)
+    run(group, range(10, 19))
+    for mine in other.parameters:
+        for p, q in zip(mine, group.parameters[0], strict=True):
+            p.data.copy_(q)
+    states = group.elastic()
+    for o in other.optimizers:
+        o.load_state_dict(*copy.deepcopy(states))
+    torch.testing.assert_close(owed(other.optimizers), owed(group.optimizers), rtol=1e-5, atol=1e-7)
+    assert owed(group.optimizers).any()
+    assert [g["added_at"] for g in other.optimizers[0].param_groups] == [0, 10]
+    run(other, range(19, 24))
+    if kind in WINDOWED:
+        synchronize(other)
+    assert same_on_all_ranks(other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_add_other_groups_are_named(kind):
+    for order in ((2, 3), (3, 2, 4)):
+        group = replicas(kind, 3)
+        run(group, range(2))
+        for rank, (o, p) in enumerate(zip(group.optimizers, group.parameters, strict=True)):
+            o.add_param_group({"params": [p[i] for i in (order if rank == 1 else (2, 3, 4))]})
+        with pytest.raises(Mismatch, match=r"ranks \[1\] have other parameter groups than rank 0.*the same two steps") as e:
+            run(group, [2])
+        assert e.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("check_every", [1000, 0])
+def test_a_rank_that_adds_none_is_named(kind, check_every):
+    group = replicas(kind, 3, check_every=check_every, warmup_steps=5)
+    run(group, range(2))
+    for rank in (0, 2):
+        group.optimizers[rank].add_param_group({"params": group.parameters[rank][2:]})
+    with pytest.raises(Mismatch, match=r"but rank [01] sent"):
+        run(group, [2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_weights_that_differ_are_noticed(kind):
+    group = replicas(kind, 2)
+    run(group, range(5))
+    group.parameters[1][3].data[7] += 1
+    join(group)
+    with pytest.raises(Mismatch, match=r"parameters of ranks \[1\] differ"):
+        run(group, [5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_refused_changes_nothing(kind):
+    group, alone = replicas(kind, 2), replicas(kind, 2)
+    run(group, range(5))
+    run(alone, range(5))
+    for o, p in zip(group.optimizers, group.parameters, strict=True):
+        for bad, match in (
+            ({"params": p[1:]}, "more than one parameter group"),
+            ({"params": [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]}, "float64"),
+            ({"params": p[2:], "lr": -1.0}, "lr is -1"),
+            ({"params": p[2:], "betas": (0.9, 0.5)}, "square of the first"),
+            ({"params": [torch.nn.Parameter(torch.zeros(3, device="meta"))]}, "meta"),
+        ):
+            with pytest.raises((InvalidArgument, ValueError), match=match):
+                o.add_param_group(bad)
+        assert len(o.param_groups) == 1
+    run(group, range(5, 9))
+    run(alone, range(5, 9))
+    assert same(group, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_weights_of_half_precision_stay(kind):
+    def make(p, t):
+        return KINDS[kind]([{"params": p[:2]}], transport=t, **(options_of(kind) | {"warmup_steps": 100}))
+
+    group, alone = (Replicas(make, 2, SHAPES, dtype=torch.bfloat16) for _ in range(2))
+    run(group, range(3))
+    run(alone, range(3))
+    join(group)
+    run(group, [3])
+    run(alone, [3])
+    masters = ("master",) if "sharded" in kind else ("momentum",)
+    for o, q in zip(group.optimizers, alone.optimizers, strict=True):
+        for name in masters:
+            mine, theirs = getattr(o, name), getattr(q, name)
+            assert torch.equal(mine[: theirs.numel()], theirs)
+        if "sharded" not in kind:
+            assert all(torch.equal(a, b) for a, b in zip(o.flat.weights[:2], q.flat.weights, strict=True))
+
+
+def test_a_grown_adamw_goes_on_as_one_of_ours():
+    twin = [torch.nn.Parameter(p) for p in start(SHAPES)]
+    adam = torch.optim.AdamW(twin[:2], lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    group = replicas("onebit", 2, late=False, warmup_steps=100)
+    for step in range(12):
+        if step == 5:
+            adam.add_param_group({"params": twin[2:], **OTHERS})
+        if step == 8:
+            for o, mine in zip(group.optimizers, group.parameters, strict=True):
+                for p, q in zip(mine, twin, strict=True):
+                    p.data.copy_(q)
+                o.load_state_dict(copy.deepcopy(adam.state_dict()))
+            assert [g["added_at"] for g in group.optimizers[0].param_groups] == [0, 5]
+        gradients = noise(2, step, SHAPES)
+        if step >= 8:
+            group.step(gradients)
+        for p, g in zip(twin, mean(gradients), strict=True):
+            p.grad = g
+        adam.step()
+    for p, q in zip(group.parameters[0], twin, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_were_assigned_count_as_added(kind):
+    """Lightning's ``BaseFinetuning`` does so when it resumes, before it loads the optimizer's state."""
+    group, other = replicas(kind, 2), replicas(kind, 2)
+    run(group, range(5))
+    join(group)
+    run(group, range(5, 8))
+    for mine, theirs, o, q in zip(other.parameters, group.parameters, other.optimizers, group.optimizers, strict=True):
+        for p, trained in zip(mine, theirs, strict=True):
+            p.data.copy_(trained)
+        o.param_groups = [
+            {key: value for key, value in g.items() if key != "params"} | {"params": p}
+            for g, p in zip(q.param_groups, (mine[:2], mine[2:]), strict=True)
+        ]
+        o.load_state_dict(copy.deepcopy(q.state_dict()))
+    run(group, range(8, 14))
+    run(other, range(8, 14))
+    assert same(group, other)
+    o = other.optimizers[0]
+    o.param_groups = [{**g, "params": g["params"][::-1]} for g in o.param_groups]
+    with pytest.raises(InvalidArgument, match="construct another optimizer"):
+        o.step()
