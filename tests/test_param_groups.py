@@ -335,3 +335,25 @@ def test_groups_that_were_assigned_count_as_added(kind):
     o.param_groups = [{**g, "params": g["params"][::-1]} for g in o.param_groups]
     with pytest.raises(InvalidArgument, match="construct another optimizer"):
         o.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_says_what_it_lacks(kind):
+    group = replicas(kind, 1)
+    run(group, range(2))
+    again = copy.deepcopy(group.optimizers[0])
+    with pytest.raises(InvalidArgument, match=r"was copied or unpickled.*load_state_dict"):
+        again.step()
+    run(group, [2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_converted_afterwards_is_named_whatever_it_was(kind):
+    """Where some parameters are in half precision, and others or these are no longer what they were."""
+    for i in (0, 1):
+        group = replicas(kind, 1)
+        p = [torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16)), torch.nn.Parameter(torch.ones(300))]
+        group.optimizers[0].add_param_group({"params": p})
+        p[i].data = p[i].data.half()
+        with pytest.raises(InvalidArgument, match=f"'#0000{2 + i}' is now torch.float16 on cpu, it was"):
+            run(group, [0])

@@ -45,6 +45,7 @@ class Flat:
             self.places.append((at, p.numel()))
             at += -(-p.numel() // ALIGN) * ALIGN
         self.numel = at
+        self._dtypes = [p.dtype for p in parameters]
         self.shadowed = [i for i, p in enumerate(parameters) if p.dtype != torch.float32 or not p.is_contiguous()]
         self.master = self.new() if self.shadowed else None  # float32 weights of parameters that are not
         self._cast: torch.Tensor | None = None
@@ -93,14 +94,15 @@ class Flat:
 
     def check(self) -> None:
         """Parameters are still where they were: ``module.to()`` may have moved them."""
-        for i, p in enumerate(self.parameters):
-            w = self.weights[i]
-            if self.master is None and p.data_ptr() != w.data_ptr():
-                if p.device != self.device or p.dtype != w.dtype or not p.is_contiguous():
-                    raise InvalidArgument(
-                        f"parameter {self.names[i]!r} is now {p.dtype} on {p.device}, it was {w.dtype} on {self.device}: "
-                        "construct the optimizer after moving or converting the model"
-                    )
+        shadowed = set(self.shadowed)
+        for i, (p, dtype) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
+            moved = i not in shadowed and p.data_ptr() != self.weights[i].data_ptr()
+            if p.device != self.device or p.dtype != dtype or (moved and not p.is_contiguous()):
+                raise InvalidArgument(
+                    f"parameter {self.names[i]!r} is now {p.dtype} on {p.device}, it was {dtype} on {self.device}: "
+                    "construct the optimizer after moving or converting the model"
+                )
+            if moved:
                 self.weights[i] = p.detach()
                 self._placed.clear()
 

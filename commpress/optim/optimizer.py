@@ -190,8 +190,16 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def _flat(self) -> Flat:
-        assert self.flat is not None
+        if self.flat is None:
+            raise InvalidArgument(
+                f"this {type(self).__name__} was copied or unpickled, and a copy has no connection to other ranks: construct one "
+                "on every rank and load_state_dict()"
+            )
         return self.flat
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.flat = self.grad_scaler = None
 
     def groups(self) -> Iterator[tuple[dict[str, Any], range | tuple[int, ...]]]:
         """Each group and the numbers of those of its parameters that are trained, the same on every rank."""
@@ -261,6 +269,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_groups()
         if self.grad_scaler is None and hasattr(self, "found_inf"):
             raise InvalidArgument(
                 "step was called by a GradScaler that this optimizer does not know, and cannot tell what all ranks agreed on: "
