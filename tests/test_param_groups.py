@@ -130,6 +130,30 @@ def same_on_all_ranks(group):
     return all(torch.equal(p, q) for other in group.parameters[1:] for p, q in zip(group.parameters[0], other, strict=True))
 
 
+@pytest.mark.parametrize("kind", FREEZES)
+def test_frozen_late_they_go_as_in_an_optimizer_of_their_own(kind):
+    """Whose warm-up takes as long, where nothing is lost."""
+    common = {"codec": "none", "betas": BETAS}
+    group = replicas(kind, 2, warmup_steps=6, **common)
+    run(group, range(9))
+    join(group)
+    run(group, range(9, 15))
+    late = group.optimizers[0].tensors
+    assert not late.frozen[2:].any()
+    run(group, [15])
+    assert late.frozen.all()
+    run(group, range(16, 24))
+
+    def alone(p, t):
+        return KINDS[kind](p[2:], transport=t, **(COMMON | OTHERS | common), warmup_steps=7)
+
+    own = Replicas(alone, 2, SHAPES)
+    for step in range(9, 24):
+        own.step(noise(2, step, SHAPES))
+    for p, q in zip(group.parameters[0][2:], own.parameters[0][2:], strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", WINDOWED)
 def test_an_open_window_ends_and_all_begin_with_exact_steps(kind, size):
@@ -152,6 +176,9 @@ def test_an_open_window_ends_and_all_begin_with_exact_steps(kind, size):
         run(group, [step])
         run(alone, [step])
         kinds.append(first.counters.exact_rounds - before)
+        if step == begin:  # as under Adam, the first step is one of lr, whatever the gradient is
+            late = torch.cat([(p.detach() - q).view(-1) for p, q in zip(group.parameters[0], start(SHAPES), strict=True)][2:])
+            assert float(late.abs().median()) == pytest.approx(OTHERS["lr"], rel=1e-3)
     assert kinds[: first.windows.opening] == [1] * first.windows.opening
     assert 0 in kinds or (kind, size) == ("zero-one", 1)
     assert same(group, alone, slice(2))

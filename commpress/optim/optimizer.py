@@ -192,8 +192,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _flat(self) -> Flat:
         if self.flat is None:
             raise InvalidArgument(
-                f"this {type(self).__name__} was copied or unpickled, and a copy has no connection to other ranks: construct one "
-                "on every rank and load_state_dict()"
+                f"this {type(self).__name__} was copied or unpickled, and a copy has no connection to other ranks: construct "
+                "one on every rank and load_state_dict()"
             )
         return self.flat
 
