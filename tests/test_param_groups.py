@@ -376,7 +376,7 @@ def test_a_copy_says_what_it_lacks(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_is_converted_afterwards_is_named_whatever_it_was(kind):
-    """Where some parameters are in half precision, and others or these are no longer what they were."""
+    """A model of two dtypes, of which one is no longer what it was."""
     for i in (0, 1):
         group = replicas(kind, 1)
         p = [torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16)), torch.nn.Parameter(torch.ones(300))]
