@@ -24,7 +24,7 @@ from commpress.codecs import Codec, LowRankCodec, SketchCodec, codec_named, poli
 from commpress.codecs.family import NAMES
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.buckets import Span
-from commpress.collectives.sketch import keep, next_quanta, plan_sketches
+from commpress.collectives.sketch import keep, next_quanta, peaks_of, plan_sketches
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.cpu import cells as cpu_cells
 from commpress.kernels.cpu import low_rank as cpu_low_rank
@@ -154,13 +154,13 @@ def _sketch(name: str, codec: SketchCodec, found: dict[str, torch.Tensor]) -> Li
     old, new = (ErrorFeedback.zeros(plan.message.pieces) for _ in range(2))
     workspace = Workspace()
     kept, _ = keep(x, old, new, plan, workspace, 1.0)
-    plan.quanta.update(next_quanta(kept, plan))
+    plan.quanta.update(next_quanta(peaks_of(kept, plan), ROWS))
     factors, told = plan.factors(), torch.empty(x.numel(), dtype=torch.float64)
     table, bitmap, out = torch.zeros(plan.cells.pieces.numel), torch.zeros(-(-x.numel() // 8), dtype=torch.uint8), x.clone()
 
     def encode() -> None:
         kept, _ = keep(x, old, new, plan, workspace, 1.0)
-        cpu_cells.to_quanta(kept, new.sent, plan.starts, factors, plan.most)
+        cpu_cells.to_quanta(kept, new.sent, plan.starts, factors)
         table.zero_()
         cpu_cells.add(kept, table, bitmap)
 

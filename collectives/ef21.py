@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from commpress.codecs.codec import Codec
-from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_message
 from commpress.collectives.buckets import Message
 from commpress.errors import InvalidArgument
@@ -29,11 +28,10 @@ from commpress.work import Steps
 
 
 def check_codec(codec: Codec) -> None:
-    if codec.lossless or not codec.feedback or isinstance(codec, WholeTensorCodec):
-        partial = "knows residuals only" if codec.feedback else "is noise of zero mean"
-        why = "leaves nothing behind" if codec.lossless else partial
+    if codec.lossless or not codec.feedback:
+        why = "leaves nothing behind" if codec.lossless else "is noise of zero mean"
         raise InvalidArgument(
-            f"codec is {codec.spec!r}, which {why}: EF21 is for codecs of rows that leave something out, such as 'topk-64'"
+            f"codec is {codec.spec!r}, which {why}: EF21 is for codecs that leave something out, such as 'topk-64'"
         )
 
 
@@ -50,15 +48,28 @@ def reduce_changes(
 
     Pieces without feedback travel as ever.
     """
-    workspace: Workspace = others["workspace"]
-    others |= {"message": message, "gain": gain, "scale": scale}
+    steps = reduce_message(buffer, feedback, message=message, gain=gain, scale=scale, **others)
+    return as_changes(steps, buffer, feedback, others["workspace"], pieces=message.pieces, gain=gain, scale=scale)
+
+
+def as_changes(
+    steps: Steps[Outcome],
+    buffer: torch.Tensor,
+    feedback: ErrorFeedback | None,
+    workspace: Workspace,
+    *,
+    pieces: Pieces,
+    gain: float = 1.0,
+    scale: float = 1.0,
+) -> Steps[Outcome]:
+    """``steps``, an exchange of ``buffer`` that has not begun, as one of changes: the mean change it finds becomes the mean."""
     if feedback is None:
-        return (yield from reduce_message(buffer, None, **others))
-    pieces, scratch = message.pieces, workspace.rows(4 * message.pieces.residual_numel, 1, buffer.device)
+        return (yield from steps)
+    scratch = workspace.rows(4 * pieces.residual_numel, 1, buffer.device)
     given = scratch.view(torch.float32).view(-1)
     for source, numel, kept in pieces.residual_runs:
         given[kept : kept + numel].copy_(buffer[source : source + numel])
-    outcome = yield from reduce_message(buffer, feedback, **others)
+    outcome = yield from steps
     if outcome.finite and outcome.proposed is not None:
         _take_up(buffer, given, feedback, outcome.proposed, pieces, gain, scale)
     workspace.give_rows(scratch)

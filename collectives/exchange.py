@@ -1,12 +1,12 @@
 """Exchanges: how tensors of one flat buffer cross a channel, in which messages, with which residuals, taking how many numbers.
 
 ``Exchanges`` cuts each set of tensors once and keeps the result. Rows, matrices (PowerSGD) and sketches of one buffer travel
-side by side; with a topology rows and matrices travel in two levels. Residuals belong to tensors, whatever they travel with.
+side by side; with a topology in two levels, one after the other. Residuals belong to tensors, whatever they travel with.
 ``scatter`` has the exchange of who divides state among the ranks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from commpress.codecs.family import EXACT
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
 from commpress.collectives.buckets import Message, Span, messages, one_message
 from commpress.collectives.channel import Channel
-from commpress.collectives.ef21 import reduce_changes
+from commpress.collectives.ef21 import as_changes, reduce_changes
 from commpress.collectives.levels import Levels
 from commpress.collectives.powersgd import (
     Bases,
@@ -29,9 +29,19 @@ from commpress.collectives.powersgd import (
     plan_matrices,
     reduce_matrices,
 )
-from commpress.collectives.sketch import Quanta, SketchPlan, check_quanta, load_quanta, plan_sketches, reduce_sketch
-from commpress.collectives.two_level import Route, reduce_route, reduce_routes, route, routes
-from commpress.errors import InvalidArgument, check_counts
+from commpress.collectives.sketch import (
+    Quanta,
+    SketchPlan,
+    SketchRoute,
+    check_quanta,
+    load_quanta,
+    plan_sketches,
+    reduce_sketch,
+    reduce_sketch_route,
+    route_sketches,
+)
+from commpress.collectives.two_level import Feedbacks, Route, reduce_route, reduce_routes, route, routes
+from commpress.errors import check_counts
 from commpress.feedback import ErrorFeedback, ResidualStore
 from commpress.work import Steps, overlapped
 
@@ -63,7 +73,7 @@ class Exchange(ABC):
 
 
 class Reduce(Exchange):
-    """The mean in one level: rows, matrices and sketches side by side. ``changes``: rows send changes (EF21)."""
+    """The mean in one level: rows, matrices and sketches side by side. ``changes``: they send changes (EF21)."""
 
     def __init__(
         self,
@@ -96,8 +106,11 @@ class Reduce(Exchange):
         for plan, feedback in zip(self.whole, self.feedbacks[count:], strict=True):
             if feedback is not None:
                 feedback.join(plan.message.pieces, channel.rank)
-            mean: Any = reduce_matrices if isinstance(plan, MatrixPlan) else reduce_sketch
-            jobs.append(mean(buffer, feedback, plan=plan, sequence=sequence, **options))
+            reduce_whole: Any = reduce_matrices if isinstance(plan, MatrixPlan) else reduce_sketch
+            steps = reduce_whole(buffer, feedback, plan=plan, sequence=sequence, **options)
+            if self.changes:
+                steps = as_changes(steps, buffer, feedback, channel.workspace, pieces=plan.message.pieces, gain=gain)
+            jobs.append(steps)
             sequence += plan.MESSAGES
         jobs.append(rows)
         *others, first = yield from overlapped(jobs, limit=2)
@@ -119,24 +132,28 @@ class Reduce(Exchange):
 
 
 class ReduceInLevels(Exchange):
-    """The mean in two levels: sums inside a node, rows between nodes, each slice with residuals of its own.
+    """The mean in two levels: sums inside a node, rows and sketches between nodes, each slice with residuals of its own.
 
     Factors of matrices travel the same way, exactly; what they leave behind is each rank's own, as in one level. ``changes``:
-    of nodes, each a worker of EF21.
+    of nodes, each a worker of EF21; of matrices, of ranks.
     """
 
     def __init__(
         self,
         spans: list[Span],
         routes: list[Route],
-        feedbacks: Sequence[Mapping[int, ErrorFeedback | None]],
+        feedbacks: Sequence[Feedbacks],
+        sketches: Sequence[tuple[SketchRoute, Feedbacks]] = (),
         matrices: Sequence[tuple[MatrixPlan, ErrorFeedback | None]] = (),
         *,
         changes: bool = False,
     ) -> None:
-        self.spans, self.routes, self.feedbacks, self.matrices, self.changes = spans, routes, feedbacks, matrices, changes
-        self.messages = [*(route.message for route in routes), *(plan.message for plan, _ in matrices)]
-        self.sequences, self.waits = len(routes) + sum(plan.MESSAGES for plan, _ in matrices), None
+        self.spans, self.routes, self.feedbacks, self.changes = spans, routes, feedbacks, changes
+        self.sketches, self.matrices = sketches, matrices
+        self.messages = [way.message for way in (*routes, *(plan.route for plan, _ in sketches))]
+        self.messages += [plan.message for plan, _ in matrices]
+        self.sequences = len(routes) + sum(s.MESSAGES for s, _ in sketches) + sum(m.MESSAGES for m, _ in matrices)
+        self.waits = None
         self._factors: dict[Message, Route] = {}
 
     def steps(
@@ -149,6 +166,12 @@ class ReduceInLevels(Exchange):
             gain=gain, changes=self.changes,
         )  # fmt: skip
         sequence += len(self.routes)
+        for sketch, slices in self.sketches:
+            outcomes += yield from reduce_sketch_route(
+                buffer, slices, plan=sketch, hierarchy=hierarchy, workspace=workspace, sequence=sequence, key=key, gain=gain,
+                changes=self.changes,
+            )  # fmt: skip
+            sequence += sketch.MESSAGES
 
         def mean(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
             if message not in self._factors:
@@ -160,16 +183,18 @@ class ReduceInLevels(Exchange):
             return all(outcome.finite for outcome in done)
 
         for plan, feedback in self.matrices:
-            outcome = yield from reduce_matrices(
+            steps = reduce_matrices(
                 buffer, feedback, plan=plan, transport=channel.transport, workspace=workspace, sequence=sequence, key=key,
                 gain=gain, mean=mean,
             )  # fmt: skip
-            outcomes.append(outcome)
+            if self.changes:
+                steps = as_changes(steps, buffer, feedback, workspace, pieces=plan.message.pieces, gain=gain)
+            outcomes.append((yield from steps))
             sequence += plan.MESSAGES
         return outcomes
 
     def forget(self, workspace: Workspace) -> None:
-        for way in (*self.routes, *self._factors.values()):
+        for way in (*self.routes, *(plan.route for plan, _ in self.sketches), *self._factors.values()):
             for message in way.between.values():
                 workspace.forget(message)
         for plan, _ in self.matrices:
@@ -245,28 +270,28 @@ class Exchanges:
 
     def _cut(self, spans: list[Span], shapes: Sequence[Sequence[int]], policy: Policy, device: torch.device) -> Exchange:
         """Codecs of whole tensors take theirs out; the rest goes in rows."""
-        whole: list[Whole] = []
-        if matrices := matrices_of(spans, shapes, policy):
-            whole.append(plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed))
-        whole += plan_sketches(spans, policy, self.size, self.quanta)
-        for plan in whole:
-            if self.residuals.ef21 or (self.levels is not None and isinstance(plan, SketchPlan)):
-                what = "error_feedback='ef21'" if self.residuals.ef21 else "a topology"
-                raise InvalidArgument(f"{what} is given, but {plan.message.codec!r} knows none: leave one of them out")
-        taken, attach = {name for plan in whole for name in plan.names}, self.residuals.attach
-        others = [span for span in spans if span.name not in taken]
+        attach, changes, matrices = self.residuals.attach, self.residuals.ef21, matrices_of(spans, shapes, policy)
+        plans = [plan_matrices(matrices, self.size, self.bases, device=device, seed=self.seed)] if matrices else []
+
+        def kept(message: Message) -> ErrorFeedback | None:
+            return attach(message.keys, message.pieces, device) if self.feedback else None
+
+        def without(*plans: Whole | SketchRoute) -> list[Span]:
+            taken = {name for plan in plans for name in plan.names}
+            return [span for span in spans if span.name not in taken]
+
         if self.levels is not None:
-            ways = routes(others, RowsOnly(policy), self.levels.hierarchy, feedback=self.feedback)
-            kept = [{i: attach(m.keys, m.pieces, device) for i, m in way.between.items()} for way in ways]
-            plans = [plan for plan in whole if isinstance(plan, MatrixPlan)]
-            mine = [attach(p.message.keys, p.message.pieces, device) if self.feedback else None for p in plans]
-            matched = list(zip(plans, mine, strict=True))
-            return ReduceInLevels(spans, ways, kept, matched, changes=self.residuals.ef21)
-        rows = messages(others, RowsOnly(policy), self.size, feedback=self.feedback)
-        feedbacks = [attach(m.keys, m.pieces, device) for m in rows]
-        for plan in whole:
-            feedbacks.append(attach(plan.message.keys, plan.message.pieces, device) if self.feedback else None)
-        return Reduce(spans, rows, whole, feedbacks, changes=self.residuals.ef21)
+            hierarchy = self.levels.hierarchy
+            sketches = route_sketches(spans, policy, hierarchy, self.quanta)
+            ways = routes(without(*plans, *sketches), RowsOnly(policy), hierarchy, feedback=self.feedback)
+            slices = [{i: attach(m.keys, m.pieces, device) for i, m in way.between.items()} for way in ways]
+            sketched = [(sketch, {i: kept(m) for i, m in sketch.route.between.items()}) for sketch in sketches]
+            in_ranks = [(plan, kept(plan.message)) for plan in plans]
+            return ReduceInLevels(spans, ways, slices, sketched, in_ranks, changes=changes)
+        whole: list[Whole] = [*plans, *plan_sketches(spans, policy, self.size, self.quanta)]
+        rows = messages(without(*whole), RowsOnly(policy), self.size, feedback=self.feedback)
+        feedbacks = [attach(m.keys, m.pieces, device) for m in rows] + [kept(plan.message) for plan in whole]
+        return Reduce(spans, rows, whole, feedbacks, changes=changes)
 
     # ------------------------------------------------------------ checkpoints
 

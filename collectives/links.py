@@ -28,6 +28,7 @@ import numpy as np
 
 from commpress.codecs import Codec, codec_named
 from commpress.codecs.family import EXACT
+from commpress.codecs.whole_tensors import LowRankCodec, SketchCodec, WholeTensorCodec
 from commpress.collectives import two_level
 from commpress.collectives.buckets import MESSAGE
 from commpress.collectives.frame import HEADER
@@ -172,7 +173,7 @@ def flat_seconds(numel: int, codec: str | Codec, links: Links) -> float:
     """Two exchanges of one row with every other rank; the slowest node decides."""
     nodes, size = links.topology.nodes, links.topology.size
     messages = max(-(-numel // MESSAGE), 1)
-    row = _row(codec, -(-numel // messages), size)
+    row = _row(codec, -(-numel // messages), size, workers=size)
     out = max(len(node) * (size - len(node)) for node in nodes) * row
     inside = max(len(node) * (len(node) - 1) for node in nodes) * row
     return _pipelined([_phase(links, inside, out)] * 2, messages)
@@ -184,16 +185,25 @@ def hierarchical_seconds(numel: int, codec: str | Codec, links: Links) -> float:
     slices = links.topology.widest
     messages = max(-(-numel // two_level.PIECE), 1)
     numel = -(-numel // messages)
-    floats, row = _row(EXACT, numel, slices * count) - HEADER, _row(codec, numel, slices * count)
+    codec, rows = codec_named(codec), slices * count
+    row = _row(codec, numel, rows, workers=count)
+    floats = (row if isinstance(codec, LowRankCodec) else _row(EXACT, numel, rows)) - HEADER  # of matrices, factors
+    back_row = HEADER + floats if isinstance(codec, SketchCodec) else row
     sums = max(len(n) * (len(n) - 1) * (HEADER + share(slices, len(n)) * count * floats) for n in nodes)
-    back = max(len(n) * (len(n) - 1) * share(slices, len(n)) * count * row for n in nodes)
+    back = max(len(n) * (len(n) - 1) * share(slices, len(n)) * count * back_row for n in nodes)
     out = slices * (count - 1) * row
     phases = [_phase(links, sums, 0), _phase(links, 0, out), _phase(links, 0, out), _phase(links, back, 0)]
     return _pipelined(phases, messages)
 
 
-def _row(codec: str | Codec, numel: int, rows: int) -> int:
-    return HEADER + -(-codec_named(codec).row_bytes(width_of(numel, rows)) // 8) * 8
+def _row(codec: str | Codec, numel: int, rows: int, *, workers: int = 1) -> int:
+    """Bytes of one of so many rows; of what compresses whole tensors, as if these elements were a square matrix."""
+    codec = codec_named(codec)
+    if isinstance(codec, WholeTensorCodec):
+        square = (math.isqrt(numel),) * 2
+        bits = codec.bits(square, workers) if codec.takes(square) else 32.0
+        return HEADER + math.ceil(bits / 64 * numel / rows) * 8
+    return HEADER + -(-codec.row_bytes(width_of(numel, rows)) // 8) * 8
 
 
 def _phase(links: Links, inside: int, between: int) -> tuple[float, float, float]:

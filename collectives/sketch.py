@@ -15,7 +15,7 @@ smaller quantum, which would cut off more, until nothing is left.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, ClassVar
@@ -26,45 +26,43 @@ import torch
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy, policy_of
 from commpress.codecs.whole_tensors import SketchCodec
+from commpress.collectives import two_level
 from commpress.collectives.allreduce import Outcome, Workspace, check_buffer, exchange, reduce_message
-from commpress.collectives.buckets import Message, Span, messages, one_message
+from commpress.collectives.buckets import PIECE, Message, Span, messages, one_message
+from commpress.collectives.ef21 import as_changes
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
+from commpress.collectives.two_level import Feedbacks, Hierarchy, Route
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.cpu import cells as cpu_cells
 from commpress.kernels.cpu import row_codec as cpu
-from commpress.kernels.pieces import BLOCK, HASH, KIND, NUMEL, RESIDUAL, SOURCE, Piece, Pieces, cut
+from commpress.kernels.pieces import BLOCK, HASH, KIND, NUMEL, SOURCE, Piece, Pieces, cut
 from commpress.work import Steps, overlapped
 
+Peaks = dict[str, float]  # parameter → the largest magnitude in its mean
 Quanta = dict[str, float]  # parameter → a power of two, the same on every rank
 _EXACT = 1 << 22  # whole numbers up to here survive float32's mean and back, whatever the number of ranks
 _ADDED = 1 << 24  # float32 adds whole numbers exactly up to here
 _LOAD = 16  # elements of one rank that one cell may hold at most, in all likelihood
-_ENDLESS = 2.0**126  # quanta; nothing is cut off, but nothing becomes infinite either
 _TOO_MUCH = float(1 << 30)  # in a cell: its rank has values that cells cannot carry
 _LEAST = 2.0**-120  # of quanta, so that float32 can divide by them
 
 
 @dataclass(eq=False)
 class SketchPlan:
-    """Plan for the tensors of one bucket that share a codec."""
+    """Plan for tensors that share a codec and a table of cells: those of one bucket, or of one slice of it."""
 
     MESSAGES: ClassVar[int] = 3  # sequence numbers of one call: bitmap, cells, and the dense exchange that may follow
 
-    names: tuple[str, ...]
-    starts: np.ndarray  # of each tensor, where all lie side by side; one more at the end
+    names: tuple[str, ...]  # of the parameter to which each piece belongs
+    starts: np.ndarray  # of each piece, where all lie side by side; one more at the end
     message: Message  # names and places of residuals; nothing is sent in its layout
     sparse: Pieces  # one row: what this rank keeps, found in the bucket
-    compact: Pieces  # the same row, all tensors side by side
+    compact: Pieces  # the same row, all pieces side by side
     cells: Message
     dense: Message
     quanta: Quanta  # of the whole model
-
-    @property
-    def most(self) -> int:
-        """Quanta that a value of the size of the mean may have, so that a cell's sum stays below ``_EXACT``."""
-        return 1 << int(math.log2(_EXACT / (_LOAD * self.dense.pieces.rows)))
 
     def sent_bytes(self, ranks: int) -> int:
         """By one rank to its peers in one call that need not go densely, headers included."""
@@ -72,47 +70,57 @@ class SketchPlan:
         return 2 * (ranks - 1) * (HEADER + bitmap + HEADER + self.cells.pieces.row_bytes)
 
     def factors(self) -> np.ndarray | None:
-        """The quantum of each tensor, None if some has none."""
+        """The quantum of each piece, None if some has none."""
         known = [self.quanta.get(name, 0.0) for name in self.names]
         return np.array(known) if all(known) else None
 
 
 @dataclass
 class SketchOutcome(Outcome):
-    plan: SketchPlan | None = None
-    quanta: Quanta = field(default_factory=dict)
+    peaks: Peaks = field(default_factory=dict)  # of the mean
+    known: Quanta = field(default_factory=dict)  # of the whole model, until now
+    quanta: Quanta = field(default_factory=dict)  # what they are after this call
 
     def commit(self) -> None:
         super().commit()
-        if self.plan is not None:
-            self.plan.quanta.update(self.quanta)
+        self.known.update(self.quanta)
 
 
 def plan_sketches(spans: Sequence[Span], policy: Policy, ranks: int, quanta: Quanta) -> list[SketchPlan]:
     """One for each sketch codec among ``spans``; the tensors of other codecs are left out."""
+    return [_plan(codec, message, ranks, quanta) for codec, message in _by_codec(spans, policy, ranks, piece=PIECE)]
+
+
+def _by_codec(spans: Sequence[Span], policy: Policy, rows: int, *, piece: int) -> list[tuple[SketchCodec, Message]]:
+    """The tensors of each sketch codec as one message, cut into pieces for their residuals."""
     chosen: dict[SketchCodec, list[Span]] = {}
     for span in spans:
         codec = policy.choose(span.name, span.numel)
         if isinstance(codec, SketchCodec) and span.numel:
             chosen.setdefault(codec, []).append(span)
-    return [_plan(codec, of, ranks, quanta) for codec, of in chosen.items()]
+    found = []
+    for codec, of in chosen.items():
+        numel = sum(span.numel for span in of)
+        (message,) = messages(of, policy_of(codec.kept), rows, piece=piece, message=numel)
+        found.append((codec, message))
+    return found
 
 
-def _plan(codec: SketchCodec, spans: Sequence[Span], ranks: int, quanta: Quanta) -> SketchPlan:
-    numel = sum(span.numel for span in spans)
-    (message,) = messages(spans, policy_of(codec.kept), ranks, message=numel)
-    columns = message.pieces.table[:, [SOURCE, NUMEL, KIND, BLOCK, HASH]].tolist()
+def _plan(codec: SketchCodec, message: Message, ranks: int, quanta: Quanta) -> SketchPlan:
+    """Of the elements of ``message``, some of whose pieces may have none."""
+    every = [(name, line) for (name, _), line in zip(message.keys, message.pieces.table, strict=True) if line[NUMEL]]
+    numel, names = message.pieces.numel, tuple(name for name, _ in every)
+    columns = [line[[SOURCE, NUMEL, KIND, BLOCK, HASH]].tolist() for _, line in every]
     lines = [Piece(source, length, kind, block, mark) for source, length, kind, block, mark in columns]
-    starts = np.cumsum([0, *(span.numel for span in spans)])
-    side_by_side = [piece._replace(source=int(at)) for piece, at in zip(lines, message.pieces.table[:, RESIDUAL], strict=True)]
-    label = ",".join(f"{span.name}+{span.numel}" for span in spans)
+    starts = np.cumsum([0, *(piece.numel for piece in lines)])
+    side_by_side = [piece._replace(source=int(at)) for piece, at in zip(lines, starts, strict=False)]
 
     def exact(numel: int, name: str) -> Message:
-        return replace(one_message(numel, EXACT, ranks, name=f"{name}\n{label}", feedback=False), codec=codec.spec)
+        return replace(one_message(numel, EXACT, ranks, name=f"{name}\n{message.label}", feedback=False), codec=codec.spec)
 
     return SketchPlan(
-        tuple(span.name for span in spans), starts, message, cut(lines, 1), cut(side_by_side, 1),
-        exact(codec.table(numel, ranks), "cells"), exact(numel, "dense"), quanta,
+        names, starts, message, cut(lines, 1), cut(side_by_side, 1), exact(codec.table(numel, ranks), "cells"),
+        exact(numel, "dense"), quanta,
     )  # fmt: skip
 
 
@@ -126,29 +134,32 @@ def reduce_sketch(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
+    scale: float = 1.0,
+    divisor: float = 0.0,
     asks: bool = False,
-) -> Steps[Outcome]:
+) -> Steps[SketchOutcome]:
     """Replace the plan's tensors in ``buffer`` by the mean of what the ranks kept; ``commit`` or ``discard`` the outcome.
 
-    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see ``reduce_message``.
+    Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``scale``, ``divisor`` and ``asks``: see
+    ``reduce_message``.
     """
     check_buffer(buffer)
     if buffer.device.type != "cpu":
         raise InvalidArgument(f"buffer is on {buffer.device}: the sketch has CPU kernels only, use 'topk-64' there")
     start, factors = perf_counter(), plan.factors()
     proposed = workspace.residual(plan.message, buffer.device)
-    kept, bad = keep(buffer, feedback, proposed, plan, workspace, gain)
+    kept, bad = keep(buffer, feedback, proposed, plan, workspace, gain * scale)
     options: dict[str, Any] = {"transport": transport, "workspace": workspace}
     mean, finite, asked = None, True, False
     if factors is not None:
-        cpu_cells.to_quanta(kept, proposed.sent, plan.starts, factors, _ENDLESS)
+        cpu_cells.to_quanta(kept, proposed.sent, plan.starts, factors)
         workspace.encoded(start)
         told, cells = yield from _told(kept, bad, plan, transport, workspace, sequence, key, asks)
         finite, asked = cells.finite, cells.asks
         if told.numel():
             mean = torch.empty(told.numel())
             cpu_cells.scaled(told, plan.starts, factors, mean)
-            mean.div_(transport.size)  # rounds as the dense exchange does
+            mean.div_(divisor or transport.size)  # rounds as the dense exchange does
     if mean is None and finite:
         workspace.dense_sketches += 1
         mean = kept
@@ -156,20 +167,22 @@ def reduce_sketch(
             cpu_cells.scaled(kept, plan.starts, factors, mean)
         if bad:
             mean.fill_(float("nan"))
-        dense = yield from reduce_message(mean, None, message=plan.dense, sequence=sequence + 2, asks=asks, **options)
+        dense = yield from reduce_message(
+            mean, None, message=plan.dense, sequence=sequence + 2, divisor=divisor, asks=asks, **options
+        )
         finite, asked = dense.finite, dense.asks
-    quanta = {}
+    peaks: Peaks = {}
     if finite and mean is not None:
         start = perf_counter()
-        quanta = next_quanta(mean, plan)
+        peaks = peaks_of(mean, plan)
         for source, numel, at in plan.message.pieces.residual_runs:
             torch.div(mean[at : at + numel], gain, out=buffer[source : source + numel])
         workspace.decoded(start)
     if feedback is None:
         workspace.give_residual(plan.message, proposed)
     return SketchOutcome(
-        plan.message, finite, feedback, proposed if feedback is not None else None, workspace, plan, quanta,
-        asks=asked,
+        plan.message, finite, feedback, proposed if feedback is not None else None, workspace, peaks, plan.quanta,
+        next_quanta(peaks, transport.size), asks=asked,
     )  # fmt: skip
 
 
@@ -216,10 +229,23 @@ def _told(
     return told if fits else told[:0], outcome
 
 
-def next_quanta(mean: torch.Tensor, plan: SketchPlan) -> Quanta:
+def most(ranks: int) -> int:
+    """Quanta that a value of the size of the mean may have, so that a cell's sum stays below ``_EXACT``."""
+    return 1 << int(math.log2(_EXACT / (_LOAD * ranks)))
+
+
+def peaks_of(mean: torch.Tensor, plan: SketchPlan) -> Peaks:
+    peaks: Peaks = {}
+    for name, peak in zip(plan.names, cpu_cells.peaks(mean, plan.starts).tolist(), strict=True):
+        peaks[name] = max(peak, peaks.get(name, 0.0))
+    return peaks
+
+
+def next_quanta(peaks: Peaks, ranks: int) -> Quanta:
     """So fine that the cells can just carry a mean four times as large as the largest of this call."""
-    peaks = zip(plan.names, cpu_cells.peaks(mean, plan.starts).tolist(), strict=True)
-    return {name: max(4 * 2.0 ** math.ceil(math.log2(peak)) / plan.most, _LEAST) for name, peak in peaks if peak > 0}
+    return {
+        name: max(4 * 2.0 ** math.ceil(math.log2(peak)) / most(ranks), _LEAST) for name, peak in peaks.items() if peak > 0
+    }
 
 
 def check_quanta(loaded: Any) -> None:
@@ -253,3 +279,86 @@ def _either(
     yield from exchange(transport.all_gather, outbox, reply, frame(ALL_GATHER), flag, transport, workspace)
     bitmap.copy_(outbox[:, HEADER:].reshape(-1))
     workspace.give_rows(outbox, inbox, reply)
+
+
+# ---------------------------------------------------------------- two levels
+
+
+@dataclass(eq=False)
+class SketchRoute:
+    """Route of sketched tensors through two levels: each slice of a node's sum is sketched by its owner."""
+
+    MESSAGES: ClassVar[int] = SketchPlan.MESSAGES  # sequence numbers of one call, between nodes; inside one less
+
+    route: Route
+    slices: Mapping[Message, SketchPlan]  # the own ones that have elements
+    names: tuple[str, ...]
+    quanta: Quanta
+
+
+def route_sketches(spans: Sequence[Span], policy: Policy, hierarchy: Hierarchy, quanta: Quanta) -> list[SketchRoute]:
+    """As ``plan_sketches``."""
+    nodes, found = len(hierarchy.topology.nodes), []
+    for codec, message in _by_codec(spans, policy, hierarchy.rows, piece=two_level.PIECE):
+        way = two_level.route(message, hierarchy)
+        slices = {part: _plan(codec, part, nodes, quanta) for part in way.between.values() if part.pieces.numel}
+        found.append(SketchRoute(way, slices, tuple(dict.fromkeys(name for name, _ in message.keys)), quanta))
+    return found
+
+
+def reduce_sketch_route(
+    buffer: torch.Tensor,
+    feedbacks: Feedbacks,
+    *,
+    plan: SketchRoute,
+    hierarchy: Hierarchy,
+    workspace: Workspace,
+    sequence: int,
+    key: int = 0,
+    gain: float = 1.0,
+    changes: bool = False,
+) -> Steps[list[Outcome]]:
+    """As ``reduce_sketch``, where each node is a worker that has the sum of its ranks. ``changes``: see ``reduce_routes``."""
+
+    def of_slice(
+        total: torch.Tensor, feedback: ErrorFeedback | None, *, message: Message, gain: float, scale: float, **call: Any
+    ) -> Steps[Outcome]:
+        if message not in plan.slices:
+            return Outcome(message, True, None, None, workspace)
+        if feedback is not None:
+            feedback.join(message.pieces, call["transport"].rank, hierarchy.divisor)
+        steps: Steps[Outcome] = reduce_sketch(total, feedback, plan=plan.slices[message], gain=gain, scale=scale, **call)
+        if changes:
+            steps = as_changes(steps, total, feedback, workspace, pieces=message.pieces, gain=gain, scale=scale)
+        return (yield from steps)
+
+    outcomes = yield from two_level.reduce_route(
+        buffer, feedbacks, route=plan.route, hierarchy=hierarchy, workspace=workspace, sequence=sequence, key=key, gain=gain,
+        mean=of_slice, numbers=SketchPlan.MESSAGES,
+    )  # fmt: skip
+    if not outcomes[0].finite:
+        return outcomes
+    own = [outcome for outcome in outcomes if isinstance(outcome, SketchOutcome)]
+    for outcome in own:
+        outcome.quanta = {}  # of a slice only
+    peaks = yield from _peaks_of_all(own, plan, hierarchy.inside, workspace, sequence + 1)
+    quanta = next_quanta(peaks, len(hierarchy.topology.nodes))
+    whole = SketchOutcome(plan.route.message, True, None, None, workspace, peaks, plan.quanta, quanta)
+    return [*outcomes, whole]
+
+
+def _peaks_of_all(
+    own: Sequence[SketchOutcome], plan: SketchRoute, inside: Transport, workspace: Workspace, sequence: int
+) -> Steps[Peaks]:
+    """Of all slices: the ranks of a node own them together."""
+    count = len(plan.names)
+    size = HEADER + 8 * math.ceil(count / 2)
+    mine, every = (workspace.rows(size, rows, torch.device("cpu")) for rows in (1, inside.size))
+    largest = [max((outcome.peaks.get(name, 0.0) for outcome in own), default=0.0) for name in plan.names]
+    mine[0, HEADER:].view(torch.float32)[:count] = torch.tensor(largest)
+    frame = Frame(ALL_GATHER, inside.size, "peaks", count, sequence, plan.route.message.label)
+    flag = torch.zeros(1, dtype=torch.uint8)
+    yield from exchange(inside.all_gather, every, mine, frame, flag, inside, workspace)
+    found = torch.stack([row[HEADER:].view(torch.float32)[:count] for row in every]).amax(0).tolist()
+    workspace.give_rows(mine, every)
+    return dict(zip(plan.names, found, strict=True))

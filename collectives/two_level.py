@@ -4,8 +4,8 @@
     y = Q(scale·S + e)   z = Σ y / divisor + s   o = Q(z)                         (``average_rows`` between nodes)
     o to the node's other ranks             still encoded: the same bits for all  (all-gather inside)
 
-With EF21 (``changes``) y and o are changes, and owners keep what is known of their slices: v ← v + o, and v, the mean, goes to
-the node's other ranks as float32.
+Where owners of a slice find its mean in another way (``mean``), the mean goes to the node's other ranks as float32: with EF21 y
+and o are changes, and owners keep what is known of their slices, v ← v + o; a sketch tells sums apart (``sketch``).
 
 A message is dealt out in ``slices``, as many as the largest node has ranks, and each slice in one row per node. In a node
 every rank owns the same number of slices, rounded up, and reduces each with the owners of that slice in the other nodes.
@@ -18,8 +18,9 @@ two next to 1 / (ranks per node), which costs no rounding and brings them to the
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -42,9 +43,11 @@ from commpress.work import Steps, Work, overlapped
 T = TypeVar("T")
 
 PIECE = 1 << 21  # elements of a piece, and of a message: one is summed inside the node while another is between nodes
+EXCHANGES = 2  # between nodes, of a message in rows
 ALONGSIDE = 3  # messages under way at once: to their owners, between nodes, on the way back
 
 Feedbacks = Mapping[int, ErrorFeedback | None]  # of one message, by slice
+SliceMean = Callable[..., Steps[Outcome]]  # puts the mean of a slice in its place; called as ``reduce_message``
 
 
 @dataclass(frozen=True)
@@ -124,18 +127,18 @@ def routes(spans: Sequence[Span], policy: Policy, hierarchy: Hierarchy, *, feedb
 
 
 def route(message: Message, hierarchy: Hierarchy) -> Route:
-    table, nodes, count = message.pieces.table, len(hierarchy.topology.nodes), hierarchy.share
+    table, nodes, owned = message.pieces.table, len(hierarchy.topology.nodes), hierarchy.share
     inside = cut(
         [Piece(int(line[SOURCE]), int(line[NUMEL]), FP32, 0, 0, False) for line in table],
         hierarchy.inside.size,
-        widths=[count * nodes * int(line[WIDTH]) for line in table],
+        widths=[owned * nodes * int(line[WIDTH]) for line in table],
     )
     between = {}
     for index in hierarchy.between:
         keys, pieces = [], []
         for (name, offset), line, sum_ in zip(message.keys, table, inside.table, strict=True):
             slice_ = nodes * int(line[WIDTH])
-            start, first = index * slice_, (index % count) * slice_
+            start, first = index * slice_, (index % owned) * slice_
             numel = min(max(int(line[NUMEL]) - start, 0), slice_)
             mark = int(line[HASH]) ^ (index * 0x9E3779B1 & 0xFFFFFFFF)
             keep = bool(line[RESIDUAL] >= 0) and numel > 0
@@ -203,14 +206,20 @@ def reduce_routes(
     *,
     plan: Sequence[Route],
     sequence: int,
+    changes: bool = False,
     **call: Any,
 ) -> Steps[list[Outcome]]:
     """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome for each slice.
 
-    ``call``: the other arguments of ``reduce_route``.
+    ``changes``: ``feedbacks`` hold estimates, of what all know of these messages. ``call``: the other arguments of
+    ``reduce_route``.
     """
+
+    def mean(route: Route) -> SliceMean | None:
+        return reduce_changes if changes and route.message.pieces.residual_numel else None
+
     jobs = (
-        reduce_route(buffer, feedback, route=route, sequence=sequence + i, **call)
+        reduce_route(buffer, feedback, route=route, sequence=sequence + i, mean=mean(route), **call)
         for i, (route, feedback) in enumerate(zip(plan, feedbacks, strict=True))
     )
     every = yield from overlapped(jobs, limit=ALONGSIDE)
@@ -227,11 +236,12 @@ def reduce_route(
     sequence: int,
     key: int = 0,
     gain: float = 1.0,
-    changes: bool = False,
+    mean: SliceMean | None = None,
+    numbers: int = 1,
 ) -> Steps[list[Outcome]]:
     """One message: sum inside, average the own slices between nodes, gather inside, decode.
 
-    ``changes``: ``feedbacks`` hold estimates, of what all know of this message.
+    ``mean``: of a slice between nodes, in place of rows. ``numbers``: how many sequence numbers it takes, from ``sequence`` on.
     """
     inside, message, flag = hierarchy.inside, route.message, torch.zeros(1, dtype=torch.uint8, device=buffer.device)
     sums = yield from _sum_inside(buffer, flag, route, inside, workspace, sequence)
@@ -241,11 +251,11 @@ def reduce_route(
         _mark(total, part, flag)
         jobs.append((feedbacks.get(index), {
             "message": part, "transport": hierarchy.between[index], "workspace": workspace, "key": key,
-            "sequence": sequence * hierarchy.slices + index, "divisor": hierarchy.divisor,
+            "sequence": sequence * hierarchy.slices + numbers * index, "divisor": hierarchy.divisor,
         }))  # fmt: skip
     scale = hierarchy.scale
-    if changes and message.pieces.residual_numel:
-        outcomes = yield from _abreast([reduce_changes(total, f, gain=gain, scale=scale, **o) for f, o in jobs])
+    if mean is not None:
+        outcomes = yield from _abreast([mean(total, f, gain=gain, scale=scale, **o) for f, o in jobs])
         back, reply, lent, gain = route.inside, sums[:1], [sums], 1.0  # the means themselves
     else:
         averaged = yield from _abreast([average_rows(total, f, gain=gain * scale, **o) for f, o in jobs])
@@ -309,22 +319,26 @@ def _side_by_side(
 
 
 def _abreast(jobs: Sequence[Steps[T]]) -> Steps[list[T]]:
-    """The two exchanges of each job side by side, and two waits in all however many jobs there are, or none.
+    """The exchanges of each job side by side, as many waits in all as the longest job has, and two if there is none.
 
     Note: the same waits on every rank. A wait blocks the thread, and with it what other messages would send next. Where every
     rank goes through the same phases of the same messages in the same order, whoever is waited for has sent before it waits
-    itself. So a rank of several slices must not wait more often than one of a single slice, and buckets go one by one.
+    itself. So a rank of several slices must not wait more often than one of a single slice, and buckets go one by one. Jobs
+    that may take longer than two waits, such as sketches, are messages that travel alone.
     """
-    for _ in range(2):
-        yield _All([next(job) for job in jobs])
-    results = []
-    for job in jobs:
-        try:
-            next(job)
-            raise AssertionError("more than two exchanges")
-        except StopIteration as stop:
-            results.append(stop.value)
-    return results
+    results: dict[int, T] = {}
+    for turn in count():
+        works = []
+        for i, job in enumerate(jobs):
+            if i not in results:
+                try:
+                    works.append(next(job))
+                except StopIteration as stop:
+                    results[i] = stop.value
+        if not works and turn >= EXCHANGES:
+            break
+        yield _All(works)
+    return [results[i] for i in range(len(jobs))]
 
 
 class _All:

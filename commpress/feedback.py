@@ -68,18 +68,21 @@ class ErrorFeedback:
             setattr(self, name, theirs)
             setattr(other, name, mine)
 
-    def join(self, pieces: Pieces, rank: int) -> None:
-        """Let what this rank owes as the owner of rows be part of what it sends: tensors that travel whole have none."""
+    def join(self, pieces: Pieces, rank: int, divisor: float = 0.0) -> None:
+        """Let what this rank owes as the owner of rows be part of what it sends: tensors that travel whole have none.
+
+        ``divisor``: of the sum of what is sent, where that is not the number of rows.
+        """
         if self.joined:
             return
         for index in range(len(pieces.table)):
             sent, reduced, *_ = _Place(self, pieces, index).every()
-            add_reduced(sent, reduced, rank, pieces.rows)
+            add_reduced(sent, reduced, rank, divisor or pieces.rows)
             reduced.zero_()
         self.joined = True
 
 
-def add_reduced(part: torch.Tensor, reduced: torch.Tensor, rank: int, size: int) -> None:
+def add_reduced(part: torch.Tensor, reduced: torch.Tensor, rank: int, size: float) -> None:
     """Add to ``part``, of which a mean over the ranks is taken, what ``rank`` owes as the owner of rows."""
     own = part[rank * reduced.numel() :][: reduced.numel()]
     own += size * reduced[: own.numel()]

@@ -105,7 +105,10 @@ def test_large_buffers_take_two_levels_and_small_ones_one():
     """Across a slow link bytes decide; where only latency counts, four exchanges cost more than two."""
     assert choose(1 << 23, "none", CLUSTER) == "hierarchical"
     assert choose(1 << 23, "sign", CLUSTER) == "hierarchical"
-    assert choose(64, "none", Links(Topology.of(2, 2), Link(1e-3, 1e9, 1e9), SLOW)) == "flat"
+    for codec in ("powersgd-4", "sketch-64"):
+        assert choose(1 << 23, codec, Links(Topology.of(4, 4), Link(1e-6, 1e11, 1e11), Link(1e-6, 1e7, 1e7))) == "hierarchical"
+    for codec in ("none", "powersgd-4", "sketch-64"):
+        assert choose(64, codec, Links(Topology.of(2, 2), Link(1e-3, 1e9, 1e9), SLOW)) == "flat"
 
 
 def test_what_was_tried_decides_up_to_the_largest_trial():

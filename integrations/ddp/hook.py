@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
-from commpress.codecs.whole_tensors import SketchCodec, WholeTensorCodec
+from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import Outcome, Workspace
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
@@ -180,10 +180,9 @@ class CompressedState:
         usual = min(sum(self.names.numels.values()) or BUCKET, BUCKET)
         if error_feedback == "ef21":
             check_codec(policy.choose("", BUCKET))
-        if topology is not None or error_feedback == "ef21":
-            ways = self._trial.ways[1:] if self._trial else ()
-            for each in [policy, *(policy_of(way, **self._limits) for way in ways)]:
-                self._check_rows(each)
+        if topology is not None and self._trial is not None:
+            for way in self._trial.ways[1:]:
+                self._check_stays(policy_of(way, **self._limits))
         self.process_group = process_group
         self.channel = Channel.among(process_group, timeout=timeout, workspace=Workspace(checksum=checksum))
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
@@ -233,16 +232,15 @@ class CompressedState:
             if not any(re.search(pattern, name) for name in self.names.numels):
                 log.warning("exclude=%r matches no parameter: nothing is left out because of it", pattern)
 
-    def _check_rows(self, policy: Policy) -> None:
-        """EF21 is for rows; a topology for rows and, where no other codec takes its place, matrices: their residuals differ."""
-        ef21 = self._options["error_feedback"] == "ef21"
-        stays = self._trial is None and not self._options["replan_every"]
-        refused: type = SketchCodec if stays and not ef21 else WholeTensorCodec
+    def _check_stays(self, policy: Policy) -> None:
+        """With a topology a matrix keeps residuals as a whole and rows slice by slice, so one cannot follow the other."""
         for name, numel in self.names.numels.items() or [("", BUCKET)]:
             codec = policy.choose(name, numel)
-            if isinstance(codec, refused):
-                what = "error_feedback='ef21'" if ef21 else "a topology" if stays else "a topology, and a codec that changes,"
-                raise InvalidArgument(f"{what} is given, but {codec.spec!r} knows none: leave one of them out")
+            if isinstance(codec, LowRankCodec):
+                raise InvalidArgument(
+                    f"a topology, and a codec that changes, is given, but {codec.spec!r} keeps what it leaves behind in whole "
+                    "matrices, and other codecs in slices of a node: leave one of the three out"
+                )
 
     @property
     def transport(self) -> Any:

@@ -12,8 +12,10 @@ from commpress.kernels.cpu.compiled import Kernels
 loops = Kernels("cell_loops")
 
 
-def to_quanta(values, left, starts, quanta, most):
+def to_quanta(values, left, starts, quanta, most=2.0**126):
     """values := whole multiples, at most ``most``, of their part's quantum; left += what that leaves out.
+
+    The usual ``most`` only keeps multiples finite.
 
     Part p is the elements from starts[p] to starts[p + 1].
     """
