@@ -105,8 +105,9 @@ class Workspace:
 
     def forget(self, message: Message) -> None:
         """Let go of what was kept for a message that will not come again."""
+        sizes = {HEADER + message.pieces.row_bytes, HEADER + message.mean.row_bytes}
         for key in list(self._free):
-            if key[0] == message.pieces.residual_layout:
+            if key[0] == message.pieces.residual_layout or key[1] in sizes:
                 del self._free[key]
 
     def lend(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Local updates on real ranks: bit for bit what the simulation gives, with shards inside, and what happens when a rank dies."""
 
+import random
+import time
 from datetime import timedelta
 
 import pytest
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from commpress.collectives.transports.transport import InFront
 from commpress.errors import InvalidArgument
 from test_local_updates import Ranks, drawn, noise
 
@@ -46,6 +49,56 @@ def test_processes_equal_the_simulation(pool, plan, size):
     ):
         assert all(torch.equal(a, b) for a, b in zip(parameters, mine, strict=True))
         assert (digest, exchanges, sent) == (local.digest(), local.counters.exchanges, local.counters.sent_bytes)
+
+
+class Slow(InFront):
+    """Transport whose messages take a random time, on every rank another."""
+
+    def __init__(self, inner, seed, seconds):
+        self.stand_for(inner)
+        self.draw, self.seconds = random.Random(f"{seed} {inner.rank}"), seconds
+
+    def _late(self, call, *arguments):
+        return Late(call(*arguments), self.draw.random() * self.seconds)
+
+    def all_to_all(self, *arguments):
+        return self._late(self.inner.all_to_all, *arguments)
+
+    def all_gather(self, *arguments):
+        return self._late(self.inner.all_gather, *arguments)
+
+
+class Late:
+    def __init__(self, work, seconds):
+        self.work, self.seconds = work, seconds
+
+    def wait(self):
+        time.sleep(self.seconds)
+        self.work.wait()
+
+
+def delayed(seconds):
+    """The weights after each arrival, and how many messages were late."""
+    parameters = [torch.nn.Parameter(p) for p in drawn(0)]
+    local = commpress.LocalUpdates(
+        torch.optim.SGD(parameters, lr=0.25), every=6, overlap=2, fragments=2, alpha=0.5, codec="int4", min_numel=0
+    )
+    for seed, channel in enumerate((local.channel, local._control)):
+        channel.transport.inner = Slow(channel.transport.inner, seed, seconds)
+    digests = []
+    for step in range(15):
+        for p, g in zip(parameters, noise(2, step)[dist.get_rank()], strict=True):
+            p.grad = g
+        local.step()
+        digests.append((local.digest(), [float(p.double().sum()) for p in parameters]))
+    local.close()
+    return digests
+
+
+def test_the_links_delay_changes_no_bit(pool):
+    first, *others = [pool.run(delayed, seconds, size=2) for seconds in (0.0, 0.004, 0.03)]
+    assert first[0][0][0] != first[0][-1][0]
+    assert all(other == first for other in others)
 
 
 def model():

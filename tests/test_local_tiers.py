@@ -1,6 +1,7 @@
 """Local updates whose shared weights, outer state and residuals lie in a tiered store between exchanges."""
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -114,3 +115,69 @@ def test_a_store_that_is_too_small_is_refused(tmp_path, monkeypatch):
         kept_in([store], outer=Nesterov(), codec="int4")
     with pytest.raises(InvalidArgument, match="whose state stays in memory"):
         kept_in([store], outer=lambda p: torch.optim.SGD(p, lr=1.0))
+
+
+# ---------------------------------------------------------------- memory
+
+
+def nbytes(*roots, without):
+    """Bytes of all tensors that these objects hold, each storage once; ``without`` are not entered."""
+    seen, found, left = {id(one) for one in without}, {}, list(roots)
+    while left:
+        one = left.pop()
+        if id(one) in seen or one is None or isinstance(one, str | bytes | int | float | type):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            if not one.is_meta:
+                storage = one.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(one, dict):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple | set):
+            left += one
+        elif hasattr(one, "__dict__") and type(one).__module__.startswith("commpress"):
+            left += vars(one).values()
+    return sum(found.values())
+
+
+class Watched(Nesterov):
+    """Nesterov that counts what is in memory as a mean arrives."""
+
+    peaks: ClassVar[list] = []
+    count: ClassVar = None
+
+    def step(self, *args, **kwargs):
+        super().step(*args, **kwargs)
+        self.peaks.append(type(self).count())
+
+
+BYTES = {None: 4.0, "int4": 0.52, "bits2": 0.29, "sign": 0.13}
+
+
+@pytest.mark.parametrize(
+    ("size", "codec", "fragments", "stored"),
+    [(2, None, 1, False), (2, "int4", 4, False), (4, "sign", 1, False), (1, "bits2", 2, False), (2, "int4", 4, True),
+     (3, None, 2, True)],
+)
+def test_memory_is_what_the_documentation_says(tmp_path, monkeypatch, size, codec, fragments, stored):
+    monkeypatch.setattr(test_local_updates, "SHAPES", [(250, 80)] * 8)
+    Watched.peaks.clear()
+    options = {"codec": codec, "outer": Watched(), "fragments": fragments, "overlap": 1, "every": 2 * fragments}
+    ranks = kept_in(stores(tmp_path, size, host="3MiB"), **options) if stored else Ranks(size, **options)
+    local, numel = ranks.local[0], 8 * 250 * 80
+    outside = [*local.inner, *ranks.parameters[0], local.channel.inner, local.keep]
+    Watched.count = lambda: nbytes(local, without=outside)
+    for step in range(4 * fragments + 1):
+        ranks.step(noise(size, step))
+    lossy, b = codec is not None, BYTES[codec]
+    proposed = (4 + 4 / size) * lossy / fragments
+    messages = (2 + 1 / size) * b / fragments
+    if stored:
+        during = (4 + (4 + 4 / size) * lossy) / fragments + proposed + messages
+        arena = local.keep.usage().host_capacity  # of which Θ and momentum are views
+        assert (max(Watched.peaks) - arena) / numel == pytest.approx(during, rel=0.05)
+        assert nbytes(local, without=outside) < 0.05 * numel
+    else:
+        expected = 4 + 4 + 4 + (4 + 4 / size) * lossy + proposed + messages
+        assert nbytes(local, without=outside) / numel == pytest.approx(expected, rel=0.05)
