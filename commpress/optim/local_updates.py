@@ -36,7 +36,7 @@ from commpress.feedback import ResidualStore
 from commpress.optim.fragments import Fragment, cut
 from commpress.optim.inner_optimizers import check_inner, check_ranks, parameters_of, weights_of
 from commpress.optim.local_weights import LocalWeights, WeightHolder
-from commpress.optim.outer import Nesterov, Outer, State, outer_of
+from commpress.optim.outer import Nesterov, Outer, State, outer_of, square_sum
 from commpress.optim.stored_fragment import StoredFragment, check_room
 from commpress.optim.warmup import SharedWarmup
 from commpress.schedules import Facts, Seconds, Sync, sync_of
@@ -332,7 +332,7 @@ class LocalUpdates(torch.optim.Optimizer):
         self._settle_weights()
         exchange = fragment.attach(self.exchanges)
         fragment.change()
-        squares = float(fragment.work.double().square().sum()) if fragment.work.numel() else 0.0
+        squares = square_sum(fragment.work)
         weight = {"equal": 1.0, "tokens": float(fragment.tokens), "steps": float(fragment.steps)}[self.weight]
         weight = weight if fragment.steps else 0.0  # who has trained on nothing has nothing to say
         same = fragment.halves() if self.outer.equal else (float(fragment.layout), float(self._key(self.exchanged)))
