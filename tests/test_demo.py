@@ -184,6 +184,13 @@ def test_ranks_that_start_from_different_weights_are_named():
         ranks.step(gradients_of(3, 0))
 
 
+def test_gradients_that_somebody_averaged_are_warned_of(caplog):
+    Ranks(2).step(gradients_of(2, 0))
+    assert "somebody averaged them" not in caplog.text
+    Ranks(2).step([drawn(1)] * 2)
+    assert "somebody averaged them" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resumes_in_every_bit(dtype):
     one, two = Ranks(3, dtype=dtype), Ranks(3, dtype=dtype)

@@ -7,6 +7,7 @@ Every rank decodes what all sent, adds it in the order of ranks, and transforms 
 so parameters stay the same in every bit, which checksums hold every now and then.
 """
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter
@@ -32,6 +33,8 @@ from commpress.optim.optimizer import checksum, report_skipped, require_same
 from commpress.optim.optimizer_counters import OptimizerCounters
 from commpress.optim.parameters import named_parameters
 from commpress.work import Steps
+
+log = logging.getLogger("commpress")
 
 FORMAT = 1
 
@@ -128,11 +131,7 @@ class DeMo(torch.optim.Optimizer):
         flat, channel, sent = self._flat, self.channel, self.channel.sent_bytes
         flat.check()
         if self.check_every and self.steps_done % self.check_every == 0:
-            numbers = [float(checksum(flat.weights)), float(self.steps_done)]
-            every = yield from gathered(
-                numbers, transport=channel.transport, sequence=channel.take(), device=flat.device
-            )
-            require_same(every, self.steps_done)
+            yield from self._compare()
         self._accumulate()
         overflowed = bool(getattr(self, "found_inf", False))
         rows = yield from self._told(finite=not overflowed and bool(torch.isfinite(self._next).all()))
@@ -143,6 +142,21 @@ class DeMo(torch.optim.Optimizer):
             self.steps_done += 1
         self.counters.step("compressed", rows is not None, channel.sent_bytes - sent, flat.numel, channel.size)
         return rows is not None
+
+    def _compare(self) -> Steps[None]:
+        """Raise if parameters differ, warn if gradients do not: then somebody has averaged them."""
+        gradients = [g for i in range(len(self._flat.parameters)) if (g := self._flat.gradient(i)) is not None]
+        seen = checksum(gradients) if any(g.any() for g in gradients) else 0
+        numbers = [checksum(self._flat.weights), self.steps_done, seen]
+        every = yield from gathered(
+            numbers, transport=self.channel.transport, sequence=self.channel.take(), device=self._flat.device
+        )
+        require_same(every[:, :2], self.steps_done)
+        if len(every) > 1 and every[0, 2] and (every[:, 2] == every[0, 2]).all():
+            log.warning(
+                "gradients are the same in every bit on all ranks: somebody averaged them already, so DeMo saves nothing. "
+                "Leave DistributedDataParallel out"
+            )
 
     def _accumulate(self) -> None:
         """The momentum to be, before anything of it is sent: β·δ + γ·g. A missing gradient is zero."""
