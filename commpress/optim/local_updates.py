@@ -81,8 +81,8 @@ class LocalUpdates(torch.optim.Optimizer):
 
     - ``inner``: a torch optimizer, or several. The model stays bare: no DistributedDataParallel around it.
     - ``every``: steps of a round, a number, ``commpress.QSR(alpha, base)`` or ``commpress.Seconds(60)``.
-    - ``outer``: the rule that moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``, or a function that makes a torch
-      optimizer.
+    - ``outer``: the rule that moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``, ``SparseLoCo``, ``Gossip``, or a
+      function that makes a torch optimizer.
     - ``codec``: of changes, both ways, with residuals unless ``error_feedback`` is False; None: float32.
     - ``feedback_decay``: residuals are multiplied by it each round.
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a round.
@@ -528,7 +528,9 @@ class LocalUpdates(torch.optim.Optimizer):
         if self._flight is not None:
             yield from self._arrive()
         transport, parts = self.channel.transport, {}
-        shared = self._shared() if self.channel.rank == 0 or not self.outer.equal else {"format": FORMAT}
+        shared: dict[str, Any] = {"format": FORMAT}
+        if self.channel.rank == 0 or not self.outer.equal:
+            shared = self._shared()
         with self._residuals() as store:
             owed = flat_parts(store, transport)
         if not self.outer.equal:
