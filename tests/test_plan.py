@@ -19,7 +19,7 @@ from commpress.optim.outer import SparseLoCo
 from commpress.plan.candidates import Settings, advised, candidates, plan_of, recommended
 from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link
 from commpress.plan.costs import device_costs
-from commpress.plan.local import LocalWay, local_way, simulate_local
+from commpress.plan.local_ways import LocalWay, local_way, simulate_local
 from commpress.plan.model import Model, Shape, transformer
 
 MODEL, COSTS = transformer(2_000_000), device_costs(2e10)

@@ -34,7 +34,7 @@ from commpress.errors import InvalidArgument
 from commpress.plan.candidates import training
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
-from commpress.plan.local import PREFIX, local_way, simulate_local
+from commpress.plan.local_ways import PREFIX, local_way, simulate_local
 from commpress.plan.model import Model
 from commpress.plan.simulator import Simulated, simulate_calls, simulate_step
 from commpress.plan.ways import RINGS, buffer_by, step_by, widest

@@ -19,7 +19,7 @@ from commpress.collectives.reduce_scatter import Deal, Part, deals, gather_rows,
 from commpress.errors import InvalidArgument
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
-from commpress.plan.local import considered
+from commpress.plan.local_ways import considered
 from commpress.plan.model import Model
 from commpress.plan.network import SizedTransport
 from commpress.plan.simulator import Build, Simulated, Training, no_residual, simulate_calls, simulate_step
