@@ -55,7 +55,7 @@ def test_a_coarser_way_must_be_worth_it():
 
 
 def test_local_updates_are_advised_where_they_save_much_and_nowhere_else():
-    """What is advised is never slower than the best that keeps ranks alike, and says what it does to the loss."""
+    """Advice is never slower than the best that keeps ranks alike, and says what it does to the loss."""
     for link in ("none,1us", "10gbit,10us", "1gbit,20ms", "100mbit,20ms", "10mbit,20ms"):
         every = found(link)
         chosen = recommended(every)
