@@ -113,7 +113,7 @@ def recommended(found: Sequence[Candidate], ways: Sequence[str] = WAYS) -> Candi
 
 def advised(found: Sequence[Candidate], chosen: Candidate) -> tuple[Candidate, str]:
     """Advice for this link, with its reason: ``chosen``, which keeps ranks alike, unless local updates, which change the loss,
-    save more than ``LOCAL_WORTH`` of its step. Of these near the fastest the finest whose loss was measured, if there is one."""
+    save more than ``LOCAL_WORTH`` of its step. Of these near the fastest the finest whose loss is known, if there is one."""
     local = [c for c in found if c.local and c.fits]
     if not local or min(c.seconds for c in local) > (1 - LOCAL_WORTH) * chosen.seconds:
         fastest = min((c.seconds for c in local), default=float("inf"))
