@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.codecs import BitsCodec, RandomKCodec, TernaryCodec, TopKCodec, codec_named
+from commpress.codecs import BitsCodec, RandomKCodec, SparseCodec, TernaryCodec, TopKCodec, codec_named
 from commpress.codecs.family import NAMES
 from commpress.codecs.registry import EXAMPLES
 from commpress.codecs.whole_tensors import WholeTensorCodec
@@ -23,7 +23,7 @@ from commpress.kernels.pieces import Piece, cut
 
 EVERY = {
     **NAMES,
-    **{name: codec_named(name) for name in EXAMPLES if not isinstance(codec_named(name), WholeTensorCodec)},
+    **{name: codec_named(name) for name in EXAMPLES if not isinstance(codec_named(name), (WholeTensorCodec, SparseCodec))},
     **{f"bits{b}": BitsCodec(b) for b in range(2, 9)},
     "bits4/64": BitsCodec(4, 64),
     "topk-8/256": TopKCodec(1 / 8, 256),

@@ -56,8 +56,8 @@ def train(codec, every):
     text = urllib.request.urlopen(endpoint.url, timeout=30).read().decode()
     endpoint.close()
     left = {}
-    for (name, _), sent, _ in state.residuals.places():
-        left[by_layer(name)] = left.get(by_layer(name), 0.0) + float(sent.square().sum())
+    for (name, _), residual, _ in state.residuals.places():
+        left[by_layer(name)] = left.get(by_layer(name), 0.0) + float(residual.square().sum())
     return [s.scalars() for s in samples], sent, text, {k: v**0.5 for k, v in left.items()}
 
 

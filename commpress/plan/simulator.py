@@ -5,12 +5,13 @@ has two threads, as under DDP: one computes forward and backward, the other driv
 ``work.Worker`` does: the oldest wait first, buckets begun as autograd fills them.
 """
 
+import mmap
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,7 +59,7 @@ class SizedWorkspace(Workspace):
 
     def rows(self, size: int, rows: int, device: torch.device) -> torch.Tensor:
         free = self._free[rows, size, device]
-        return free.pop() if free else torch.from_numpy(np.zeros((rows, size), np.uint8))  # type: ignore[return-value]
+        return free.pop() if free else _untouched(rows * size, torch.uint8).view(rows, size)  # type: ignore[return-value]
 
     def residual(self, message: Message, device: torch.device) -> ErrorFeedback:
         return no_residual()
@@ -111,7 +112,7 @@ class _Run:
         self.clock = Clock()
         self.network = Network(cluster, self.clock, alike=alike)
         self.build = build
-        self.buffer = torch.from_numpy(np.zeros(numel, np.float32))  # never touched, so it takes no memory
+        self.buffer = _untouched(numel, torch.float32)
         self.kernels = [SizedKernels(costs, charged) for charged in self.network.kernel_seconds]
         self.workspaces = [SizedWorkspace() for _ in self.kernels]
 
@@ -185,6 +186,15 @@ class _Run:
         most = max(self.network.traffic, key=lambda t: (t.between, t.nbytes))
         traffic = Traffic(most.messages / calls, most.nbytes / calls, most.between / calls)
         return Simulated(seconds, compute, traffic, self.network.cluster.size, len(self.kernels))
+
+
+def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory only where they are touched, and so may be more than the machine has."""
+    if numel * dtype.itemsize < 1 << 20:
+        return torch.zeros(numel, dtype=dtype)
+    noreserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | noreserve)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 class _Weighed(TorchDispatchMode):

@@ -34,6 +34,8 @@ def _bytes(message: torch.Tensor) -> np.ndarray:
 
 def _mixed(pieces: Pieces) -> bool | None:
     """None for signs and casts, for which there is a smaller kernel."""
+    if pieces.registered:
+        raise TypeError("the codec is a registered one, which kernels do not know: take kernels.arithmetic(device, pieces)")
     return None if pieces.plain else True
 
 
