@@ -47,6 +47,7 @@ REFERENCE = {
 }  # fmt: skip
 OPTIMIZERS = tuple(REFERENCE)
 RATES = {"adam": 2e-3, "lamb": 1e-2}
+SYNC = defaultdict(lambda: "qsr", {"sharded-zero-one": "linear"})  # the default of each optimizer
 MASK = 256
 STEPS = 500
 HEAD = ["task", "optimizer", "final loss", "seeds", "against reference", "bytes", "rounds"]
@@ -81,7 +82,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        name = self.optimizer if self.sync == "qsr" else f"{self.optimizer}, {self.sync}"
+        name = self.optimizer if self.sync == SYNC[self.optimizer] else f"{self.optimizer}, {self.sync}"
         name += "" if self.exact_codec == "none" or self.optimizer == self.reference else f", {self.exact_codec}"
         return name if self.feedback else f"{name}, no feedback"
 
@@ -106,8 +107,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
     parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
     parser.add_argument("--exact-codec", default="none", metavar="NAME", help="of gradients in exact steps (default none)")
-    says = "when zero-one synchronises (default qsr)"
-    parser.add_argument("--sync", default="qsr", choices=("qsr", "rate", "every"), help=says)
+    says = "when zero-one and sharded-zero-one synchronise (default qsr and linear, their own)"
+    parser.add_argument("--sync", choices=("qsr", "linear", "rate", "every"), help=says)
     parser.add_argument("--no-feedback", action="store_true", help="forget what compression leaves behind")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--merge", nargs="+", metavar="FILE", help="show runs of earlier --json files instead of new ones")
@@ -126,8 +127,9 @@ def run(options: argparse.Namespace) -> int:
     if options.merge:
         finished = [run for file in options.merge for run in load(file)]
     else:
+        syncs = {name: options.sync or SYNC[name] for name in options.optimizers}
         runs = [
-            Run(task, name, seed, options.steps, not options.no_feedback, options.codec, options.sync, options.exact_codec)
+            Run(task, name, seed, options.steps, not options.no_feedback, options.codec, syncs[name], options.exact_codec)
             for task in options.tasks
             for seed in options.seeds
             for name in options.optimizers

@@ -6,7 +6,7 @@ checkpoint carries: a resumed run decides as the uninterrupted one would.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from commpress.errors import InvalidArgument
 
@@ -167,15 +167,13 @@ class FollowRate:
 
 
 @dataclass(frozen=True)
-class Quadratic:
-    """QSR: max(``shortest``, ⌊(α / lr)²⌋), at most ``longest``; 1 while the rate still rises.
-
-    α defaults to the peak of the learning rate, so that the interval is 4 when the rate has halved.
-    """
+class InverseRate:
+    """max(``shortest``, ⌊(α / lr)ⁿ⌋), at most ``longest``; 1 while the rate still rises. α defaults to its peak."""
 
     alpha: float | None = None
     shortest: int = 1
     longest: int = 16
+    power: ClassVar[int]  # n
 
     def interval(self, step: int, lr: float, facts: Facts) -> int:
         if step <= facts.peak_step + 1:
@@ -183,7 +181,20 @@ class Quadratic:
         if lr <= 0:
             return self.longest
         alpha = facts.peak_lr if self.alpha is None else self.alpha
-        return min(max(self.shortest, int((alpha / lr) ** 2 + 1e-9)), self.longest)
+        return min(max(self.shortest, int((alpha / lr) ** self.power + 1e-9)), self.longest)
+
+
+class Quadratic(InverseRate):
+    """QSR: the interval is 4 when the rate has halved. For ranks that move inside a window."""
+
+    power = 2
+
+
+class Linear(InverseRate):
+    """As many steps as have rates of at most α together, if they do not rise: for parameters that stand still inside a window
+    and at its end go as far as at one step of the peak."""
+
+    power = 1
 
 
 @dataclass(frozen=True)
@@ -241,7 +252,7 @@ def sync_of(every: "int | Sync | Seconds") -> "Sync | Seconds":
 
 
 def sync_named(sync: "str | int | Sync") -> Sync:
-    names: dict[str, Sync] = {"every": EveryStep(), "rate": FollowRate(), "qsr": Quadratic()}
+    names: dict[str, Sync] = {"every": EveryStep(), "rate": FollowRate(), "qsr": Quadratic(), "linear": Linear()}
     if isinstance(sync, int) and not isinstance(sync, bool) and sync >= 1:
         return Every(sync)
     if hasattr(sync, "interval"):

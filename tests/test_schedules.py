@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from commpress.schedules import (
     DoublingUpdates,
     Facts,
     FollowRate,
+    Linear,
     Quadratic,
     WhenStable,
     pruned,
@@ -58,6 +60,25 @@ def test_quadratic_intervals_follow_the_inverse_square_of_the_rate():
     assert {schedule.interval(s, peak, facts) for s in range(2, 50)} == {4}
 
 
+@pytest.mark.parametrize("rule", ["line", "cosine", "inverse root"])
+def test_the_rates_of_a_linear_window_add_up_to_its_peak_at_most(rule):
+    """And those of one more step at the rate that it began with would not; windows laid end to end."""
+    facts, schedule, total, peak, step = Facts(peak_lr=0.01), Linear(), 500, 0.01, 2
+    rates = peak * {
+        "line": 1 - np.arange(total) / total, "cosine": (1 + np.cos(np.pi * np.arange(total) / total)) / 2,
+        "inverse root": (1 + np.arange(total)) ** -0.5,
+    }[rule]  # fmt: skip
+    lengths = []
+    while step < total:
+        length = schedule.interval(step, rates[step], facts)
+        assert rates[step : step + length].sum() <= peak * (1 + 1e-9)
+        assert (length + 1) * rates[step] > peak or length == schedule.longest
+        lengths.append(length)
+        step += length
+    assert lengths == sorted(lengths)
+    assert {1, 2, 4, 16} <= set(lengths)
+
+
 def test_following_the_rate():
     facts = Facts()
     facts.see(0, 1.0)
@@ -70,7 +91,7 @@ def test_while_the_rate_rises_every_step_synchronises():
     facts = Facts()
     for step in range(50):
         facts.see(step, 0.1 * step)
-        for schedule in (FollowRate(), Quadratic()):
+        for schedule in (FollowRate(), Linear(), Quadratic()):
             assert schedule.interval(step, 0.1 * step, facts) == 1
 
 

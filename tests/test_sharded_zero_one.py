@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from commpress.optim import ShardedZeroOneAdam
+from commpress.optim import ShardedZeroOneAdam, ZeroOneAdam
 from commpress.schedules import DoublingIntervals
 from optim_twin import SHAPES, Replicas, beside_adam, flat, mean, noise, start
 from test_sharded_adam import agree, carried_over, divisors, steady, together
@@ -54,6 +54,47 @@ def test_with_an_exact_codec_a_window_is_what_the_equations_say(window):
         np.testing.assert_allclose(together(group, "momentum"), m, rtol=2e-4, atol=2e-5)
         assert agree(group)
     assert group.optimizers[0].counters.exact_rounds == updates == 5
+
+
+def widest(cls, curvature, **options):
+    """Largest |x| in the first 20 and the last 180 of 200 steps on curvature·x²/2, with s = 1 and a rate that falls to 0."""
+    options = {"lr": LR, "betas": (BETA1, BETA2), "variance_updates": Early(4), "codec": "none", "min_numel": 0} | options
+    group = Replicas(lambda p, t: cls(p, transport=t, **options), 2, ((4,),))
+    for step in range(4):
+        group.step([[torch.full((4,), (-1.0) ** step)]] * 2)
+    center, far = flat(group.parameters[0]), []
+    for step in range(200):
+        for o in group.optimizers:
+            o.param_groups[0]["lr"] = LR * (1 - step / 200)
+        group.step([[curvature * (x.detach() - torch.tensor(center, dtype=torch.float32))] for (x,) in group.parameters])
+        far.append(np.abs(flat(group.parameters[0]) - center).max())
+    return max(far[:20]), max(far[20:])
+
+
+def test_a_window_takes_no_step_that_is_longer_than_momentum_can_bear():
+    """On a parabola with a frozen variance, where steps at the peak bear a curvature of 2·(1 + β1)/((1 − β1)·γ) = 38/γ.
+    Parameters that stand still bear 4/γ if windows grow as they may where ranks move, and 18/γ with the default."""
+    first, later = widest(ShardedZeroOneAdam, 8 / LR)
+    assert later < first
+    first, later = widest(ShardedZeroOneAdam, 8 / LR, sync="qsr")
+    assert later > 100 * first
+    first, later = widest(ZeroOneAdam, 8 / LR, sync="qsr")
+    assert later < first
+
+
+def test_a_long_step_at_the_end_of_a_window_is_warned_of(caplog):
+    """Once; windows of the default never are."""
+    group, falling = replicas(2, sync=4, check_every=0), replicas(2, sync="linear", check_every=0)
+    for step in range(16):
+        caplog.clear()
+        group.step(noise(2, step))
+        assert ("window of 4 steps, and at its end go up to 4.0 times as far" in caplog.text) == (step == 4)
+    for step in range(24):
+        for o in falling.optimizers:
+            o.param_groups[0]["lr"] = LR * 0.9**step
+        falling.step(noise(2, step))
+    assert falling.optimizers[0].counters.local_steps > 8
+    assert "stand still" not in caplog.text
 
 
 def test_what_is_sent_and_what_is_owed_add_up():

@@ -15,11 +15,11 @@ from commpress.errors import InvalidArgument
 from commpress.optim.checkpoint import check_length
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
-from commpress.schedules import DoublingUpdates, Facts, FollowRate, Quadratic, Sync, Updates, sync_named
+from commpress.schedules import DoublingUpdates, Facts, FollowRate, InverseRate, Sync, Updates, sync_named
 from commpress.work import Steps
 
 Group = dict[str, Any]
-Spans = Literal["qsr", "rate", "every"] | int | Sync
+Spans = Literal["qsr", "linear", "rate", "every"] | int | Sync
 
 ENTRIES = ("updates", "updated_at", "held", "span", "rates", "decays", "wakes", "exact_until", "quiet_until")
 WAKING = 8  # exact steps for tensors that woke up
@@ -72,7 +72,7 @@ class Windows:
     def waits_for_rate(self, step: int, groups: Sequence[Group], facts: Facts) -> bool:
         """True if this step could be local and is not, because ``sync`` waits for a rate to fall that is constant."""
         count, rate = self.variance_schedule.count, max(float(group["lr"]) for group in groups)
-        if not isinstance(self.sync, FollowRate | Quadratic) or step < self.warmup or count(step + 1) > count(step):
+        if not isinstance(self.sync, FollowRate | InverseRate) or step < self.warmup or count(step + 1) > count(step):
             return False
         scheduled = any("initial_lr" in group for group in groups)  # which torch's schedulers leave there
         passed = step - facts.peak_step > (PATIENCE if scheduled else 1)
@@ -157,8 +157,8 @@ class WindowedOptimizer(CompressedOptimizer):
             if self._warned:
                 log.warning(
                     "step %d: the learning rate is constant at %g, and as long as it does not fall NO STEP IS LOCAL: sync "
-                    "follows the rate ('qsr', 'rate'), so all ranks exchange momentum at every step. Pass sync=4 for one "
-                    "exchange in 4 steps at any rate, or sync='every' if this is what you want",
+                    "follows the rate ('qsr', 'linear', 'rate'), so all ranks exchange momentum at every step. Pass sync=4 for "
+                    "one exchange in 4 steps at any rate, or sync='every' if this is what you want",
                     self.steps_done, max(float(group["lr"]) for group in self.param_groups),
                 )  # fmt: skip
         began = self.steps_done - self.windows.held
