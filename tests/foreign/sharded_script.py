@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as Lightning
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
@@ -165,6 +165,13 @@ class Gradually(BaseFinetuning):
         if epoch in LATE:
             self.unfreeze_and_add_param_group(module.net[LATE[epoch][0]], optimizer, lr=LATE[epoch][1])
 
+    def on_fit_start(self, trainer, module):
+        """Lightning freezes again when it resumes, and restores the groups only: plain AdamW would leave them frozen too."""
+        super().on_fit_start(trainer, module)
+        for group in trainer.optimizers[0].param_groups:
+            for p in group["params"]:
+                p.requires_grad = True
+
 
 LATE = {1: (1, 3e-3), 2: (0, 5e-3)}  # epoch: layer, learning rate
 
@@ -202,22 +209,25 @@ def layers_unfrozen_late(folder):
     own = torch.utils.data.TensorDataset(data[int(os.environ["RANK"]) :: 2])
     loader = torch.utils.data.DataLoader(own, batch_size=6)
 
-    def tuned(kind, epochs):
+    def tuned(kind, epochs, resume=None):
         callback, module = commpress.lightning.Compress(codec="sign"), Tuned(kind)
+        saves = ModelCheckpoint(folder / str(epochs), filename="{epoch}", save_top_k=-1)
         trainer = Lightning(
             default_root_dir=folder, accelerator="cpu", devices=2, strategy="ddp", max_epochs=epochs, logger=False,
-            callbacks=[callback, Gradually()], enable_progress_bar=False, enable_model_summary=False,
-            num_sanity_val_steps=0, use_distributed_sampler=False, enable_checkpointing=False,
+            callbacks=[callback, Gradually(), saves], enable_progress_bar=False, enable_model_summary=False,
+            num_sanity_val_steps=0, use_distributed_sampler=False,
         )  # fmt: skip
-        trainer.fit(module, loader)
+        trainer.fit(module, loader, ckpt_path=resume)
         return same_everywhere(module.net), trainer.optimizers[0]
 
     cls, options = KINDS["onebit"]
     weights, optimizer = tuned((cls, options | {"warmup_steps": 100}), 4)
     assert [group["added_at"] for group in optimizer.param_groups] == [0, 4, 8]
     torch.testing.assert_close(weights, adamw_that_grows(data, 4), rtol=1e-5, atol=1e-6)
-    _, optimizer = tuned((cls, options), 5)
+    weights, optimizer = tuned((cls, options), 5)
     assert optimizer.counters.compressed_rounds > 0
+    resumed, _ = tuned((cls, options), 5, resume=folder / "5" / "epoch=1.ckpt")
+    assert torch.equal(weights, resumed), f"the resumed run differs by {(weights - resumed).abs().max()}"
 
 
 def main(folder):
