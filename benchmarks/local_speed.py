@@ -5,19 +5,21 @@ A GPT of 10.8 M parameters, one rank a host, rounds of H steps. Two devices:
   60ms      a faster device stood in: so much time a step, slept block by block inside backward, so that DDP may overlap;
             gradients are recorded, the optimizer is real
 Ways:
-  local:CODEC        LocalUpdates, all stand still for the exchange; local:CODEC:overlap computes on meanwhile
+  local:CODEC        LocalUpdates, all stand still for the exchange; local:CODEC:overlap computes on meanwhile;
+                     bits2/1024 is BitsCodec(2, block=1024), of fewer bytes than bits2, whose blocks are of 512
   plain, CODEC       DistributedDataParallel, by itself or with compress(ddp, CODEC)
   zero-one           ZeroOneAdam late in a run: one bit, one synchronisation in 16 steps
 Columns: milliseconds of a step of the slowest rank; speed relative to computing alone right before and after; bytes that left
 the interface and came in (of all but loopback, headers included, mean over the ranks) per rank and round of H steps; those that
-a formula allows: of two phases 2(K-1)/K times 2.25 bits for bits2, of sparse messages (K-1) times 0.25 bits, of each parameter.
+a formula allows: of two phases 2(K-1)/K times 2.25 bits for bits2/1024, of sparse messages (K-1) times 0.25 bits, of each
+parameter.
 
 Every host runs the same command, as for any benchmark. --link names the link in the table: shape it with tc, or run hosts as
 network namespaces. The --json file takes the rows of all links and devices, is written after each way, and a way that it has is
 not measured again: the command can be stopped at any time and goes on.
 
   torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks local_speed --link 100mbit --json speed.json
-  python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device 5ms --variants local:bits2,sign
+  python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device 5ms --variants local:bits2/1024,sign
 """
 
 import argparse
@@ -37,15 +39,15 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.cli import harness, ranks, training
 from commpress.cli.gpt import GPT, batch, standard_library
-from commpress.codecs import codec_named
+from commpress.codecs import BitsCodec, Codec, codec_named
 from commpress.errors import InvalidArgument
 from commpress.plan.cluster import parse_time
 from commpress.schedules import Every
 
-VARIANTS = "local:bits2,local:bits2:overlap,local:topk-64+bits2:overlap,sign,int8,zero-one,plain"
+VARIANTS = "local:bits2/1024,local:bits2/1024:overlap,local:topk-64+bits2:overlap,sign,int8,zero-one,plain"
 ALONE = 10  # steps of computing alone before each way, and after it
 SYNCHRONISED = 16  # steps of zero-one between two synchronisations
-ALLOWED = {"bits2": 2.25, "topk-64+bits2": 0.25}  # bits of a parameter, at most, with headers
+ALLOWED = {"bits2/1024": 2.25, "topk-64+bits2": 0.25}  # bits of a parameter, at most, with headers
 HEAD = ["device", "variant", "link", "ms", "of compute", "MB out, round", "MB in, round", "of what is allowed"]
 
 
@@ -93,10 +95,16 @@ def seconds_of(device: str) -> float:
     return 0.0 if device == "cpu" else parse_time(device)
 
 
+def codec_of(name: str) -> Codec:
+    """A codec by its name; bits2/1024 and the like have blocks of so many elements."""
+    blocks = re.fullmatch(r"bits(\d)/(\d+)", name)
+    return BitsCodec(int(blocks[1]), block=int(blocks[2])) if blocks else codec_named(name)
+
+
 def _check_variant(variant: str) -> None:
     name, _, rest = variant.partition(":")
     if name == "local" and rest:
-        codec_named(rest.removesuffix(":overlap"))
+        codec_of(rest.removesuffix(":overlap"))
     elif name not in ("plain", "zero-one"):
         codec_named(variant)
 
@@ -198,7 +206,7 @@ class Training:
         more = {"overlap": steps, "alpha": 0.5} if overlapped else {}
         if "topk" in codec and "bits" in codec:
             more["outer"] = commpress.SparseLoCo()
-        local = commpress.LocalUpdates(self._adamw(), every=options.every, codec=codec, **more)
+        local = commpress.LocalUpdates(self._adamw(), every=options.every, codec=codec_of(codec), **more)
         self.optimizer, self.end, self.period, self.warm = local, local.close, options.every, options.every
 
     def step(self) -> None:
@@ -311,7 +319,7 @@ def bits_per_second(link: str) -> float:
 def judge(rows: list[Row]) -> list[tuple[str, bool]]:
     bars: list[tuple[str, bool]] = []
     if not any(row.variant.endswith(":overlap") for row in rows):
-        raise InvalidArgument("--check judges ways that overlap: name one in --variants, such as local:bits2:overlap")
+        raise InvalidArgument("--check judges ways that overlap: name one in --variants, such as local:bits2/1024:overlap")
     for row in rows:
         speed = _speed(row)
         if row.variant.endswith(":overlap"):
