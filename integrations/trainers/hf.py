@@ -10,7 +10,7 @@
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,15 +156,22 @@ class LocalTraining(TrainerCallback):
     Before an evaluation or a checkpoint all ranks exchange what is left, so that what is measured and saved are the shared
     weights. Checkpoints get one file per rank, ``commpress-<rank>.pt``, with its inner optimizer and residuals; with those of
     all ranks a run goes on on another number of them.
+
+    ``tokens`` counts those of a batch, as the model is called with it, for ``weight="tokens"``; by default labels that are not
+    −100, of a model without labels the tokens that it attends to.
     """
 
-    def __init__(self, *, every: Any = 30, metrics: Sequence[Callable[[dict[str, float]], None]] = (), **options: Any) -> None:
-        self.options, self.sinks = {"every": every, **options}, metrics
+    def __init__(
+        self, *, every: Any = 30, tokens: Callable[[Mapping[str, Any]], int] | None = None,
+        metrics: Sequence[Callable[[dict[str, float]], None]] = (), **options: Any,
+    ) -> None:  # fmt: skip
+        self.options, self.sinks, self.tokens = {"every": every, **options}, metrics, tokens or tokens_of
         self.local: LocalUpdates | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._handle: Any = None
+        self._counts: Any = None  # the handle of what counts tokens
         self._resume: Path | None = None
-        self._sent = 0
+        self._sent, self._counted = 0, 0  # bytes until the last log; tokens since the last step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         self._optimizer = getattr(things["optimizer"], "optimizer", things["optimizer"])
@@ -178,6 +185,13 @@ class LocalTraining(TrainerCallback):
             self._handle = things["model"].register_forward_pre_hook(self._attach)
         elif self.local is None:
             self._begin()
+        if self.options.get("weight") == "tokens":
+            self._counts = things["model"].register_forward_pre_hook(self._count, with_kwargs=True)
+
+    @torch.compiler.disable
+    def _count(self, model: torch.nn.Module, inputs: Any, batch: Mapping[str, Any]) -> None:
+        if model.training:
+            self._counted += self.tokens(batch)
 
     @torch.compiler.disable
     def _attach(self, model: torch.nn.Module, inputs: Any) -> None:
@@ -202,7 +216,8 @@ class LocalTraining(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if self.local is None:
             raise InvalidArgument("the model was not run by DistributedDataParallel: leave FSDP and DeepSpeed off")
-        self.local.advance(tokens=1)
+        tokens, self._counted = self._counted, 0
+        self.local.advance(tokens=tokens)
         self._settle(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
@@ -232,10 +247,27 @@ class LocalTraining(TrainerCallback):
             state.log_history[-1].update(numbers)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if self._counts is not None:
+            self._counts.remove()
         if self.local is not None:
             self.local.drain()
             if state.is_world_process_zero:
                 log.info(self.local.report())
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Tokens of a batch: those that have a label, or where there are no labels those that are attended to."""
+    labels, attended, words = (batch.get(name) for name in ("labels", "attention_mask", "input_ids"))
+    if torch.is_tensor(labels) and not labels.is_floating_point():
+        return int((labels != -100).sum())
+    if torch.is_tensor(attended) and attended.dim() == 2:
+        return int((attended != 0).sum())
+    if torch.is_tensor(words):
+        return words.numel()
+    raise InvalidArgument(
+        f"weight is 'tokens' and the model is called with {sorted(batch)}, neither labels nor input_ids: pass "
+        "LocalTraining(tokens=...), a function that counts those of a batch, or weight='steps'"
+    )
 
 
 def report_first(trainer: Any) -> None:

@@ -98,3 +98,47 @@ def test_groups_keep_their_rates_and_a_parameter_without_elements_is_welcome():
     after = dict(models[0].named_parameters())
     assert [name for name in before if torch.equal(after[name], before[name])] == ["nothing", "3.weight", "3.bias"]
     assert not torch.equal(models[0][1].running_mean, models[1][1].running_mean)
+
+
+@pytest.mark.parametrize("named", ["labels", "attention_mask", "input_ids"])
+def test_the_trainer_counts_tokens(named, tmp_path):
+    """Of both batches that a step accumulates, and of none of an evaluation."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    import tiny_gpt2
+
+    class Ragged(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            ids = torch.randint(50, (16,), generator=torch.Generator().manual_seed(index))
+            rest = torch.arange(16) > 9
+            more = {"labels": ids.masked_fill(rest, -100), "attention_mask": (~rest).long(), "input_ids": ids}
+            return {"input_ids": ids, named: more[named]}
+
+    class Seen(TrainerCallback):
+        def on_step_end(self, *given, **things):
+            counts.append(local.local.fragments[0].tokens)
+
+    class Unlabelled(Trainer):
+        def compute_loss(self, model, inputs, **given):
+            return model(**inputs).logits.square().mean()
+
+    counts, local = [], commpress.hf.LocalTraining(every=1000, weight="tokens", codec=None)
+    arguments = TrainingArguments(
+        tmp_path, use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
+        disable_tqdm=True, save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    trainer = Unlabelled(tiny_gpt2.model(), arguments, train_dataset=Ragged(), callbacks=[local, Seen()])
+    trainer.train()
+    assert counts == [4 * {"input_ids": 16}.get(named, 10) * steps for steps in (1, 2, 3)]
+    trainer.model.train()(torch.ones(1, 4, dtype=torch.long))
+    assert local.local.counters.steps == 3
+
+
+def test_what_has_no_tokens_is_refused():
+    from commpress.integrations.trainers.hf import tokens_of
+
+    with pytest.raises(InvalidArgument, match=r"tokens=.*steps"):
+        tokens_of({"pixel_values": torch.ones(2, 3, 8, 8)})
