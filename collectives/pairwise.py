@@ -24,6 +24,7 @@ from commpress.collectives.buckets import MESSAGE, Message, Span, messages
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
+from commpress.collectives.scalars import square_sum
 from commpress.collectives.transports.transport import Subset
 from commpress.errors import InvalidArgument
 from commpress.work import Steps, overlapped
@@ -91,7 +92,7 @@ class PairMean(Exchange):
         yield from exchange(between.all_gather, inbox, outbox, frame, mark, between, workspace)
         first, second = (row.view(torch.float32) for row in inbox[:, HEADER:])
         mean = first * factors[0] + second * factors[1]
-        squares = float((mean - x).double().square().sum()), float(mean.double().square().sum())
+        squares = square_sum(mean - x), square_sum(mean)
         x.copy_(mean)
         workspace.give_rows(outbox, inbox)
         return squares

@@ -83,7 +83,7 @@ def delayed(seconds):
     local = commpress.LocalUpdates(
         torch.optim.SGD(parameters, lr=0.25), every=6, overlap=2, fragments=2, alpha=0.5, codec="int4", min_numel=0
     )
-    for seed, channel in enumerate((local.channel, local._control)):
+    for seed, channel in enumerate((local.channel, local.control)):
         channel.transport.inner = Slow(channel.transport.inner, seed, seconds)
     digests = []
     for step in range(15):

@@ -358,6 +358,32 @@ def test_the_end_of_a_round_fits_another_number_of_ranks(size, caplog):
     assert alone.agree()
 
 
+@pytest.mark.parametrize(("steps", "overlap", "crossed"), [(8, 0, [2]), (11, 0, [3]), (8, 1, [3, 2]), (11, 1, [4, 3])])
+def test_a_report_is_of_exchanges_that_had_something_to_say(steps, overlap, crossed):
+    """The warm-up is synchronous and the end of a drain is empty: neither is in the bits of a round, nor the last spread."""
+    ranks = Ranks(2, codec="int8", every=4, fragments=len(crossed), overlap=overlap, warmup=2, min_numel=0)
+    for step in range(2 + steps):
+        for mine, given_ in zip(ranks.parameters, noise(2, step), strict=True):
+            for p, g in zip(mine, given_, strict=True):
+                p.grad = g.clone()
+        simulate([local.stepping() for local in ranks.local])
+        if step == 2 + 4 + overlap - 1:
+            once = ranks.local[0].counters.bits  # of one round of all fragments
+    ranks.drain()
+    spread = [local.counters.spread for local in ranks.local]
+    ranks.drain()
+    for local, last in zip(ranks.local, spread, strict=True):
+        counters = local.counters
+        assert 0 < counters.spread == last
+        assert counters.participants == 2
+        assert 8 < counters.bits < 15
+        assert counters.bits == pytest.approx(once, rel=0.02 * overlap)  # fragments differ in size
+        assert counters.changed == sum(n * f.numel for n, f in zip(crossed, local.fragments, strict=True))
+        assert f"({counters.bits:.2f} bits per parameter and round)" in local.report()
+        assert "over 2 ranks" in local.report()
+        assert counters.sent_bytes == local.channel.sent_bytes + local.control.sent_bytes > counters.change_bytes
+
+
 def test_in_the_place_of_an_optimizer():
     """Schedulers and scalers take it for one; a step whose gradients overflowed counts and moves nothing."""
     ranks, twin = Ranks(1, every=5), Ranks(1, every=5)
@@ -438,7 +464,7 @@ def test_qsr_is_the_papers_table(alpha, base, total):
 
 def test_seconds_give_each_rank_as_many_steps_as_it_manages(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("commpress.optim.local_updates.monotonic", lambda: clock[0])
+    monkeypatch.setattr("commpress.optim.round_schedule.monotonic", lambda: clock[0])
     ranks = Ranks(2, every=Seconds(1.0), weight="steps")
     counts = [0, 0]
 

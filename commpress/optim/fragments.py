@@ -3,15 +3,19 @@
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from commpress.checksum import checksum_of
+from commpress.collectives.allreduce import settle
 from commpress.collectives.buckets import Span
+from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.errors import InvalidArgument
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.outer import Outer, State
+from commpress.work import Steps
 
 
 class Fragment:
@@ -76,6 +80,20 @@ class Fragment:
     def prefetch(self) -> None:
         """It is needed soon."""
 
+    # ------------------------------------------------------------ ranks that are to be equal
+
+    def average(self, exact: Exchanges, channel: Channel) -> Steps[None]:
+        """``work`` := its mean over the ranks in float32, the same bits on each."""
+        exchange = exact.of(self.names, lambda: (self.spans, self.shapes), self.device)
+        outcomes = yield from exchange.steps(channel, self.work, sequence=channel.take(exchange.sequences), key=0)
+        settle(outcomes, taken=True)
+
+    def mean_of_all(self, flat: torch.Tensor, exact: Exchanges, channel: Channel) -> Steps[None]:
+        """``flat``, as long as the weights, := its mean over the ranks, by way of ``work``."""
+        self.work.copy_(flat)
+        yield from self.average(exact, channel)
+        flat.copy_(self.work)
+
     # ------------------------------------------------------------ the rank's own weights
 
     @torch.no_grad()
@@ -125,6 +143,26 @@ class Fragment:
         """The 64 bits of ``digest`` in two numbers that float64 holds exactly."""
         digest = self.digest()
         return float(digest >> 32), float(digest & 0xFFFFFFFF)
+
+
+@dataclass(eq=False)
+class Flight:
+    """An exchange under way: its fragment leaves after one step and arrives after another, however long the network takes."""
+
+    fragment: Fragment
+    due: int  # step after which it arrives
+    steps: Steps[bool] | None = None  # to be run, or ``future``, if it runs in the background; neither from a checkpoint
+    future: torch.futures.Future[bool] | None = None
+    taken: bool = True  # whether the mean, in ``fragment.work``, counts; once ``arrival`` has run
+
+    def arrival(self) -> Steps[bool]:
+        """``taken``, once the mean is there."""
+        if self.future is not None:
+            self.taken = self.future.wait()
+        elif self.steps is not None:
+            self.taken = yield from self.steps
+        self.steps = self.future = None
+        return self.taken
 
 
 def cut(

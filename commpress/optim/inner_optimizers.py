@@ -1,9 +1,13 @@
 """Inner optimizers of local updates: which of them train weights that may be moved from outside, and over which ranks."""
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument
@@ -14,43 +18,95 @@ from commpress.optim.sharded import ShardedOptimizer
 from commpress.optim.windows import WindowedOptimizer
 from commpress.schedules import Seconds, Sync
 
+ALONE: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # DDP modules whose ranks each keep their own gradients
 BETWEEN = 'group= is for the ranks between which LocalUpdates averages, as mesh["replicate"].get_group(); '
 
 
-def weights_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[LocalWeights]:
-    """Weights that they train, as far as this rank has them; parameters without names are counted."""
-    found: list[LocalWeights] = []
-    first = 0
-    for number, optimizer in enumerate(optimizers):
-        mine: list[LocalWeights] = []
-        if isinstance(optimizer, WeightHolder):
-            mine = optimizer.local_weights()
-        else:
-            for group in optimizer.param_groups:
-                names = group.get("param_names") or [f"#{i:05d}" for i in range(first, first + len(group["params"]))]
-                first += len(group["params"])
-                mine += [LocalWeights(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
-        taken = {each.name for each in found}  # of optimizers before: of several modules, say, that name theirs alike
-        for each in mine:
-            each.name = f"{number}: {each.name}" if each.name in taken else each.name
-        found += mine
-    if not found:
-        raise InvalidArgument("inner has no parameter that requires a gradient, expected at least one")
-    seen: dict[int, str] = {}
-    for each in found:
-        if id(each.source) in seen:
-            other = seen[id(each.source)]
-            raise InvalidArgument(f"parameter {each.name!r} is in inner twice, also as {other!r}: leave one out")
-        seen[id(each.source)] = each.name
-    return found
+class InnerOptimizers(list[torch.optim.Optimizer]):
+    """The optimizers that a rank trains with by itself, and the weights behind them."""
+
+    def __init__(self, inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([inner] if isinstance(inner, torch.optim.Optimizer) else inner)
+        if not self or not all(isinstance(each, torch.optim.Optimizer) for each in self):
+            raise InvalidArgument(f"inner is {inner!r}, expected a torch optimizer or a list of them")
+        self._given = len(self.parameters)
+        self._frozen = [p for p in self.parameters if not p.requires_grad]
+        self._holders = [each for each in self if isinstance(each, WeightHolder)]
+        self._unaveraged = False  # it was checked
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self for group in optimizer.param_groups]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All that they were given, frozen ones too."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, of several the largest."""
+        return max(float(group["lr"]) for group in self.param_groups)
+
+    def weights(self) -> list[LocalWeights]:
+        """Weights that they train, as far as this rank has them; parameters without names are counted."""
+        found: list[LocalWeights] = []
+        first = 0
+        for number, optimizer in enumerate(self):
+            mine: list[LocalWeights] = []
+            if isinstance(optimizer, WeightHolder):
+                mine = optimizer.local_weights()
+            else:
+                for group in optimizer.param_groups:
+                    names = group.get("param_names") or [f"#{i:05d}" for i in range(first, first + len(group["params"]))]
+                    first += len(group["params"])
+                    mine += [LocalWeights(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
+            taken = {each.name for each in found}  # of optimizers before: of several modules, say, that name theirs alike
+            for each in mine:
+                each.name = f"{number}: {each.name}" if each.name in taken else each.name
+            found += mine
+        if not found:
+            raise InvalidArgument("inner has no parameter that requires a gradient, expected at least one")
+        seen: dict[int, str] = {}
+        for each in found:
+            if id(each.source) in seen:
+                other = seen[id(each.source)]
+                raise InvalidArgument(f"parameter {each.name!r} is in inner twice, also as {other!r}: leave one out")
+            seen[id(each.source)] = each.name
+        return found
+
+    def settle_weights(self) -> None:
+        """Before weights are read."""
+        for holder in self._holders:
+            holder.settle_weights()
+
+    @contextmanager
+    def weights_rewritten(self) -> Iterator[None]:
+        """Weights are written meanwhile; what has copies of them follows."""
+        self.settle_weights()
+        yield
+        for holder in self._holders:
+            holder.weights_written()
+
+    def check_unchanged(self) -> None:
+        """Raise ``InvalidArgument`` if they train more than in the beginning: it has no Θ."""
+        parameters = self.parameters
+        if len(parameters) != self._given or any(p.requires_grad for p in self._frozen):
+            more = len(parameters) != self._given
+            what = "more parameters than" if more else "parameters that require a gradient and did not"
+            raise InvalidArgument(
+                f"inner has {what} when LocalUpdates was made (add_param_group, or layers that were unfrozen): call drain(), "
+                "and make a new LocalUpdates"
+            )
+
+    def check_unaveraged(self) -> None:
+        """Raise ``InvalidArgument`` where DistributedDataParallel averages their gradients. Looks once: wrappers come late."""
+        if not self._unaveraged:
+            _refuse_ddp(self.parameters)
+            self._unaveraged = True
 
 
-def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """All that they were given, frozen ones too."""
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-
-
-def check_inner(optimizers: Sequence[torch.optim.Optimizer], every: "Sync | Seconds", warmup: int) -> None:
+def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", warmup: int) -> None:
     """Raise ``InvalidArgument`` for what cannot train locally, before anything communicates."""
     for optimizer in optimizers:
         what = type(optimizer).__name__
@@ -71,7 +127,7 @@ def check_inner(optimizers: Sequence[torch.optim.Optimizer], every: "Sync | Seco
                 "commpress.Partitioned, or float32 parameters and no sharding"
             )
     held = any(isinstance(optimizer, WeightHolder) and optimizer.inner_channel is not None for optimizer in optimizers)
-    cut = any(_mesh(p) is not None for p in parameters_of(optimizers))
+    cut = any(_mesh(p) is not None for p in optimizers.parameters)
     together = held or cut or any(isinstance(optimizer, CompressedOptimizer) for optimizer in optimizers)
     if isinstance(every, Seconds) and together:
         raise InvalidArgument(
@@ -80,7 +136,7 @@ def check_inner(optimizers: Sequence[torch.optim.Optimizer], every: "Sync | Seco
         )
 
 
-def check_ranks(optimizers: Sequence[torch.optim.Optimizer], channel: Channel) -> None:
+def check_ranks(optimizers: InnerOptimizers, channel: Channel) -> None:
     """Raise ``InvalidArgument`` where ranks that average here do so in every step already, or have other shards."""
     for optimizer in optimizers:
         inner = optimizer.inner_channel if isinstance(optimizer, WeightHolder) else getattr(optimizer, "channel", None)
@@ -90,7 +146,7 @@ def check_ranks(optimizers: Sequence[torch.optim.Optimizer], channel: Channel) -
                 f"gradients in every step, so nothing would be saved. {BETWEEN}give the optimizer (or stream) the ranks "
                 "inside a node as process_group="
             )
-    for p in parameters_of(optimizers):
+    for p in optimizers.parameters:
         mesh = _mesh(p)
         if mesh is None:
             continue
@@ -101,6 +157,19 @@ def check_ranks(optimizers: Sequence[torch.optim.Optimizer], channel: Channel) -
                 f"shards, or average gradients in every step. {BETWEEN}and the model's mesh has the others: "
                 'fully_shard(..., mesh=mesh["shard"])'
             )
+
+
+def _refuse_ddp(parameters: Sequence[torch.Tensor]) -> None:
+    """Raise ``InvalidArgument`` where DistributedDataParallel averages gradients of these parameters at every step."""
+    mine, kinds = {id(p) for p in parameters}, [DistributedDataParallel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for each in gc.get_referrers(kind):  # its instances are among them
+            if isinstance(each, kind) and each not in ALONE and any(id(p) in mine for p in each.parameters()):
+                raise InvalidArgument(
+                    "the model is wrapped in DistributedDataParallel, which averages gradients at every step: nothing would "
+                    "be saved. Leave the wrapper out, or call commpress.keep_local(ddp) before the first backward"
+                )
 
 
 def _mesh(parameter: Any) -> Any:

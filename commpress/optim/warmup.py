@@ -83,10 +83,7 @@ class SharedWarmup:
                 out.zero_()
             else:
                 out.copy_(local_part(grad))
-        exchange = self._exact.of(fragment.names, lambda: (fragment.spans, fragment.shapes), work.device)
-        outcomes = yield from exchange.steps(self.channel, work, sequence=self.channel.take(exchange.sequences), key=0)
-        for outcome in outcomes:
-            outcome.commit()
+        yield from fragment.average(self._exact, self.channel)
         if share != 1:
             work.mul_(share) if share else work.fill_(float("inf"))
         for span, out in zip(fragment.spans, fragment.views(work), strict=True):

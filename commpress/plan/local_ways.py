@@ -18,6 +18,7 @@ from commpress.collectives.buckets import MESSAGE, Span, messages
 from commpress.collectives.frame import HEADER
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument
+from commpress.optim.exchange_header import NUMBERS
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
 from commpress.plan.model import Model
@@ -112,7 +113,7 @@ def exchange_by(way: LocalWay, model: Model) -> Build:
 
 
 def _exchange(steps: Steps[Any], transport: SizedTransport) -> Steps[None]:
-    yield from gathered([0.0] * 8, transport=transport, sequence=1 << 20)  # hashes and weights
+    yield from gathered([0.0] * NUMBERS, transport=transport, sequence=1 << 20)
     yield from steps
 
 

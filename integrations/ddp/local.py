@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.errors import InvalidArgument
-from commpress.optim.local_updates import ALONE
+from commpress.optim.inner_optimizers import ALONE
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:

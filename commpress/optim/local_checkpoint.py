@@ -1,0 +1,230 @@
+"""Saving and loading local updates: exact for a resume in every bit, elastic for another number of ranks.
+
+A state has what ranks hold alike (Θ, the outer state, where the round stands), and this rank's own: its inner optimizers, what
+compression left behind, and the mean that is under way. Plain tensors, numbers and text: it loads with ``weights_only=True``.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commpress.collectives.residual_state import elastic_of, exact_state, flat_parts, residuals_of
+from commpress.errors import StateMismatch
+from commpress.feedback import ResidualStore
+from commpress.optim.fragments import Flight
+from commpress.optim.outer import State
+from commpress.schedules import Facts
+from commpress.work import Steps
+
+if TYPE_CHECKING:
+    from commpress.optim.local_updates import LocalUpdates
+
+FORMAT = 1
+
+log = logging.getLogger("commpress")
+
+
+# ---------------------------------------------------------------- saving
+
+
+def exact(local: "LocalUpdates") -> Steps[dict[str, Any]]:
+    """This rank's state. What is under way is waited for, and stays under way until it is due."""
+    flight, transport, under_way = local.flight, local.channel.transport, None
+    if flight is not None:
+        taken = yield from flight.arrival()
+        under_way = {
+            "fragment": flight.fragment.number, "due": flight.due, "taken": taken, "mean": flight.fragment.work.clone(),
+        }  # fmt: skip
+    with _residuals(local) as store:
+        residuals = exact_state(store, transport, local.exchanged)
+    return _shared(local) | {
+        "kind": "exact",
+        "rank": transport.rank,
+        "size": transport.size,
+        "inner": [optimizer.state_dict() for optimizer in local.inner],
+        "flight": under_way,
+        "counts": [[f.steps, f.tokens] for f in local.fragments],
+        "residuals": residuals,
+        "choices": local.exchanges.choices(),
+    }
+
+
+def elastic(local: "LocalUpdates") -> Steps[dict[str, Any]]:
+    """This rank's part: of the mean change, with what compression owes, its shard, and on rank 0 what all ranks share."""
+    transport, changes = local.channel.transport, {}
+    shared: dict[str, Any] = {"format": FORMAT}
+    if transport.rank == 0 or not local.outer.equal:
+        shared = _shared(local)
+    with _residuals(local) as store:
+        owed = flat_parts(store, transport)
+    if not local.outer.equal:
+        for fragment, weights, outer in zip(local.fragments, shared["weights"], shared["outer"], strict=True):
+            for flat in (weights, *(outer[name] for name in local.outer.buffers)):
+                yield from fragment.mean_of_all(flat, local.exact, local.channel)
+    local.inner.settle_weights()
+    for i, fragment in enumerate(local.fragments):
+        with fragment.opened():
+            fragment.change(None if local.outer.equal else shared["weights"][i])
+        starts = {span.name: span.source for span in fragment.spans}
+        for (name, offset), part in owed.items():
+            if name in starts:
+                fragment.work[starts[name] + offset :][: part.numel()] += part
+        changes[f"fragment {fragment.number}", 0] = fragment.work.cpu()
+    progress = yield from elastic_of(changes, transport, local.exchanged, local.channel.take())
+    shared = shared if transport.rank == 0 else {"format": FORMAT}
+    inner = [optimizer.state_dict() for optimizer in local.inner]
+    return shared | {"kind": "elastic", "inner": inner, "progress": progress}
+
+
+def _shared(local: "LocalUpdates") -> dict[str, Any]:
+    """State that all ranks hold alike."""
+    weights, outer = [], []
+    for fragment in local.fragments:
+        with fragment.opened():
+            weights.append(fragment.weights.clone())
+            outer.append(_copied(fragment.state))
+    return {
+        "format": FORMAT,
+        "steps": local.steps_done,
+        "exchanged": local.exchanged,
+        "round": local.schedule.state(),
+        "facts": local.facts.as_dict(),
+        "weights": weights,
+        "outer": outer,
+        "layout": [f.layout for f in local.fragments],
+    }
+
+
+@contextmanager
+def _residuals(local: "LocalUpdates") -> Iterator[ResidualStore]:
+    """Those of all fragments, in memory meanwhile."""
+    for fragment in local.fragments:
+        fragment.bring(local.exchanges)
+    try:
+        yield local.exchanges.residuals
+    finally:
+        for fragment in local.fragments:
+            fragment.put_back(local.exchanges)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load(local: "LocalUpdates", states: list[dict[str, Any]]) -> None:
+    """Take a rank's own exact state, or those of all ranks, exact or elastic; nothing if they do not fit."""
+    for state in states:
+        if state.get("format") != FORMAT or state.get("kind") not in ("exact", "elastic"):
+            raise StateMismatch(
+                f"expected what LocalUpdates.state_dict() or elastic_state_dict() gave, format {FORMAT}; this is of format "
+                f"{state.get('format')!r} and kind {state.get('kind')!r}"
+            )
+    is_exact, transport = states[0]["kind"] == "exact", local.channel.transport
+    states = _own(local, states) if is_exact else states
+    shared, inner = _shared_of(local, states), states[transport.rank % len(states)]["inner"]
+    if len(inner) != len(local.inner):
+        raise StateMismatch(f"the state holds {len(inner)} inner optimizers, expected {len(local.inner)}")
+    residuals: Any = {}
+    if is_exact and (len(states) > 1 or _place(states[0]) == (transport.rank, transport.size)):
+        _, residuals = residuals_of([each["residuals"] for each in states], transport)
+    changes: Any = {}
+    if not is_exact:
+        whole: Any = dict  # each rank needs all of the mean change, not its part
+        _, changes = residuals_of([each["progress"] for each in states], transport, share=whole)
+    _forget_flight(local)
+    local.exchanges.residuals.load(residuals)
+    for fragment in local.fragments:
+        fragment.put_back(local.exchanges)
+    for optimizer, each in zip(local.inner, inner, strict=True):
+        optimizer.load_state_dict(each)
+    _load_shared(local, shared)
+    if is_exact:
+        _load_own(local, states[0])
+    else:
+        _load_changes(local, changes)
+
+
+def _own(local: "LocalUpdates", states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The one that this rank saved, if as many ranks saved it; else all of them, which must be of the end of a round."""
+    place = local.channel.rank, local.channel.size
+    own = [each for each in states if _place(each) == place]
+    if own:
+        return own
+    rank, size = _place(states[0])
+    if states[0]["flight"] is not None or any(steps for each in states for steps, _ in each["counts"]):
+        raise StateMismatch(
+            f"the state was saved by rank {rank} of {size} in the middle of a round, in which ranks differ, and this is "
+            f"rank {place[0]} of {place[1]}: load each rank's own, or call drain() before state_dict(), or save with "
+            "elastic_state_dict()"
+        )
+    if len(states) == 1 and size > 1:
+        log.warning(
+            "the loaded state is of rank %d of %d, this is rank %d of %d: what compression left behind here starts from "
+            "zero, unless what this rank saved is loaded next", rank, size, *place,
+        )  # fmt: skip
+    return states
+
+
+def _shared_of(local: "LocalUpdates", states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state with what ranks hold alike; where they are not equal, the one that this rank goes on from."""
+    shared = next((each for each in states if "weights" in each), None)
+    if states[0]["kind"] == "exact" and not local.outer.equal:
+        shared = states[local.channel.rank % len(states)]
+    if shared is None or shared["layout"] != [f.layout for f in local.fragments]:
+        raise StateMismatch(
+            "the state is of other parameters or fragments, or that of rank 0 is missing: load the state of this model, "
+            "with the fragments= of the run that saved it"
+        )
+    return shared
+
+
+def _forget_flight(local: "LocalUpdates") -> None:
+    """Let what is under way end, and leave it: a state is loaded over it."""
+    flight, local.flight = local.flight, None
+    if flight is not None:
+        if flight.future is not None:
+            flight.future.wait()
+        flight.fragment.detach(local.exchanges)
+
+
+def _load_shared(local: "LocalUpdates", state: dict[str, Any]) -> None:
+    local.steps_done, local.exchanged = int(state["steps"]), int(state["exchanged"])
+    local.facts = Facts.of(state["facts"])
+    local.schedule.load(state["round"])
+    for fragment, weights, outer in zip(local.fragments, state["weights"], state["outer"], strict=True):
+        with fragment.opened(write=True):
+            fragment.weights.copy_(weights)
+            fragment.state.clear()
+            fragment.state.update(_copied(outer))
+
+
+def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
+    """Of an exact state: how much this rank has trained, and the mean that is under way."""
+    for fragment, (steps, tokens) in zip(local.fragments, state["counts"], strict=True):
+        fragment.steps, fragment.tokens = int(steps), int(tokens)
+    local.exchanges.load_choices(state["choices"])
+    flight = state["flight"]
+    if flight is not None:
+        fragment = local.fragments[int(flight["fragment"])]
+        fragment.attach(local.exchanges)
+        fragment.work.copy_(flight["mean"])
+        local.flight = Flight(fragment, int(flight["due"]), taken=bool(flight["taken"]))
+
+
+def _load_changes(local: "LocalUpdates", changes: dict[tuple[str, int], torch.Tensor]) -> None:
+    """Of elastic states: parameters := Θ less the mean change, from which every rank goes on."""
+    with local.inner.weights_rewritten():
+        for fragment in local.fragments:
+            with fragment.opened():
+                fragment.set_change(changes[f"fragment {fragment.number}", 0])
+            fragment.steps = fragment.tokens = 1
+
+
+def _copied(state: State) -> State:
+    return {name: each.clone() if torch.is_tensor(each) else each for name, each in state.items()}
+
+
+def _place(state: dict[str, Any]) -> tuple[int, int]:
+    return state["residuals"]["rank"], state["residuals"]["size"]

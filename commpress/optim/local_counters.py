@@ -1,0 +1,35 @@
+"""Counters of local updates: what a rank has exchanged, in numbers a user can read."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class LocalCounters:
+    """Totals of one rank. Bytes are those it sent, headers included.
+
+    An exchange is empty if no rank had trained since the last one, as at the end of ``drain``: headers only.
+    """
+
+    steps: int = 0
+    rounds: int = 0  # of all fragments
+    exchanges: int = 0  # of one fragment each
+    sent_bytes: int = 0  # all of them: warm-up, exchanges, means that a state or the end takes
+    change_bytes: int = 0  # of these, in exchanges that were not empty
+    changed: int = 0  # parameters that crossed in them: a fragment's at each
+    waited: float = 0.0  # seconds in which training stood still for an exchange
+    dropped: int = 0  # exchanges, or steps of the warm-up, in which some rank was not finite and was left out
+    spread: float = 0.0  # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange of moves
+    participants: int = 0  # ranks whose weight in it was above zero
+
+    @property
+    def bits(self) -> float:
+        """Sent per parameter and round, warm-up and empty exchanges apart: float32 has 32. 0.0 before the first exchange."""
+        return 8 * self.change_bytes / self.changed if self.changed else 0.0
+
+    def summary(self, *, spread_of: str) -> str:
+        """``spread_of``: what the ranks' spread is relative to."""
+        return (
+            f"{self.steps} steps, {self.rounds} rounds, {self.sent_bytes / 1e6:.1f} MB sent ({self.bits:.2f} bits per "
+            f"parameter and round), waited {self.waited:.1f} s, last spread {self.spread:.2g} of {spread_of} over "
+            f"{self.participants} ranks, {self.dropped} exchanges with a change left out"
+        )
