@@ -162,7 +162,7 @@ def test_no_private_name_leaves_its_room(module):
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", *sources.folders()])
 def test_docstrings_begin_with_what_they_name(folder):
     """Not with a question word."""
-    begins = ("What ", "Who ", "How ", "Where ", "Whether ", "Why ", "Which ")
+    begins = ("What ", "Who ", "How ", "Where ", "Whether ", "Why ", "Which ", "Whose ")
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     trees = {path: ast.parse(path.read_text()) for path in (sources.ROOT / folder).rglob("*.py")}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, documented)]

@@ -1,6 +1,5 @@
 """Local updates whose shared weights, outer state and residuals lie in a tiered store between exchanges."""
 
-import copy
 from typing import ClassVar
 
 import pytest
@@ -77,14 +76,9 @@ def test_resumes_in_every_bit_from_a_store(tmp_path, at, back):
     for step in range(15):
         one.step(noise(2, step))
         if step + 1 == at:
-            states = copy.deepcopy(simulate([local.saving() for local in one.local]))
+            states, weights = one.saved()
             assert (states[0]["flight"] is not None) == (at == 7)
-            weights = [[p.detach().clone() for p in mine] for mine in one.parameters]
-    for mine, saved in zip(two.parameters, weights, strict=True):
-        for p, w in zip(mine, saved, strict=True):
-            p.data.copy_(w)
-    for local, state in zip(two.local, states, strict=True):
-        local.load_state_dict(state)
+    two.go_on(states, weights)
     for step in range(at, 15):
         two.step(noise(2, step))
     for a, b in zip(one.parameters, two.parameters, strict=True):

@@ -63,6 +63,19 @@ class Ranks:
     def drain(self):
         simulate([local.draining() for local in self.local])
 
+    def saved(self):
+        """Exact states of all ranks, and their parameters."""
+        states = copy.deepcopy(simulate([local.saving() for local in self.local]))
+        return states, [[p.detach().clone() for p in mine] for mine in self.parameters]
+
+    def go_on(self, states, weights):
+        """From what ``saved`` gave."""
+        for mine, saved in zip(self.parameters, weights, strict=True):
+            for p, w in zip(mine, saved, strict=True):
+                p.data.copy_(w)
+        for local, state in zip(self.local, states, strict=True):
+            local.load_state_dict(state)
+
     def shared(self):
         return np.concatenate([f.weights.double().numpy() for f in self.local[0].fragments])
 
@@ -277,14 +290,9 @@ def test_resumes_in_every_bit_also_in_the_middle_of_an_overlap(codec, outer, at)
     for step in range(16):
         one.step(noise(3, step))
         if step + 1 == at:
-            states = copy.deepcopy(simulate([local.saving() for local in one.local]))
+            states, weights = one.saved()
             assert (states[0]["flight"] is None) == (at not in (3, 7, 9))
-            weights = [[p.detach().clone() for p in mine] for mine in one.parameters]
-    for mine, saved in zip(two.parameters, weights, strict=True):
-        for p, w in zip(mine, saved, strict=True):
-            p.data.copy_(w)
-    for local, state in zip(two.local, states, strict=True):
-        local.load_state_dict(state)
+    two.go_on(states, weights)
     for step in range(at, 16):
         two.step(noise(3, step))
     for a, b in zip(one.parameters, two.parameters, strict=True):
@@ -480,3 +488,9 @@ def test_seconds_give_each_rank_as_many_steps_as_it_manages(monkeypatch):
     simulate([trains(0, 0.1), trains(1, 0.3)])
     assert ranks.agree()
     assert min(counts) > 0
+
+
+@pytest.mark.parametrize("inner", [torch.nn.Linear(2, 2), None, [], [torch.nn.Linear(2, 2)]])
+def test_what_is_no_optimizer_is_named(inner):
+    with pytest.raises(InvalidArgument, match=r"inner is .*, expected a torch optimizer or a list of them"):
+        LocalUpdates(inner)

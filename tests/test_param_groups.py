@@ -132,7 +132,7 @@ def same_on_all_ranks(group):
 
 @pytest.mark.parametrize("kind", FREEZES)
 def test_frozen_late_they_go_as_in_an_optimizer_of_their_own(kind):
-    """Whose warm-up takes as long, where nothing is lost."""
+    """An optimizer whose warm-up takes as long, and an exact codec: nothing is lost."""
     common = {"codec": "none", "betas": BETAS}
     group = replicas(kind, 2, warmup_steps=6, **common)
     run(group, range(9))

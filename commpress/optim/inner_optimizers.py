@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,8 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
     """The optimizers that a rank trains with by itself, and the weights behind them."""
 
     def __init__(self, inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__([inner] if isinstance(inner, torch.optim.Optimizer) else inner)
+        given = [inner] if isinstance(inner, torch.optim.Optimizer) else inner
+        super().__init__(given if isinstance(given, Iterable) else ())
         if not self or not all(isinstance(each, torch.optim.Optimizer) for each in self):
             raise InvalidArgument(f"inner is {inner!r}, expected a torch optimizer or a list of them")
         self._given = len(self.parameters)
