@@ -7,10 +7,11 @@ ASKED  := $(if $(filter 2.%,$(TORCH)),torch==$(TORCH),$(TORCH))
 VENV   := .venv$(if $(filter-out $(PINNED),$(ASKED)),-$(shell printf %s '$(ASKED)' | tr -cs '[:alnum:].' -))
 BIN    := $(VENV)/bin
 WORKERS ?= 2
+PART   ?= 1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test slow mutants demo lint types docs check clean
+.PHONY: help venv test slow gpu mutants demo lint types docs wheel check clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -32,10 +33,13 @@ test: venv ## run the tests; make test ARGS='-k sign' TORCH=2.15.0 WORKERS=8
 slow: venv ## run the tests that take long
 	@$(BIN)/pytest -m slow $(ARGS)
 
+gpu: ## all that needs a GPU, nothing is installed; make gpu PART=2, or ARGS=--twin without a GPU
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks gpu --part $(PART) $(ARGS)
+
 mutants: venv ## put small faults into copies of the package, one at a time: some test must notice each
 	@$(BIN)/python tests/mutants.py $(ARGS)
 
-demo: venv ## train a small model with and without compression and show the difference
+demo: venv ## train a GPT over a slow network in seven ways, each for the same time; make demo ARGS=--quick
 	@$(BIN)/commpress demo $(ARGS)
 
 lint: venv ## ruff
@@ -45,7 +49,13 @@ types: venv ## mypy
 	@$(BIN)/mypy
 
 docs: venv ## build the pages of docs/ as a static site into build/site
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+wheel: venv ## build the wheel into dist/, try it in an empty environment with its runtime dependencies alone, say its size
+	@rm -rf build/wheel dist && $(BIN)/python -m build --outdir dist . >/dev/null
+	@$(PYTHON) -m venv build/wheel && build/wheel/bin/python -m pip --disable-pip-version-check install --quiet '$(ASKED)' dist/*.whl
+	@cd build/wheel && bin/commpress --help >/dev/null && bin/commpress bench codec --codec sign --numel 65536 --threads 1
+	@du -sh dist/*.whl build/wheel/lib/python*/site-packages/commpress build/wheel/lib/python*/site-packages
 
 check: lint types docs test ## all of the above: what must pass before a change lands
 

@@ -8,15 +8,20 @@ import convergence
 import encoders
 import faults
 import fsdp
+import gpu
+import grids
 import guard
 import hierarchical
+import kills
 import local_loss
 import local_speed
 import loss
 import observe
 import optimizer
+import pipeline
 import plan
 import powersgd
+import scaling
 import simulate
 from commpress import cli
 
@@ -25,15 +30,15 @@ What developers of commpress measure; `commpress bench` has what users measure o
 
   python benchmarks fsdp --help                  what it measures, its columns and its options
   python benchmarks guard --check                exit status 1 unless its bars hold
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks fsdp
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks fsdp
 
 All take --check, --json FILE and --plot FILE but faults, which writes a document.
 """
 BENCHMARKS = {
-    "codec_table": codec_table, "convergence": convergence, "encoders": encoders, "faults": faults, "fsdp": fsdp,
-    "guard": guard, "hierarchical": hierarchical, "local_loss": local_loss, "local_speed": local_speed, "loss": loss,
-    "observe": observe, "optimizer": optimizer, "plan": plan,
-    "powersgd": powersgd, "simulate": simulate,
+    "codec_table": codec_table, "convergence": convergence, "encoders": encoders, "faults": faults, "fsdp": fsdp, "gpu": gpu,
+    "grids": grids, "guard": guard, "hierarchical": hierarchical, "kills": kills, "local_loss": local_loss,
+    "local_speed": local_speed, "loss": loss, "observe": observe, "optimizer": optimizer, "pipeline": pipeline, "plan": plan,
+    "powersgd": powersgd, "scaling": scaling, "simulate": simulate,
 }  # fmt: skip
 
 

@@ -39,7 +39,8 @@ DOCUMENT = """\
 
 Written by `{command}`. Three ranks over the backend "commpress", a timeout of {timeout:g} s. Rank 2 is killed or stopped
 before the call, or makes it wrong; each cell holds the exception that ranks 0 and 1 raise, the rank they name, and the
-seconds until the slower of them has raised. After every case both destroyed the group and all-reduced over a new one of two.
+seconds until the slower of them has raised. After every case both destroyed the group and all-reduced over a new one of two;
+`group.reform()` goes on with the old one instead (`docs/elastic.md`).
 
 A call that is repeated has been made 40 times before.
 

@@ -14,7 +14,7 @@ buffer; "MB sent" is what the kernel counted, of everything. --train N --seeds K
 losses over K seeds: a variant's mean must lie within the spread of plain.
 
   python benchmarks fsdp                                                  4 local processes
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks fsdp --check
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks fsdp --check
   python benchmarks fsdp --train 300 --seeds 5 --width 64 --layers 2
 """
 

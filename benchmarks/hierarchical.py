@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from commpress.cli import harness, ranks
-from commpress.cli.probe import add_topology, check_topology, on_nodes
+from commpress.cli.option_groups import add_topology
+from commpress.cli.probe import check_topology, on_nodes
 from commpress.cli.reduced import LADDER, TwoLevel, trials
 from commpress.codecs import codec_named
 from commpress.collectives.links import Links, choose, load_links

@@ -2,13 +2,13 @@
 
 A GPT of 1.1 M parameters on the source of Python's standard library, four ranks simulated in one process, production code
 without a network, 2,000 steps of AdamW, the first tenth of them synchronous and shared by all ways (their tokens and bytes
-count). First the learning rate of synchronous training, then the inner rate and the outer rate of local updates are searched,
-with as many runs each; then comes the table. The --json file is written after each run, and a run that it has is not done
-again: the command can be stopped at any time and continued.
+count). First the learning rate of synchronous training is searched, then, from the same rates, the inner rate of local updates
+at each number of steps a round, and their outer rate at 30; then comes the table. The --json file is written after each run,
+and a run that it has is not done again: the command can be stopped at any time and continued.
   gap      held-out loss against synchronous training at its best rate, mean over the seeds that both have
   bytes    of one rank against float32 all-reduces at every step
 
-  python benchmarks local_loss --json local.json --processes 2 --check     about 40 runs of some minutes
+  python benchmarks local_loss --json local.json --processes 2 --check     about 45 runs of some minutes
   python benchmarks local_loss --json local.json --every 30 --codecs int4 --seeds 1
 """
 
@@ -32,7 +32,7 @@ from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Nesterov
 
 RANKS, ROWS, LENGTH, WIDTH, LAYERS = 4, 8, 64, 128, 5
-RATES, OUTER_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2), (0.5, 0.7, 0.9)
+RATES, OUTER_RATES = (1e-3, 2e-3, 4e-3, 8e-3), (0.5, 0.7, 0.9)
 STEPS, EVERY, CODECS = 2000, (10, 30, 100), ("none", "int4", "bits2", "sign")
 SEEDED = [(every, codec) for every in (10, 30) for codec in ("int4", "bits2")]  # cells of several seeds
 BARS = {(30, "int4"): 1.0, (30, "bits2"): 1.5, (10, "int4"): 0.0, (10, "bits2"): 0.0}  # per cent above synchronous training
@@ -87,11 +87,15 @@ def run(options: argparse.Namespace) -> int:
     local = replace(plain, every=30)
     inner = min(finished([replace(local, rate=rate) for rate in RATES]), key=lambda f: f.loss).run.rate
     outer = min(finished([replace(local, rate=inner, outer_rate=each) for each in OUTER_RATES]), key=lambda f: f.loss).run
+    tuned: dict[int, Run] = {}
+    for every in options.every:
+        tried = finished([replace(outer, every=every, rate=rate) for rate in RATES])
+        tuned[every] = min(tried, key=lambda f: f.loss).run
     cells = [(every, codec) for every in options.every for codec in options.codecs]
     runs = [replace(plain, rate=best, seed=seed) for seed in options.seeds]
     for every, codec in cells:
         seeds = options.seeds if (every, codec) in SEEDED else options.seeds[:1]
-        runs += [replace(outer, every=every, codec=codec, seed=seed) for seed in seeds]
+        runs += [replace(tuned[every], codec=codec, seed=seed) for seed in seeds]
     every_run = finished(runs)
     print(summary(every_run))
     options.json = None  # written already, after each run

@@ -18,7 +18,7 @@ Every host runs the same command, as for any benchmark. --link names the link in
 network namespaces. The --json file takes the rows of all links and devices, is written after each way, and a way that it has is
 not measured again: the command can be stopped at any time and goes on.
 
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks local_speed --link 100mbit --json speed.json
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks local_speed --link 100mbit --json speed.json
   python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device 5ms --variants local:bits2/1024,sign
 """
 

@@ -18,7 +18,7 @@ Seconds to the target are the sum of the times of the steps up to it, whatever t
   deepspeed-onebit-12, deepspeed-zero-one   of DeepSpeed 0.19.6 under DDP; on CPU with NumPy in place of CuPy
 
   python benchmarks loss --losses curves.json --lr 5e-4,1e-3 --no-times
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks loss --losses curves.json
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks loss --losses curves.json
 """
 
 import argparse

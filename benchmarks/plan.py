@@ -8,7 +8,7 @@ and the step without communication, as commpress plan --links does, and compares
   sign, ...   commpress with that codec
 
   python benchmarks plan --ranks 2                                          local processes
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks plan --check
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks plan --check
 """
 
 import argparse

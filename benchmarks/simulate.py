@@ -5,7 +5,7 @@ figures of before: nothing is fitted to what it is compared with. Ranks that lie
 containers, local processes) share its cores in the simulation as well.
 
   python benchmarks simulate --ranks 2
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 benchmarks simulate --check
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks simulate --check
 """
 
 import argparse

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from commpress.collectives.all_gather_mean import GatherMean
     from commpress.collectives.all_to_all.all_to_all import compressed_all_to_all
     from commpress.collectives.allreduce import Outcome, Workspace, compressed_allreduce
+    from commpress.collectives.change import Change
     from commpress.collectives.channel import Channel
     from commpress.collectives.exchange import Exchange, Exchanges, Reduce, ReduceInLevels
     from commpress.collectives.links import Links, load_links
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from commpress.collectives.two_level import hierarchical_allreduce
 
 __all__ = [
-    "Channel", "Exchange", "Exchanges", "GatherMean", "Links", "Loopback", "MpiTransport", "Outcome", "Reduce",
+    "Change", "Channel", "Exchange", "Exchanges", "GatherMean", "Links", "Loopback", "MpiTransport", "Outcome", "Reduce",
     "ReduceInLevels", "Round", "Scatter", "Topology", "Transport", "Workspace", "compressed_all_to_all", "compressed_allreduce",
     "hierarchical_allreduce", "load_links", "own_transport", "simulate",
 ]  # fmt: skip
@@ -29,6 +30,7 @@ __getattr__ = lazily(__name__, {
     "all_gather_mean": ("GatherMean",),
     "all_to_all.all_to_all": ("compressed_all_to_all",),
     "allreduce": ("Outcome", "Workspace", "compressed_allreduce"),
+    "change": ("Change",),
     "channel": ("Channel",),
     "exchange": ("Exchange", "Exchanges", "Reduce", "ReduceInLevels"),
     "links": ("Links", "load_links"),

@@ -19,7 +19,7 @@ import torch
 
 from commpress.codecs import Policy, SparseCodec
 from commpress.codecs.policy import BySize, Same, policy_of
-from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, any_flag, check_buffer, exchange
+from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, check_buffer, exchange
 from commpress.collectives.buckets import MESSAGE, Message, Span, messages
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
@@ -50,7 +50,7 @@ class GatherMean(Exchange):
         (message,), old, new = self.messages, self.feedback, None
         if old is not None:
             old.join(message.pieces, channel.rank)
-            new = channel.workspace.residual(message, buffer.device)
+            new = channel.workspace.propose(message, old, buffer.device)
         jobs = []
         for i, at in enumerate(range(0, self.numel, MESSAGE)):
             part = slice(at, min(at + MESSAGE, self.numel))
@@ -85,8 +85,7 @@ class GatherMean(Exchange):
         workspace.encoded(start)
         frame = Frame(ALL_GATHER, channel.size, self.codec.spec, x.numel(), sequence, self.messages[0].label)
         mark = torch.full((1,), flag, dtype=torch.uint8, device=device)
-        yield from exchange(channel.transport.all_gather, inbox, outbox, frame, mark, channel.transport, workspace)
-        flags = int(any_flag(inbox)) | int(any_flag(inbox, ASKS))
+        flags = yield from exchange(channel.transport.all_gather, inbox, outbox, frame, mark, channel.transport, workspace)
         start = perf_counter()
         if not flags & NOT_FINITE:
             x.zero_()

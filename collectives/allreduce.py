@@ -19,7 +19,17 @@ import torch
 from commpress.codecs.codec import Codec
 from commpress.codecs.registry import codec_named
 from commpress.collectives.buckets import Message, one_message
-from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, ASKS, FLAGS, HEADER, NOT_FINITE, Frame, stamp, verify
+from commpress.collectives.frame import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    ASKS,
+    HEADER,
+    NOT_FINITE,
+    Frame,
+    LateHeaders,
+    stamp,
+    verify,
+)
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
@@ -47,6 +57,7 @@ class Workspace:
     timeline: Timeline | None = None  # who watches
     pooled: bool = False  # rows too are lent from flat buffers: of many lengths there are then few, each as long as the longest
     _free: dict[tuple[object, ...], list[object]] = field(default_factory=lambda: defaultdict(list))
+    _proposed: dict[int, tuple[Message, ErrorFeedback, ErrorFeedback]] = field(default_factory=dict)  # by identity
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of what is lent
     _idle: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     _lent: dict[int, torch.Tensor] = field(default_factory=dict)  # by address
@@ -87,12 +98,35 @@ class Workspace:
         for buffer in buffers:
             self._free[buffer.numel(), buffer.dtype, buffer.device].append(buffer)
 
-    def residual(self, message: Message, device: torch.device) -> ErrorFeedback:
+    def residual(self, message: Message, device: torch.device, like: ErrorFeedback | None = None) -> ErrorFeedback:
         """Messages laid out alike, such as those of a model's equal blocks, share what lies ready."""
         try:  # another thread may settle what was proposed
-            return self._free[message.pieces.residual_layout, device].pop()  # type: ignore[return-value]
+            return self._free[message.pieces.residual_layout, device, like.layout if like else ""].pop()  # type: ignore[return-value]
         except IndexError:
-            return ErrorFeedback.zeros(message.pieces, device)
+            return ErrorFeedback.zeros(message.pieces, device) if like is None else like.like(message.pieces)
+
+    def propose(self, message: Message, feedback: ErrorFeedback | None, device: torch.device) -> ErrorFeedback:
+        """``residual``, which is to take the place of ``feedback``; remembered until it is given back."""
+        proposed = self.residual(message, device, feedback)
+        if feedback is not None:
+            self._proposed[id(proposed)] = message, feedback, proposed
+        return proposed
+
+    @property
+    def proposed(self) -> int:
+        """Messages whose residuals nobody has settled."""
+        return len(self._proposed)
+
+    def settle(self, *, taken: bool) -> None:
+        """Commit, or discard, all that was proposed and that nobody has settled: exchanges of it failed on the way."""
+        for message, feedback, proposed in list(self._proposed.values()):
+            if taken:
+                feedback.take(proposed)
+            self.give_residual(message, proposed)
+
+    def clear(self) -> None:
+        """Let go of all buffers that lie ready: messages are cut for another number of ranks from here on."""
+        self._free.clear()
 
     def give_rows(self, *lent: torch.Tensor) -> None:
         if self.pooled:
@@ -101,7 +135,8 @@ class Workspace:
             self._free[rows.shape[0], rows.shape[1], rows.device].append(rows)
 
     def give_residual(self, message: Message, residual: ErrorFeedback) -> None:
-        self._free[message.pieces.residual_layout, residual.sent.device].append(residual)
+        self._proposed.pop(id(residual), None)
+        self._free[message.pieces.residual_layout, residual.device, residual.layout].append(residual)
 
     def forget(self, message: Message) -> None:
         """Let go of what was kept for a message that will not come again."""
@@ -273,14 +308,16 @@ def average_rows(
     reply, every = workspace.rows(back, 1, device), outbox
     if message.back is not None:
         every = workspace.rows(back, ranks, device)
-    flag, old, new = yield from encode_and_send(
+    late = LateHeaders(transport) if reads_late(device, transport, workspace) else None
+    flags, old, new = yield from encode_and_send(
         buffer, outbox[:, HEADER:], outbox, inbox, feedback, message=message, transport=transport, workspace=workspace,
-        sequence=sequence, key=key, gain=gain, asks=asks,
+        sequence=sequence, key=key, gain=gain, asks=asks, late=late,
     )  # fmt: skip
 
     start = perf_counter()
-    flag.copy_(any_flag(inbox))
-    asked = any_flag(inbox, ASKS)
+    flag = torch.full((1,), flags, dtype=torch.uint8, device=device) if late is None else late.flags(inbox)
+    asked = flag & ASKS
+    flag &= NOT_FINITE
     seed, row = noise(key, transport.rank, 1), reply[:, HEADER:]
     owed: dict[str, Any] = {
         "residual": old and old.reduced, "residual_scale": old and old.reduced_scale,
@@ -297,35 +334,38 @@ def average_rows(
         workspace.give_rows(scratch)
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, message.codec, pieces.numel, sequence, message.label)
-    yield from exchange(transport.all_gather, every, reply, frame, flag | asked, transport, workspace)
+    flags = yield from exchange(transport.all_gather, every, reply, frame, flag | asked, transport, workspace, late=late)
+    if late is not None:
+        flags = late.read()
     workspace.give_rows(inbox, reply, *(() if every is outbox else (outbox,)))
-    finite, asks = not bool(any_flag(every)), bool(any_flag(every, ASKS))
-    return every, Outcome(message, finite, old, new, workspace, asks=asks)
+    return every, Outcome(message, not flags & NOT_FINITE, old, new, workspace, asks=bool(flags & ASKS))
 
 
 def encode_and_send(
     buffer: torch.Tensor, codes: torch.Tensor, outbox: torch.Tensor, inbox: torch.Tensor, feedback: ErrorFeedback | None, *,
     message: Message, transport: Transport, workspace: Workspace, sequence: int, key: int = 0, gain: float = 1.0,
-    asks: bool = False,
-) -> Steps[tuple[torch.Tensor, ErrorFeedback | None, ErrorFeedback | None]]:  # fmt: skip
+    asks: bool = False, late: LateHeaders | None = None,
+) -> Steps[tuple[int, ErrorFeedback | None, ErrorFeedback | None]]:  # fmt: skip
     """Encode ``buffer`` and what is owed into ``codes``, a view of ``outbox``, and send a row to every rank.
 
-    Returns the flag of this rank, and residuals as they were and as they will be, if the message leaves any behind.
+    Returns the flags that some rank has set (see ``exchange``), and residuals as they were and as they will be, if the message
+    leaves any behind.
     """
     pieces, device = message.pieces, buffer.device
     old = feedback if feedback is not None and pieces.residual_numel else None
-    new = workspace.residual(message, device) if old is not None else None
+    new = workspace.propose(message, old, device) if old is not None else None
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
-    start = perf_counter()
-    arithmetic(device, pieces).encode(
-        buffer, codes, flag, pieces, gain=gain, key=noise(key, transport.rank, 0),
-        residual=old and old.sent, residual_scale=old and old.sent_scale,
-        new_residual=new and new.sent, new_scale=new and new.sent_scale,
-    )  # fmt: skip
+    start, kernels, seed = perf_counter(), arithmetic(device, pieces), noise(key, transport.rank, 0)
+    if old is None or new is None:
+        kernels.encode(buffer, codes, flag, pieces, gain=gain, key=seed)
+    else:
+        with old.encoding(new, workspace, key=noise(key, transport.rank, 2)) as owed:
+            kernels.encode(buffer, codes, flag, pieces, gain=gain, key=seed, **owed)
     workspace.encoded(start)
     frame = Frame(ALL_TO_ALL, transport.size, message.codec, pieces.numel, sequence, message.label)
-    yield from exchange(transport.all_to_all, inbox, outbox, frame, flag | ASKS if asks else flag, transport, workspace)
-    return flag, old, new
+    mark = flag | ASKS if asks else flag
+    flags = yield from exchange(transport.all_to_all, inbox, outbox, frame, mark, transport, workspace, late=late)
+    return flags, old, new
 
 
 def exchange(
@@ -336,8 +376,13 @@ def exchange(
     flag: torch.Tensor,
     transport: Transport,
     workspace: Workspace,
-) -> Steps[None]:
-    """One collective under a header: ``inp`` is stamped, what came is verified. All rows of one length go this way."""
+    *,
+    late: LateHeaders | None = None,
+) -> Steps[int]:
+    """One collective under a header: ``inp`` is stamped, what came is verified. All rows of one length go this way.
+
+    Returns the flags that some rank has set. With ``late`` what came is verified, and its flags are known, when that is read.
+    """
     frame = frame._replace(checked=transport.checks or workspace.checksum)
     packed = frame.pack()
     stamp(inp, packed, flag)
@@ -346,12 +391,15 @@ def exchange(
     if workspace.timeline is not None and start:
         what = {"bytes": inp.numel(), "message": frame.label, "sequence": frame.sequence}
         workspace.timeline.flight(WIRE[frame.operation], start, what=what)
-    verify(out, frame, packed, transport)
+    if late is None:
+        return verify(out, frame, packed, transport)
+    late.see(out, frame, packed)
+    return 0
 
 
-def any_flag(rows: torch.Tensor, which: int = NOT_FINITE) -> torch.Tensor:
-    """``which`` if the sender of some row set that flag, else 0."""
-    return (rows[:, FLAGS] & which).amax()
+def reads_late(device: torch.device, transport: Transport, workspace: Workspace) -> bool:
+    """True where the host would have to wait for headers: on a GPU, unless it looks at every byte anyway."""
+    return device.type == "cuda" and not (transport.checks or workspace.checksum)
 
 
 def noise(key: int, rank: int, direction: int) -> int:

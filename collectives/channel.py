@@ -1,21 +1,22 @@
 """One rank's end of the way to its peers: a transport of its own, buffers, sequence numbers, a worker, a clock and counters."""
 
+import weakref
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 
 from commpress.codecs import Codec
-from commpress.collectives.allreduce import Workspace, any_flag, exchange
-from commpress.collectives.frame import ALL_TO_ALL, HEADER, Frame
+from commpress.collectives.allreduce import Workspace, exchange
+from commpress.collectives.frame import ALL_TO_ALL, HEADER, NOT_FINITE, Frame
 from commpress.collectives.levels import Levels, levels_of
 from commpress.collectives.links import Links
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.counted import Counted
-from commpress.collectives.transports.factory import own_transport, ranks_of
+from commpress.collectives.transports.factory import enroll, own_transport, ranks_of
 from commpress.collectives.transports.loopback import Loopback
 from commpress.collectives.transports.transport import Transport
-from commpress.work import Steps, Worker, run
+from commpress.work import JobFuture, Steps, Worker, run
 
 T = TypeVar("T")
 
@@ -32,6 +33,10 @@ class Numbers:
         """The first of ``count``."""
         self._taken += count
         return self._taken - count
+
+    def restart(self) -> None:
+        """From 0 again: the transport is another one."""
+        self._taken = 0
 
 
 class Channel:
@@ -56,14 +61,18 @@ class Channel:
         self.levels: Levels | None = None
         self.group: Any = transport  # whose ranks they are: a process group, or the transport if one was given
         self.members: tuple[int, ...] = ()  # global ranks, where that is known
-        self._name, self._numbers = name, Numbers() if numbers is None else numbers
+        self.name, self._numbers = name, Numbers() if numbers is None else numbers
         self._worker: Worker | None = None
+        self._timeout: timedelta | None = None
+        self._usual_at_once = at_once
+        self._beside: list[weakref.ref[Channel]] = []
 
     @classmethod
     def among(cls, process_group: Any = None, *, timeout: timedelta | None = None, **options: Any) -> "Channel":
         """Over a transport of its own among the ranks of ``process_group``, collective; alone without torch.distributed."""
         channel = cls(own_transport(process_group, timeout=timeout) or Loopback(1).transport(0), **options)
-        channel.group, channel.members = process_group, ranks_of(process_group)
+        channel.group, channel.members, channel._timeout = process_group, ranks_of(process_group), timeout
+        enroll(channel, process_group)
         return channel
 
     def beside(self, name: str, transport: Transport | None = None) -> "Channel":
@@ -72,7 +81,10 @@ class Channel:
         Both take their numbers from one sequence. Buffers, worker and counters are its own, so both may be at work at once.
         """
         workspace = Workspace(checksum=self.workspace.checksum)
-        return Channel(transport or self.inner, name=name, at_once=self.at_once, workspace=workspace, numbers=self._numbers)
+        other = Channel(transport or self.inner, name=name, at_once=self.at_once, workspace=workspace, numbers=self._numbers)
+        if transport is None:
+            self._beside.append(weakref.ref(other))
+        return other
 
     @property
     def inner(self) -> Transport:
@@ -101,19 +113,44 @@ class Channel:
         """The result of an algorithm, now and on this thread. Nothing that is submitted may be under way."""
         return run(steps)
 
-    def submit(
-        self, steps: Steps[T], *, waits: int | None = None, device: torch.device | None = None
-    ) -> torch.futures.Future[T]:
-        """Start an algorithm in the background, in the order of submission. ``waits``: see ``Worker.submit``."""
+    def submit(self, steps: Steps[T], *tensors: torch.Tensor, waits: int | None = None) -> JobFuture[T]:
+        """Start an algorithm in the background, in the order of submission. ``tensors``, ``waits``: see ``Worker.submit``."""
         if self._worker is None:
-            self._worker = Worker(self._name, limit=self.at_once, device=device)
-        return self._worker.submit(steps, waits=waits)
+            self._worker = Worker(self.name, limit=self.at_once)
+        return self._worker.submit(steps, *tensors, waits=waits)
 
     def close(self) -> None:
         """Let what is under way finish, then end the worker; a later ``submit`` starts another."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+
+    # ------------------------------------------------------------ other ranks
+
+    def stop(self, reason: str) -> None:
+        """End what is under way, here and at the peers, with an error that gives ``reason``."""
+        self.inner.abandon(reason)
+        for channel in self._same_transport():
+            channel.close()
+
+    def reform(self, transport: Transport | None = None) -> None:
+        """Go on among the ranks that its group has now, over ``transport`` or one of its own, collective; with numbers from 0.
+
+        Counters go on. Two levels do not: who divided the channel divides it again.
+        """
+        transport = transport or own_transport(self.group, timeout=self._timeout) or Loopback(1).transport(0)
+        for channel in self._same_transport():
+            channel.close()
+            channel.transport.stand_for(transport)
+            channel.rank, channel.size = transport.rank, transport.size
+            channel.at_once = 1 if transport.ordered else channel._usual_at_once
+            channel.levels = None
+        self._numbers.restart()
+        self.members = ranks_of(self.group) if self.members else ()
+
+    def _same_transport(self) -> "list[Channel]":
+        """This one and those beside it."""
+        return [self, *(channel for each in self._beside if (channel := each()) is not None)]
 
     # ------------------------------------------------------------ counted
 
@@ -151,5 +188,5 @@ def any_rank(
     outbox, inbox = (torch.zeros(transport.size, HEADER + 8, dtype=torch.uint8, device=device) for _ in range(2))
     frame = Frame(ALL_TO_ALL, transport.size, what, numel, sequence, label)
     mark = torch.full((1,), int(flag), dtype=torch.uint8, device=device)
-    yield from exchange(transport.all_to_all, inbox, outbox, frame, mark, transport, channel.workspace)
-    return bool(any_flag(inbox))
+    flags = yield from exchange(transport.all_to_all, inbox, outbox, frame, mark, transport, channel.workspace)
+    return bool(flags & NOT_FINITE)

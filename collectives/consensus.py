@@ -63,7 +63,7 @@ def consensus_over(
             f"agree_over has the ranks {ranks}, but gradients are exchanged with ranks {missing} too: pass a group or mesh of "
             "all ranks that must stay equal, such as the whole mesh of data and tensor parallelism"
         )
-    return Consensus(own_transport(_group(agree_over, ranks), timeout=timeout))
+    return Consensus(own_transport(group_of(agree_over), timeout=timeout))
 
 
 def _ranks(agree_over: AgreeOver) -> list[int]:
@@ -72,8 +72,9 @@ def _ranks(agree_over: AgreeOver) -> list[int]:
     return sorted(dist.get_process_group_ranks(agree_over))
 
 
-def _group(agree_over: AgreeOver, ranks: list[int]) -> dist.ProcessGroup:
+def group_of(agree_over: AgreeOver) -> dist.ProcessGroup:
     """Of a mesh with several dimensions there is none yet, unless it is the world."""
+    ranks = _ranks(agree_over)
     if not isinstance(agree_over, DeviceMesh):
         return agree_over
     if agree_over.ndim == 1:

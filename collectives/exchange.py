@@ -261,6 +261,14 @@ class Exchanges:
         for key in [key for key in self._known if not key[0]]:
             self._known.pop(key).forget(self.workspace)
 
+    def reform(self, size: int, *, levels: Levels | None = None) -> None:
+        """Cut everything anew for so many ranks; ``residuals`` were handed over. Quanta follow from the next mean."""
+        self.size, self.levels = size, levels
+        for exchange in self._known.values():
+            exchange.forget(self.workspace)
+        self._known.clear()
+        self.quanta.clear()
+
     def pay(self, name: str, out: torch.Tensor, rank: int) -> None:
         """Add what is owed of a tensor to ``out``, its gradient on this rank, so that an exact mean carries all of it."""
         if self.levels is not None and name not in self.bases:

@@ -18,6 +18,8 @@ covers the rest. ``Transport.checks`` says whether payloads bear one without bei
 import struct
 import zlib
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -160,8 +162,44 @@ def alike(mine: np.ndarray, theirs: np.ndarray) -> bool:
     return not differ.any()
 
 
-def verify(received: torch.Tensor, frame: Frame, packed: torch.Tensor, transport: Receiver) -> None:
-    """Raise ``Mismatch`` naming every rank whose message is not the expected one, ``Corrupted`` if one changed on the way."""
+class LateHeaders:
+    """Headers on their way from a GPU: the host waits once for those of several exchanges, before anything is committed.
+
+    Until then the device looks at them itself: where one is not as expected, this rank says that it is not finite.
+    """
+
+    def __init__(self, transport: Receiver) -> None:
+        self._transport = transport
+        self._coming: list[tuple[torch.Tensor, Frame, torch.Tensor]] = []
+
+    def see(self, received: torch.Tensor, frame: Frame, packed: torch.Tensor) -> None:
+        """Begin to bring the headers before these rows to the host."""
+        on_gpu = received.device.type == "cuda"
+        host = torch.empty(len(received), HEADER, dtype=torch.uint8, pin_memory=on_gpu)
+        self._coming.append((host.copy_(received[:, :HEADER], non_blocking=True), frame, packed))
+
+    def flags(self, received: torch.Tensor) -> torch.Tensor:
+        """uint8[1] on the device: the flags of all senders of the rows that were seen last."""
+        packed = self._coming[-1][2]
+        expected = packed.to(received.device, non_blocking=True)
+        differ = received[:, :HEADER] != expected
+        differ[:, FLAGS] = differ[:, _SUM:] = False
+        flags = [(received[:, FLAGS] & which).amax() for which in (NOT_FINITE, ASKS)]
+        return (flags[0] | differ.any() | flags[1]).view(1)
+
+    def read(self) -> int:
+        """Wait, and ``verify`` them all; the flags before the rows that were seen last."""
+        found = 0
+        for i, (host, frame, packed) in enumerate(self._coming):
+            if i == 0 and host.is_pinned():
+                torch.cuda.current_stream().synchronize()
+            found = verify(host, frame, packed, self._transport)
+        return found
+
+
+def verify(received: torch.Tensor, frame: Frame, packed: torch.Tensor, transport: Receiver) -> int:
+    """Flags that some rank has set. Raise ``Mismatch`` naming every rank whose message is not the expected one, ``Corrupted``
+    if one changed on the way."""
     host = (received if frame.checked else received[:, :HEADER]).cpu()
     rows, mine = rows_in(host), packed.numpy().tobytes()
     wrong = {r: frame for r, row in enumerate(rows) if not same(mine, bytes(row[:HEADER]))}
@@ -173,6 +211,7 @@ def verify(received: torch.Tensor, frame: Frame, packed: torch.Tensor, transport
         )  # fmt: skip
     if frame.checked:
         _raise_damaged(transport, {r: frame for r, row in enumerate(rows) if not _whole(row, row[HEADER:])})
+    return reduce(or_, (row[FLAGS] for row in rows))
 
 
 def verify_rows(

@@ -125,5 +125,6 @@ def levels_of(topology: Topology | str | Links, transport: Transport, numel: int
         given = given.topology
     agreed = run(agree(transport, given if isinstance(given, Topology) else None, note=note, device=device))
     if not agreed.layered:
-        log.warning("one node, or one rank on every node: there is one level only, gradients are reduced flat")
+        level = logging.DEBUG if topology == "auto" else logging.WARNING
+        log.log(level, "one node, or one rank on every node: there is one level only, gradients are reduced flat")
     return Levels(hierarchy_of(agreed, transport)) if agreed.layered and note != "flat" else None

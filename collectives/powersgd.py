@@ -151,7 +151,7 @@ def reduce_matrices(
     averages a factor over all ranks in place of it; whether it was finite.
     """
     kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
-    proposed, asked = workspace.residual(plan.message, buffer.device), False
+    proposed, asked = workspace.propose(plan.message, feedback, buffer.device), False
 
     def flat(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
         nonlocal asked

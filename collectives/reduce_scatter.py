@@ -25,13 +25,12 @@ from commpress.collectives.allreduce import (
     Call,
     Outcome,
     Workspace,
-    any_flag,
     encode_and_send,
     exchange,
     noise,
 )
 from commpress.collectives.buckets import MESSAGE, PIECE, Message, describe
-from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, Frame
+from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, NOT_FINITE, Frame
 from commpress.collectives.transports.transport import Transport
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import arithmetic
@@ -239,16 +238,15 @@ def _reduce(
 ) -> Steps[Outcome]:
     device, ranks, workspace = buffer.device, deal.ranks, call["workspace"]
     outbox, inbox = workspace.rows(deal.size, ranks, device), workspace.rows(deal.size, ranks, device)
-    _, old, new = yield from encode_and_send(
+    flags, old, new = yield from encode_and_send(
         buffer, outbox.view(1, -1), outbox, inbox, feedback, message=deal.every, sequence=sequence, **call
     )
 
     start = perf_counter()
     arithmetic(device, deal.every.pieces).decode_mean(inbox[:, HEADER:], out, deal.own, 0)
-    finite, asks = not bool(any_flag(inbox)), bool(any_flag(inbox, ASKS))
     workspace.decoded(start)
     workspace.give_rows(outbox, inbox)
-    return Outcome(deal.every, finite, old, new, workspace, asks=asks)
+    return Outcome(deal.every, not flags & NOT_FINITE, old, new, workspace, asks=bool(flags & ASKS))
 
 
 def _gather(
@@ -276,12 +274,11 @@ def _gather(
         kernels.encode(base, encoded[:, HEADER:], flag, deal.own, gain=-1.0, key=seed, residual=row)
     workspace.encoded(start)
     frame = Frame(ALL_GATHER, ranks, deal.every.codec, deal.every.pieces.numel, sequence, deal.every.label)
-    yield from exchange(transport.all_gather, every, encoded, frame, flag, transport, workspace)
+    flags = yield from exchange(transport.all_gather, every, encoded, frame, flag, transport, workspace)
 
     start = perf_counter()
     options = {"add": True} if add else {}
     kernels.decode(every.view(1, -1), out, deal.every.pieces, **options)
-    finite = not bool(any_flag(every))
     workspace.decoded(start)
     workspace.give_rows(encoded, *(() if kept is not None else (every,)))
-    return finite
+    return not flags & NOT_FINITE

@@ -97,7 +97,7 @@ def residuals_of(
         states = [s for s in states if (s["size"], s["rank"]) == (transport.size, transport.rank)] or states
         first = states[0]
     if first["kind"] == "elastic" or len(states) > 1 or (first["size"] == 1 != transport.size):
-        totals = _from_shards(states) if first["kind"] == "elastic" else _from_exact(states)
+        totals = totals_of(states) if first["kind"] == "elastic" else _from_exact(states)
         if share is not None:
             return first["step"], share(totals)
         return first["step"], spread(totals, transport.size)
@@ -152,7 +152,7 @@ def _nodes(nodes: str) -> str:
     return f"nodes {nodes!r}" if nodes else "no topology"
 
 
-def _from_shards(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
+def totals_of(states: Sequence[dict[str, Any]]) -> dict[Key, torch.Tensor]:
     """R of every piece."""
     states = _whole(states, "shards")
     totals: dict[Key, torch.Tensor] = {}

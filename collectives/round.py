@@ -15,7 +15,7 @@ import torch
 from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.consensus import Consensus
 from commpress.errors import InvalidArgument
-from commpress.work import Steps
+from commpress.work import Steps, future_on
 
 ON_NONFINITE = ("skip", "propagate", "raise")  # gradients become zeros, or NaN, or zeros and an error after backward
 
@@ -40,13 +40,12 @@ class Round:
         self.buffers: list[torch.Tensor] = []  # whose means have come
         self._outcomes: list[Outcome] = []
         self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
-        self._open, self._complete, self._abandoned = 0, False, False
+        self._open, self._complete, self._abandoned, self._failed = 0, False, False, False
         self._lock = threading.Lock()
 
     def begin(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """One more exchange; its future is set to ``buffer`` when the round has closed."""
-        future: torch.futures.Future[torch.Tensor]
-        future = torch.futures.Future() if buffer.device.type == "cpu" else torch.futures.Future(devices=[buffer.device])
+        future = future_on(buffer.device)
         with self._lock:
             self._open += 1
             self._futures.append((future, buffer))
@@ -66,7 +65,7 @@ class Round:
             self.buffers.append(buffer)
             if self._abandoned:
                 self._discard()
-            if self._open or not self._complete:
+            if self._failed or self._open or not self._complete:
                 return False
         if self.consensus is not None:
             self.finite = yield from self.consensus.agreed(self.finite, buffer.device)
@@ -87,6 +86,15 @@ class Round:
         for future, buffer in self._futures:
             future.set_result(buffer)
         self._futures.clear()
+
+    def fail(self, error: Exception) -> None:
+        """It cannot be finished: futures are set to buffers as they are, ``error`` is raised by whoever began the round.
+
+        What was proposed stays with the workspace: others may have finished the round (``handover``).
+        """
+        with self._lock:
+            self.error, self._failed = self.error or error, True
+        self.deliver()
 
     def abandon(self) -> None:
         """Discard a round whose last exchange will never begin, such as that of a backward that was aborted."""

@@ -147,7 +147,7 @@ def reduce_sketch(
     if buffer.device.type != "cpu":
         raise InvalidArgument(f"buffer is on {buffer.device}: the sketch has CPU kernels only, use 'topk-64' there")
     start, factors = perf_counter(), plan.factors()
-    proposed = workspace.residual(plan.message, buffer.device)
+    proposed = workspace.propose(plan.message, feedback, buffer.device)
     kept, bad = keep(buffer, feedback, proposed, plan, workspace, gain * scale)
     options: dict[str, Any] = {"transport": transport, "workspace": workspace}
     mean, finite, asked = None, True, False

@@ -23,6 +23,7 @@ from commpress.errors import CommunicationError, InvalidArgument, Mismatch
 from commpress.work import Steps
 
 PLACE = 448  # bytes in which a rank says where it is
+MOST = 1 << 20  # ranks
 GIVEN = "topology="  # where a place comes from if the caller named the nodes
 
 
@@ -46,13 +47,15 @@ class Topology:
         """Ranks numbered node by node: ``Topology.of(2, 3)`` is ((0, 1), (2, 3, 4))."""
         if not sizes or min(sizes) < 1:
             raise InvalidArgument(f"sizes of nodes are {sizes!r}, expected one or more positive numbers")
+        if sum(sizes) > MOST:
+            raise InvalidArgument(f"the nodes of a topology have more ranks than {MOST}, expected at most so many")
         return cls(tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(sizes)])))
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
         """'2x4' (two nodes of four ranks), '4,4,3' (their sizes) or '0 2|1 3' (their ranks)."""
         if match := re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", text):
-            return cls.of(*[int(match[2])] * int(match[1]))
+            return cls.of(*[int(match[2])] * min(int(match[1]), MOST + 1))
         if re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text):
             return cls.of(*map(int, text.split(",")))
         if re.fullmatch(r"[\d\s|]+", text):
@@ -210,7 +213,7 @@ def topology_of(places: Sequence[Place], given: Topology | None = None) -> Topol
         if len(set(locals_)) < len(locals_) or len(sizes) > 1 or 0 <= min(sizes) < len(ranks):
             raise Mismatch(
                 f"node {node!r} has ranks {ranks} with local ranks {locals_} of {sorted(sizes)} according to "
-                f"{places[ranks[0]].source}: two nodes seem to have one name. Pass topology= on every rank.",
+                f"{places[ranks[0]].source}: two nodes seem to have one name. Pass topology= on every rank (None: flat).",
                 ranks=tuple(ranks),
             )
     return Topology(tuple(map(tuple, nodes.values())))

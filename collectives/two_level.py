@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import torch
 
 from commpress.codecs import Codec, Policy, codec_named, policy_of
-from commpress.collectives.allreduce import Outcome, Workspace, any_flag, average_rows, check_buffer, exchange
+from commpress.collectives.allreduce import Outcome, Workspace, average_rows, check_buffer, exchange
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.ef21 import reduce_changes
-from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
+from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, NOT_FINITE, Frame
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Transport, part_of
 from commpress.errors import InvalidArgument
@@ -267,11 +267,10 @@ def reduce_route(
     flag.fill_(not all(outcome.finite for outcome in outcomes) or bool(flag))
     every = workspace.rows(reply.shape[1], inside.size, buffer.device)
     frame = Frame(ALL_GATHER, inside.size, message.codec, message.pieces.numel, sequence, message.label)
-    yield from exchange(inside.all_gather, every, reply, frame, flag, inside, workspace)
+    flags = yield from exchange(inside.all_gather, every, reply, frame, flag, inside, workspace)
     workspace.give_rows(*lent)
 
-    start = perf_counter()
-    finite = not bool(any_flag(every))
+    start, finite = perf_counter(), not flags & NOT_FINITE
     if finite:
         rows = every.view(-1, HEADER + back.row_bytes)[: back.rows]
         arithmetic(buffer.device, back).decode(rows[:, HEADER:], buffer, back, gain=1.0 / gain)
@@ -294,10 +293,10 @@ def _sum_inside(
     frame = Frame(
         ALL_TO_ALL, inside.size, route.message.codec, route.message.pieces.numel, sequence, route.message.label
     )
-    yield from exchange(inside.all_to_all, inbox, outbox, frame, flag, inside, workspace)
+    flags = yield from exchange(inside.all_to_all, inbox, outbox, frame, flag, inside, workspace)
     workspace.give_rows(outbox)
     start = perf_counter()
-    flag.copy_(any_flag(inbox))
+    flag.fill_(flags & NOT_FINITE)
     total = _floats(inbox[0])
     for row in inbox[1:]:
         total += _floats(row)

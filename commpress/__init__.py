@@ -13,6 +13,11 @@ _HOMES = {
     "CompressedState": "commpress.integrations.ddp.hook",
     "compressed_allreduce_hook": "commpress.integrations.ddp.hook",
     "AllToAll": "commpress.integrations.experts.dispatch",
+    "elastic": "commpress.integrations.elastic.loop",
+    "ElasticSampler": "commpress.integrations.elastic.sampler",
+    "ExpertExchange": "commpress.integrations.experts.expert_exchange",
+    "LSH": "commpress.integrations.experts.lsh",
+    "Snapshots": "commpress.integrations.elastic.snapshots",
     "init_process_group": "commpress.integrations.trainers.launch",
     "Partitioned": "commpress.integrations.zero.partitioned",
     "Offloaded": "commpress.integrations.zero.offloaded",
@@ -20,6 +25,8 @@ _HOMES = {
     "tile": "commpress.integrations.zero.tiling",
     "compress_fsdp": "commpress.integrations.fsdp.fsdp2",
     "compress_hsdp": "commpress.integrations.fsdp.hsdp",
+    "compress_pipeline": "commpress.integrations.pipeline.edges",
+    "TileCodec": "commpress.integrations.pipeline.tiles",
     "Difference": "commpress.integrations.fsdp.shard_weights",
     "FlatShardState": "commpress.integrations.fsdp.fsdp1",
     "compressed_reduce_scatter_hook": "commpress.integrations.fsdp.fsdp1",
@@ -72,7 +79,11 @@ _HOMES = {
     "CommpressError": "commpress.errors",
 }
 
-_MODULES = {"hf": "commpress.integrations.trainers.hf", "lightning": "commpress.integrations.trainers.lightning"}
+_MODULES = {
+    "hf": "commpress.integrations.trainers.hf",
+    "lightning": "commpress.integrations.trainers.lightning",
+    "moe": "commpress.integrations.experts.moe",
+}
 
 if TYPE_CHECKING:
     from commpress.codecs import (
@@ -99,7 +110,12 @@ if TYPE_CHECKING:
     from commpress.integrations.ddp.hook import CompressedState, compress, compressed_allreduce_hook
     from commpress.integrations.ddp.local import keep_local
     from commpress.integrations.ddp.overlap import overlap
+    from commpress.integrations.elastic.loop import elastic
+    from commpress.integrations.elastic.sampler import ElasticSampler
+    from commpress.integrations.elastic.snapshots import Snapshots
     from commpress.integrations.experts.dispatch import AllToAll
+    from commpress.integrations.experts.expert_exchange import ExpertExchange
+    from commpress.integrations.experts.lsh import LSH
     from commpress.integrations.fsdp.fsdp1 import FlatShardState, compressed_reduce_scatter_hook
     from commpress.integrations.fsdp.fsdp2 import compress_fsdp
     from commpress.integrations.fsdp.hsdp import compress_hsdp
@@ -107,6 +123,8 @@ if TYPE_CHECKING:
     from commpress.integrations.observe.endpoint import MetricsEndpoint
     from commpress.integrations.observe.metrics import Metrics, to_json_lines, to_writer
     from commpress.integrations.observe.watch import watch
+    from commpress.integrations.pipeline.edges import compress_pipeline
+    from commpress.integrations.pipeline.tiles import TileCodec
     from commpress.integrations.process_group.group_options import GroupOptions
     from commpress.integrations.trainers.distributed_checkpoint import load_distributed, save_distributed
     from commpress.integrations.trainers.launch import init_process_group
@@ -126,9 +144,16 @@ __all__ = [
     "CompressedState",
     "compressed_allreduce_hook",
     "AllToAll",
+    "elastic",
+    "ElasticSampler",
+    "ExpertExchange",
+    "LSH",
+    "Snapshots",
     "init_process_group",
     "compress_fsdp",
     "compress_hsdp",
+    "compress_pipeline",
+    "TileCodec",
     "Difference",
     "FlatShardState",
     "compressed_reduce_scatter_hook",

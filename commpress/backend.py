@@ -22,17 +22,19 @@ _INNER: dict[str, Literal["torch", "mpi"]] = {"commpress": "torch", "commpress_m
 
 def _make(inner: Literal["torch", "mpi"], name: str, options: Any, pg_options: Any) -> ProcessGroup:
     """Make a new group when torch asks for one; ``pg_options`` are the caller's."""
-    if getattr(options, "enable_reconfigure", False):
+    asked = getattr(options, "enable_reconfigure", False)  # then nobody meets before the members are named
+    if asked and inner == "mpi":
         raise InvalidArgument(f"enable_reconfigure is True, and a group of {name!r} keeps its ranks: leave it out")
     return ProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
+        dist.HashStore() if asked else options.store,
+        0 if asked else options.group_rank,
+        1 if asked else options.group_size,
         options.timeout,
         pg_options=pg_options,
-        global_ranks=options.global_ranks_in_group,
+        global_ranks=None if asked else options.global_ranks_in_group,
         name=name,
         inner=inner,
+        formed=not asked,
     )
 
 

@@ -8,7 +8,9 @@ CommpressError
 ├── CommunicationError  the ranks could not finish a collective                   (also a RuntimeError)
 │   ├── Mismatch        a peer is doing something else: codec, size or order differ
 │   ├── Corrupted       bytes changed between a peer and this rank
-│   └── PeerFailure     a peer died or stayed silent beyond the timeout
+│   ├── PeerFailure     a peer died or stayed silent beyond the timeout
+│   ├── NoQuorum        too few ranks are left to go on: elsewhere others may
+│   └── Excluded        the others went on without this rank, which may join them again
 └── StorageError        a tiered store could not do what was asked                (also a RuntimeError)
     ├── Damaged         committed bytes are missing or do not match their checksum
     ├── DirectoryRefused  a directory is in use, foreign, or not a store
@@ -60,6 +62,18 @@ class Corrupted(CommunicationError):
 
 class PeerFailure(CommunicationError):
     """A peer died, or stayed silent beyond the timeout."""
+
+
+class NoQuorum(CommunicationError):
+    """Too few of a group's ranks are left to go on without risk that others go on elsewhere; ``ranks`` are those missing."""
+
+
+class Excluded(CommunicationError):
+    """The others went on without this rank; ``contact`` is where it may join them again, "" if that is not known."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), contact: str = "") -> None:
+        super().__init__(message, ranks=ranks)
+        self.contact = contact
 
 
 class StorageError(CommpressError, RuntimeError):

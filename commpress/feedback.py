@@ -11,15 +11,30 @@ Note: EF21 keeps its estimates in the same place: ``sent`` is then minus what th
 ``known`` what all know of the mean. R = mean(sent) + reduced is then −known, so a checkpoint of R holds the estimates too.
 """
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.kernels.devices import arithmetic
-from commpress.kernels.pieces import NUMEL, RESIDUAL, SHARD, WIDTH, Pieces
+from commpress.kernels.pieces import (
+    BLOCK,
+    COLUMN,
+    HASH,
+    KIND,
+    NUMEL,
+    RESIDUAL,
+    SHARD,
+    SOURCE,
+    WIDTH,
+    Piece,
+    Pieces,
+    cut,
+)
 
 Key = tuple[str, int]  # parameter name, offset of the piece in it
 Residual = tuple[torch.Tensor, ...]  # sent, reduced and, with EF21, known
@@ -35,6 +50,31 @@ class ErrorFeedback:
     reduced_scale: torch.Tensor | None = None  # [pieces]
     known: torch.Tensor | None = None  # [pieces.residual_numel], the same on every rank; EF21 only
     joined: bool = False  # see ``join``
+
+    @property
+    def layout(self) -> str:
+        """Codec in which it is kept: a proposal has the same, and the same pieces."""
+        return ""
+
+    @property
+    def device(self) -> torch.device:
+        return self.sent.device
+
+    @property
+    def nbytes(self) -> int:
+        every = (self.sent, self.reduced, self.sent_scale, self.reduced_scale, self.known)
+        return sum(tensor.nbytes for tensor in every if tensor is not None)
+
+    def like(self, pieces: Pieces) -> "ErrorFeedback":
+        """An empty one, to be proposed in its place."""
+        return ErrorFeedback.zeros(pieces, self.device)
+
+    @contextmanager
+    def encoding(self, new: "ErrorFeedback", workspace: Any, *, key: int) -> Iterator[dict[str, torch.Tensor | None]]:
+        """Arguments for an encoder that compensates with this and leaves ``new`` behind. ``key`` seeds what is drawn."""
+        yield {
+            "residual": self.sent, "residual_scale": self.sent_scale, "new_residual": new.sent, "new_scale": new.sent_scale,
+        }  # fmt: skip
 
     @classmethod
     def zeros(cls, pieces: Pieces, device: torch.device | str = "cpu", *, ef21: bool = False) -> "ErrorFeedback":
@@ -82,6 +122,66 @@ class ErrorFeedback:
         self.joined = True
 
 
+@dataclass
+class CodedFeedback(ErrorFeedback):
+    """One whose ``sent`` is kept in a codec: floats only while a message is encoded.
+
+    For messages whose rows are not sent back. What a codec that is right on average leaves out is noise of zero mean.
+    """
+
+    codes: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 0, dtype=torch.uint8))  # [1, row.row_bytes]
+    row: Pieces = field(default_factory=lambda: cut([], 1))  # of what has a residual, as it lies in ``sent``
+
+    @classmethod
+    def of(cls, pieces: Pieces, kind: int, block: int, device: torch.device) -> "CodedFeedback":
+        if pieces.shard:
+            raise InvalidArgument("residuals in a codec are for messages whose rows are not sent back, as of a reduce-scatter")
+        lines = pieces.table[pieces.table[:, RESIDUAL] >= 0][:, [RESIDUAL, NUMEL, HASH]].tolist()
+        return cls._of(cut([Piece(at, numel, kind, block, mark, False) for at, numel, mark in lines], 1), device)
+
+    @classmethod
+    def _of(cls, row: Pieces, device: torch.device) -> "CodedFeedback":
+        codes = torch.zeros(1, row.row_bytes, dtype=torch.uint8, device=device)
+        return cls(torch.zeros(0, device=device), torch.zeros(0, device=device), codes=codes, row=row)
+
+    @property
+    def layout(self) -> str:
+        return f"{self.row.table[0, KIND]}/{self.row.table[0, BLOCK]}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+    def like(self, pieces: Pieces) -> "ErrorFeedback":
+        return self._of(self.row, self.device)
+
+    def settle(self, pieces: Pieces) -> None:
+        """It is never lazy."""
+
+    def take(self, other: ErrorFeedback) -> None:
+        assert isinstance(other, CodedFeedback)
+        self.codes, other.codes = other.codes, self.codes
+
+    @contextmanager
+    def encoding(self, new: ErrorFeedback, workspace: Any, *, key: int) -> Iterator[dict[str, torch.Tensor | None]]:
+        assert isinstance(new, CodedFeedback)
+        kernels, floats = arithmetic(self.device), workspace.lend(self.row.numel, torch.float32, self.device)
+        kernels.decode(self.codes, floats, self.row)
+        yield {"residual": floats, "new_residual": floats}
+        flag = torch.zeros(1, dtype=torch.uint8, device=self.device)  # the encoder has seen what is not finite
+        kernels.encode(floats, new.codes, flag, self.row, key=key)
+        workspace.take_back(floats)
+
+    def one(self, place: int) -> tuple[torch.Tensor, Pieces]:
+        """The codes of the residual that begins at element ``place``, and their layout alone."""
+        (line,) = np.flatnonzero(self.row.table[:, SOURCE] == place)
+        table = self.row.table[line : line + 1].copy()
+        first = int(table[0, COLUMN])
+        end = int(self.row.table[line + 1, COLUMN]) if line + 1 < len(self.row.table) else self.row.row_bytes
+        table[0, [SOURCE, COLUMN]] = 0
+        return self.codes[:, first:end], replace(self.row, table=table, numel=int(table[0, NUMEL]), row_bytes=end - first)
+
+
 def add_reduced(part: torch.Tensor, reduced: torch.Tensor, rank: int, size: float) -> None:
     """Add to ``part``, of which a mean over the ranks is taken, what ``rank`` owes as the owner of rows."""
     own = part[rank * reduced.numel() :][: reduced.numel()]
@@ -103,8 +203,28 @@ class _Place:
     index: int
 
     def sent(self) -> torch.Tensor:
+        """A view, or a copy of what is kept in a codec: ``put`` it back."""
         line = self.pieces.table[self.index]
+        if isinstance(self.feedback, CodedFeedback):
+            codes, row = self.feedback.one(int(line[RESIDUAL]))
+            values = torch.zeros(row.numel, device=codes.device)
+            arithmetic(codes.device).decode(codes, values, row)
+            return values
         return self.feedback.sent[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
+
+    def put(self, sent: torch.Tensor) -> None:
+        if not isinstance(self.feedback, CodedFeedback):
+            view = self.sent()
+            if view.data_ptr() != sent.data_ptr():
+                view.copy_(sent)
+            return
+        codes, row = self.feedback.one(int(self.pieces.table[self.index, RESIDUAL]))
+        flag = torch.zeros(1, dtype=torch.uint8, device=codes.device)
+        arithmetic(codes.device).encode(sent.to(codes.device).float(), codes, flag, row)
+
+    def codes(self) -> torch.Tensor:
+        assert isinstance(self.feedback, CodedFeedback)
+        return self.feedback.one(int(self.pieces.table[self.index, RESIDUAL]))[0]
 
     def reduced(self) -> torch.Tensor:
         line = self.pieces.table[self.index]
@@ -124,17 +244,23 @@ class ResidualStore:
 
     ``attach`` is called when a message is first seen. If its pieces were part of other messages before, their residuals
     move over unchanged; if they were loaded from a checkpoint, they start from there.
+
+    ``kind`` and ``block``: of the codec in which residuals are kept, in place of float32 (``CodedFeedback``).
     """
 
-    def __init__(self, *, ef21: bool = False) -> None:
-        self.ef21 = ef21
+    def __init__(self, *, ef21: bool = False, kind: int | None = None, block: int = 0) -> None:
+        self.ef21, self.kind, self.block = ef21, kind, block
         self._places: dict[Key, _Place] = {}
         self._loaded: dict[Key, Residual] = {}
+        self._codes: dict[Key, torch.Tensor] = {}  # loaded as they were kept
 
     def attach(self, keys: Sequence[Key], pieces: Pieces, device: torch.device) -> ErrorFeedback | None:
         if not pieces.residual_numel:
             return None
-        feedback = ErrorFeedback.zeros(pieces, device, ef21=self.ef21)
+        if self.kind is None:
+            feedback = ErrorFeedback.zeros(pieces, device, ef21=self.ef21)
+        else:
+            feedback = CodedFeedback.of(pieces, self.kind, self.block, device)
         for i, key in enumerate(keys):
             if pieces.table[i, RESIDUAL] < 0:
                 continue
@@ -146,6 +272,8 @@ class ResidualStore:
             elif key in self._loaded:
                 self._fill(key, place, *self._loaded[key])
                 del self._loaded[key]
+            elif key in self._codes:
+                self._fill_codes(key, place)
             self._places[key] = place
         return feedback
 
@@ -166,19 +294,60 @@ class ResidualStore:
         every = self._loaded | {key: place.every() for key, place in self._places.items()}
         return {key: every[key] for key in sorted(every)}
 
-    def pay(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
-        """Add what is owed of parameter ``name`` to ``out``, its gradient on this rank, and owe nothing of it any more.
+    def codes(self) -> dict[Key, torch.Tensor]:
+        """Residuals as they are kept in a codec, for an exact resume; views."""
+        return self._codes | {key: place.codes() for key, place in self._places.items() if self.kind is not None}
 
-        An exact mean over the ranks then carries all of it: R = mean(sent) + the reduced residuals side by side. With EF21
-        nothing is owed, only known.
+    def load_codes(self, codes: Mapping[Key, torch.Tensor]) -> None:
+        """Replace all residuals by what ``codes`` gave."""
+        self.load({})
+        self._codes = dict(codes)
+        for key, place in self._places.items():
+            if key in self._codes:
+                self._fill_codes(key, place)
+
+    def _fill_codes(self, key: Key, place: _Place) -> None:
+        codes, mine = self._codes.pop(key), place.codes()
+        if codes.shape != mine.shape:
+            raise StateMismatch(
+                f"the residual of parameter {key[0]!r} at offset {key[1]} has {codes.numel()} bytes, expected {mine.numel()}: "
+                "the checkpoint is of another model, world size or residuals="
+            )
+        mine.copy_(codes)
+
+    def of(self, key: Key, numel: int) -> Residual:
+        """Residuals of one piece; of one that is not known zeros, and nothing reduced."""
+        if key in self._places:
+            place = self._places[key]
+            place.feedback.settle(place.pieces)
+            return place.every()
+        return self._loaded.get(key) or (torch.zeros(numel), torch.zeros(0))
+
+    def owed(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
+        """Add this rank's part of what is owed of parameter ``name`` to ``out``, laid out like it.
+
+        Its mean over the ranks is all of it: R = mean(sent) + the reduced residuals side by side. With EF21 nothing is owed,
+        only known.
         """
         for (whose, offset), sent, reduced in [] if self.ef21 else self.places():
             if whose == name:
                 part = out[offset : offset + sent.numel()]
                 part += sent
                 add_reduced(part, reduced, rank, size)
+
+    def pay(self, name: str, out: torch.Tensor, rank: int, size: int) -> None:
+        """``owed``, of a gradient whose exact mean will carry it: nothing of this parameter is owed any more."""
+        self.owed(name, out, rank, size)
+        if not self.ef21:
+            self.clear((name,))
+
+    def clear(self, names: Container[str]) -> None:
+        """Owe nothing of these parameters."""
+        for key, sent, reduced in self.places():
+            if key[0] in names:
                 sent.zero_()
                 reduced.zero_()
+                self._written(key, sent)
 
     def scale(self, name: str, factor: torch.Tensor, rank: int) -> None:
         """Count what is owed of parameter ``name`` in other units from now on: multiplied by ``factor``, element by element."""
@@ -188,13 +357,20 @@ class ResidualStore:
                 sent.mul_(part)
                 own = part[rank * reduced.numel() :][: reduced.numel()]
                 reduced[: own.numel()].mul_(own)
+                self._written((whose, offset), sent)
 
     def decay(self, names: Container[str], factor: float) -> None:
         """Owe only ``factor`` times as much of these parameters."""
-        for (name, _), sent, reduced in self.places():
-            if name in names:
+        for key, sent, reduced in self.places():
+            if key[0] in names:
                 sent.mul_(factor)
                 reduced.mul_(factor)
+                self._written(key, sent)
+
+    def _written(self, key: Key, sent: torch.Tensor) -> None:
+        """``sent`` of ``places`` has been changed."""
+        if key in self._places:
+            self._places[key].put(sent)
 
     def take(self, names: Container[str]) -> dict[Key, Residual]:
         """Hand over what is owed of these parameters: here it is not known any more."""
@@ -207,6 +383,20 @@ class ResidualStore:
     def bring(self, residuals: Mapping[Key, Residual]) -> None:
         """Owe this too, of pieces that are not known; it waits for a message that brings them."""
         self._loaded |= residuals
+
+    def add(self, key: Key, first: int, more: torch.Tensor, numel: int, width: int) -> None:
+        """Add to what was sent of a piece, from element ``first`` on; it may not be known so far."""
+        sent, reduced, *known = self.of(key, numel)
+        sent[first : first + more.numel()] += more.to(sent.device)
+        self._written(key, sent)
+        if key not in self._places:
+            self._loaded[key] = (sent, reduced if reduced.numel() else torch.zeros(width), *known)
+
+    def become(self, residuals: Mapping[Key, Residual]) -> None:
+        """Owe this and nothing else, of pieces that are cut anew: each waits for a message that brings it."""
+        self._places.clear()
+        self._codes.clear()
+        self._loaded = dict(residuals)
 
     def move_to(self, other: "ResidualStore") -> None:
         """The other store owes it from now on."""
@@ -222,18 +412,20 @@ class ResidualStore:
         """Replace all residuals; pieces that no message has brought yet wait for it. All or nothing."""
         self.check(residuals)
         self.settle()
+        self._codes.clear()
         self._loaded = dict(residuals)
         for key, place in self._places.items():
             place.feedback.joined = False
             for tensor in place.every():
                 tensor.zero_()
+            place.put(place.sent().zero_())
             if key in self._loaded:
                 self._fill(key, place, *self._loaded.pop(key))
 
     @classmethod
     def _fill(cls, key: Key, place: _Place, sent: torch.Tensor, reduced: torch.Tensor, *known: torch.Tensor) -> None:
         cls._check(key, place, sent, reduced)
-        place.sent().copy_(sent)
+        place.put(sent)
         place.reduced().copy_(reduced)
         if (mine := place.known()) is not None:
             mine.copy_(known[0] if known else -sent)  # of R alone: sent is R on every rank, reduced zero

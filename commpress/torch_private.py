@@ -4,17 +4,23 @@ Written for torch 2.6 to 2.15; ``tests/test_torch_private.py`` says of each entr
 """
 
 import inspect
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adam import adam as _adam
 from torch.optim.adamw import adamw as _adamw
 
 from commpress.errors import InvalidArgument, MissingPackage
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+RECONFIGURES = RELEASE >= (2, 14)  # torch has a way to give a group other ranks: dist._reconfigure
 
 AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in 2.13
@@ -30,6 +36,8 @@ def _adam_of_old(*tensors: Any, decoupled_weight_decay: bool, **options: Any) ->
 
 # Torch's functional Adam; until 2.6 weight decay that does not enter the gradient was a function of its own.
 adam: Callable[..., None] = _adam if "decoupled_weight_decay" in inspect.signature(_adam).parameters else _adam_of_old
+
+ENDLESS = 1e9  # steps after which a bias correction is 1 in every bit
 
 
 # ---------------------------------------------------------------- process groups
@@ -47,6 +55,54 @@ def abort(group: dist.ProcessGroup) -> None:
         group.abort()
 
 
+def is_default(group: dist.ProcessGroup) -> bool:
+    """True if it is what ``init_process_group`` has made."""
+    return dist.is_initialized() and group is dist.group.WORLD
+
+
+def other_groups() -> list[dist.ProcessGroup]:
+    """Those made by ``new_group``, ``split_group`` or a mesh."""
+    return [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def groups_named() -> int:
+    """Groups that torch has given a number for a name: the next one gets this."""
+    return dist.distributed_c10d._world.group_count
+
+
+def default_store() -> dist.Store:
+    """The store of the default group, in which others agree on connections."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def change_default_group(size: int, store: dist.Store, named: int) -> None:
+    """Tell torch of the default group's number of ranks, its store, and the number of the next group's name."""
+    world, group = dist.distributed_c10d._world, dist.group.WORLD
+    assert group is not None
+    world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    world.pg_map[group] = (world.pg_map[group][0], store)
+    world.group_count = named
+
+
+def set_timeout(backend: Any, timeout: Any) -> None:
+    """Of every call from now on."""
+    backend._set_default_timeout(timeout)
+
+
+def gloo_at(address: str, store: dist.Store, rank: int, size: int, timeout: Any) -> dist.ProcessGroupGloo:
+    """Gloo's group of these ranks; this one listens at ``address``, and asks no name server for its own."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timeout
+    made: dist.ProcessGroupGloo = gloo(store, rank, size, options)
+    return made
+
+
 def refusing_backend(rank: int, size: int, options: Callable[[Any], None]) -> Any:
     """A backend that answers every collective with an error; ``options`` may change its options first."""
     fake: Any = torch._C._distributed_c10d.FakeProcessGroup
@@ -56,6 +112,110 @@ def refusing_backend(rank: int, size: int, options: Callable[[Any], None]) -> An
     given.error_on_collective = True
     options(given)
     return fake._create_internal(rank, size, given)
+
+
+def forget_meshes() -> None:
+    """Empty what DTensor remembers of meshes: it takes two over the same ranks for one, also if this process has another
+    coordinate in the second, and then gives it the shard of the first."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    for clear in (
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(_redistribute._gen_transform_infos, "cache_clear", None),
+    ):
+        if clear is not None:
+            clear()
+
+
+def shard_like(values: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """A DTensor of which this rank has ``values``, cut as ``parameter`` is."""
+    shape, stride = parameter.shape, parameter.stride()
+    result: torch.Tensor = type(parameter.detach()).from_local(
+        values, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+    return result
+
+
+def waited(tensor: Any) -> Any:
+    """The tensor itself where DTensor has left one that a collective has yet to fill."""
+    return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor
+
+
+# ---------------------------------------------------------------- experts
+
+
+@dataclass(frozen=True, slots=True)
+class _RoutingOfOld:
+    """Routes of one batch: what ``create_routing`` returns and the other calls take."""
+
+    handle: object
+    topk_idx: torch.Tensor
+    layout: str = "flat"
+
+
+class _SwitchOfOld:
+    """Base of dispatchers of tokens where torch has none."""
+
+
+try:  # from 2.15 on
+    from torch.distributed._token_switch import Routing, TokenSwitch  # type: ignore[import-not-found, unused-ignore]
+except ImportError:
+    Routing, TokenSwitch = _RoutingOfOld, _SwitchOfOld
+
+
+# ---------------------------------------------------------------- DistributedDataParallel
+
+
+def has_hook(ddp: Any) -> bool:
+    """True if its gradients go through a communication hook. Without one it divides by the number of ranks it saw first."""
+    return bool(ddp._comm_hooks)
+
+
+# ---------------------------------------------------------------- DDP
+
+
+def leave_to_themselves(model: torch.nn.Module, names: list[str]) -> None:
+    """Let DDP around ``model``, which is made after this, neither average nor broadcast these parameters."""
+    before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
+
+
+def tensor_parallel_parts(parameter: Any) -> int:
+    """Shards of a parameter that torch has made a plain tensor of for DDP (``_pre_dp_module_transform``); 0 if it has not."""
+    spec = getattr(parameter, "_st_info", None)
+    if spec is None:
+        return 0
+    sizes = zip(spec.mesh.mesh.shape, spec.placements, strict=True)
+    return prod(size for size, placement in sizes if placement.is_shard())
+
+
+# ---------------------------------------------------------------- pipelining
+
+
+def pipeline_stages(schedule: Any) -> list[Any]:
+    """The stages of this rank that a schedule of ``torch.distributed.pipelining`` runs."""
+    stages = getattr(schedule, "_stages", None)
+    stage = getattr(schedule, "_stage", None)
+    if stages is None and stage is None:
+        raise InvalidArgument(f"a {type(schedule).__name__} of torch {torch.__version__} does not say which stages it runs: "
+                              "pass the stages instead")  # fmt: skip
+    return [stage] if stages is None else list(stages)
+
+
+def learning(stage: Any, *, outputs: bool) -> tuple[bool, ...] | None:
+    """For each of a stage's outputs, or of its inputs, whether its gradient comes back; None if torch has not found out.
+
+    Before 2.13 torch asks every float for its gradient, and does not ask either where a user has given the shapes.
+    """
+    metas = getattr(getattr(stage, "_stage_meta", None), "outputs" if outputs else "inputs", None)
+    mode = getattr(stage, "_inference_mode", None)
+    if metas is None or mode is None or mode.name != "DYNAMIC" or any(meta is None for meta in metas):
+        return None
+    return tuple(bool(meta.requires_grad) for meta in metas)
 
 
 # ---------------------------------------------------------------- FSDP2
@@ -70,6 +230,16 @@ def fsdp_communication() -> tuple[type, type]:
             f"FSDP2 takes communication of others' from torch 2.9 on, this is {torch.__version__}: pip install --upgrade torch"
         ) from error
     return AllGather, ReduceScatter
+
+
+def fsdp_mesh(group: Any) -> Any:
+    """The mesh over which one ``fully_shard`` shards, without the dimensions of tensor parallelism."""
+    return group.mesh_info.mesh
+
+
+def fsdp_shapes(group: Any) -> list[torch.Size]:
+    """Shapes of what its ranks share out: whole parameters, or what tensor parallelism has left of them."""
+    return [parameter._orig_size for parameter in group.fsdp_params]
 
 
 def fsdp_groups(module: Any) -> list[Any]:

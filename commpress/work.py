@@ -8,11 +8,14 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+from commpress.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -68,6 +71,63 @@ def overlapped(jobs: Iterable[Steps[T]], *, limit: int) -> Steps[list[T]]:
     return [results[i] for i in range(len(results))]
 
 
+def future_on(device: torch.device) -> torch.futures.Future[torch.Tensor]:
+    """One for tensors of ``device`` that torch itself waits for: the streams of others wait for the one that sets it."""
+    return torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
+
+
+class SideStream:
+    """A stream of a worker's own on one GPU: it runs after what the caller has queued so far, and before whoever waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Go on after the caller's stream. Memory of ``tensors`` is not given to others before this stream is done with it."""
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument("a CUDA graph is being captured, which cannot hold an exchange: leave it out of the capture")
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
+    def enter(self) -> None:
+        """This thread's kernels on the device go here from now on, and the device is the current one."""
+        torch.cuda.set_stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event:
+        """Event of all that has been queued here."""
+        return self._stream.record_event()
+
+
+class JobFuture(torch.futures.Future[T]):
+    """The result of a job. Who waits for one that ran on a GPU has its own stream wait, not the host.
+
+    torch's futures with devices look for tensors in a result by pickling it, which results that hold locks do not survive.
+    """
+
+    stream: SideStream | None = None
+    event: torch.cuda.Event | None = None
+
+    def wait(self) -> T:
+        result = super().wait()
+        if self.stream is not None and self.event is not None:
+            caller = torch.cuda.current_stream(self.stream.device)
+            caller.wait_event(self.event)
+            for tensor in _tensors_of(result):
+                if tensor.device == self.stream.device:
+                    tensor.record_stream(caller)
+        return result
+
+
+def _tensors_of(result: object) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for each in result:
+            yield from _tensors_of(each)
+
+
 class Worker:
     """One thread that runs submitted algorithms, started in order of submission, at most ``limit`` under way at once.
 
@@ -76,28 +136,32 @@ class Worker:
     The thread knows nothing of this object: when nobody holds it any more, the thread ends as after ``close``.
     """
 
-    def __init__(self, name: str, *, limit: int, device: torch.device | None = None) -> None:
-        self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+    def __init__(self, name: str, *, limit: int) -> None:
+        self._streams: dict[torch.device, SideStream] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=_Loop(self._jobs, limit, self._stream).run, name=name, daemon=True)
+        self._thread = threading.Thread(target=_Loop(self._jobs, limit).run, name=name, daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, self._jobs.put, None)
         self._end.atexit = False
 
-    def submit(self, steps: Steps[T], *, waits: int | None = None) -> torch.futures.Future[T]:
-        """On CUDA the steps run on the worker's side stream, after what the caller's stream has queued so far.
+    def submit(self, steps: Steps[T], *tensors: torch.Tensor, waits: int | None = None) -> JobFuture[T]:
+        """``tensors`` are those of the caller that the steps read or write. If some are on a GPU, the steps run on a side
+        stream there, after all that the caller's stream has queued.
 
         ``waits`` is how often the steps wait, if that is known, and the same on every rank: only of such a job can it be known
         that it has sent everything, so that others may go ahead of it.
         """
         if self._closed:
             raise RuntimeError("the worker is closed, nobody would run this job: make a new one")
-        if self._stream is None:
-            future: torch.futures.Future[Any] = torch.futures.Future()
-        else:
-            future = torch.futures.Future(devices=[self._stream.device])
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        future: JobFuture[Any] = JobFuture()
+        on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+        if on_gpu:
+            device = on_gpu[0].device
+            if device not in self._streams:
+                self._streams[device] = SideStream(device)
+            future.stream = self._streams[device]
+            future.stream.follow(on_gpu)
         self._jobs.put(_Job(steps, future, waits))
         return future
 
@@ -111,16 +175,21 @@ class Worker:
 @dataclass(eq=False)
 class _Job:
     steps: Steps[Any]
-    future: torch.futures.Future[Any]
+    future: JobFuture[Any]
     left: int | None  # waits to come, the present one among them
     work: Work = field(default_factory=Done)
 
     def advance(self) -> bool:
         """Wait, go on to the next wait; whether there is none."""
+        stream = self.future.stream
+        if stream is not None:
+            stream.enter()
         self.work.wait()
         try:
             self.work = next(self.steps)
         except StopIteration as stop:
+            if stream is not None:
+                self.future.event = stream.mark()
             self.future.set_result(stop.value)
             return True
         return False
@@ -134,19 +203,18 @@ class _Loop:
     job B, and B not even have been submitted here.
     """
 
-    def __init__(self, jobs: "queue.SimpleQueue[_Job | None]", limit: int, stream: torch.cuda.Stream | None) -> None:
-        self._jobs, self._limit, self._stream = jobs, limit, stream
+    def __init__(self, jobs: "queue.SimpleQueue[_Job | None]", limit: int) -> None:
+        self._jobs, self._limit = jobs, limit
         self._waiting: list[_Job] = []
         self._failure: Exception | None = None
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
-        with torch.cuda.stream(self._stream):  # no effect without a stream
-            closing = False
-            while not closing or self._waiting:
-                closing = self._admit(closing)
-                if self._waiting:
-                    self._resume(self._next())
+        closing = False
+        while not closing or self._waiting:
+            closing = self._admit(closing)
+            if self._waiting:
+                self._resume(self._next())
 
     def _admit(self, closing: bool) -> bool:
         """Start jobs while there is room; whether the last one has come."""
@@ -179,6 +247,7 @@ class _Loop:
             elif job.left == 0:
                 raise RuntimeError("a job waits more often than it said when it was submitted")
         except Exception as error:
+            clear_frames(error.__traceback__)  # this thread keeps the error: not what the job has had in its hands
             self._failure = error
             failed, self._waiting = self._waiting, []
             for each in failed:

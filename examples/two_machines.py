@@ -4,7 +4,7 @@ what changed, in two bits per parameter. One command a machine:
     python examples/two_machines.py --address HOST0:29500 --rank 0          on the first, which is HOST0
     python examples/two_machines.py --address HOST0:29500 --rank 1          on the second
 
-or on both `torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST0:29500 examples/two_machines.py`. Call it again, and it
+or on both `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST0:29500 examples/two_machines.py`. Call it again, and it
 goes on from its checkpoint, each machine from its own file, in the middle of a round too.
 """
 

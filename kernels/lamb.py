@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from commpress.kernels import layer_shards
 from commpress.kernels.adam import Segments, divisor, momentum
 
 
@@ -30,17 +31,7 @@ def exact(
     segments: Segments, m: torch.Tensor, v: torch.Tensor, w: torch.Tensor, coefficient: torch.Tensor, rule: LayerRule
 ) -> None:
     """m and v as Adam; w := m/(√v + ε) + λx; c := clip(‖x‖/‖w‖), its average into ``coefficient``; x := x − γ·c·w."""
-    beta1, beta2 = rule.betas
-    for layer, (x, g, m_, v_, w_) in enumerate(segments.runs(m, v, w)):
-        g = torch.zeros_like(m_) if g is None else g
-        m_.mul_(beta1).add_(g, alpha=1 - beta1)
-        v_.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        torch.div(m_, v_.sqrt().add_(rule.eps), out=w_).add_(x, alpha=rule.decay)
-        of_x, of_w = torch.linalg.vector_norm(x), torch.linalg.vector_norm(w_)
-        rate = torch.where((of_x > 0) & (of_w > 0), (of_x / of_w).clamp(*rule.coefficients), torch.ones_like(of_w))
-        before = coefficient[layer]
-        before.copy_(torch.where(before == 0, rate, torch.lerp(rate, before, rule.coefficient_beta)))
-        x.sub_(w_.mul_(rate), alpha=rule.lr)
+    layer_shards.exact(segments, m, v, w, coefficient, rule)
 
 
 def live(
@@ -49,13 +40,7 @@ def live(
 ) -> None:  # fmt: skip
     """m from p as in ``adam.apply_mean``; course := its average with p; x := x − γ·c·(p + λx) with
     c := clip(‖x‖ / ‖course + λx‖)."""
-    slow = rule.coefficient_beta
-    for line, (x, _, p_, v_, m_, course_) in zip(divisors.tolist(), segments.runs(p, v, m, course), strict=True):
-        m_.copy_(momentum(p_, v_, line, most))
-        course_.mul_(slow).add_(p_, alpha=1 - slow)
-        of_x, of_w = torch.linalg.vector_norm(x), torch.linalg.vector_norm(course_ + rule.decay * x)
-        rate = torch.where((of_x > 0) & (of_w > 0), (of_x / of_w).clamp(*rule.coefficients), torch.ones_like(of_w))
-        x.sub_((p_ + rule.decay * x).mul_(rate), alpha=rule.lr)
+    layer_shards.live(segments, p, v, m, course, divisors, rule, most=most)
 
 
 def frozen(

@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait for each other leave the cores to others
@@ -15,7 +16,13 @@ from commpress.kernels.matrices import Matrix, stack
 from commpress.work import run
 from mpi_ranks import MpiRanks, mpirun
 from ranks import Ranks
+from scripts import Scripts
 from small_store import open_store
+
+
+def pytest_collection_finish():
+    """No collection in a test walks the million objects that importing all tests has made."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +63,14 @@ def pool(compiled):
     ranks = Ranks(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def scripts(compiled):
+    """Ranks for scripts of users, forked from a process that has their packages loaded."""
+    running = Scripts()
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="session")

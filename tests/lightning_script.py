@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: Lightning's Trainer with the callback; asserts what must hold. The argument is a folder."""
+"""Run on two ranks: Lightning's Trainer with the callback; asserts what must hold. The argument is a folder."""
 
 import sys
 

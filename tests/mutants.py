@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "a scatter commits what is not finite", "collectives/reduce_scatter.py",
-        "    finite, asks = not bool(any_flag(inbox)), bool", "    finite, asks = True, bool",
+        "Outcome(deal.every, not flags & NOT_FINITE,", "Outcome(deal.every, True,",
         "tests/test_reduce_scatter.py",
     ),
     Mutant(
@@ -165,7 +165,7 @@ MUTANTS = [
     ),
     Mutant(
         "one rank alone takes what is not finite", "commpress/optim/replicated.py",
-        "if self.overflowed or not isfinite(self.squares()):", "if self.overflowed:", "tests/test_optim_common.py",
+        "if self.overflowed or not isfinite(self.squares()) or", "if self.overflowed or", "tests/test_optim_common.py",
     ),
     Mutant(
         "weights that need no gradient decay", "commpress/optim/optimizer.py",

@@ -110,25 +110,28 @@ class Ranks:
         while waiting:
             ready = connection.wait(list(waiting), max(deadline - time.monotonic(), 0))
             if not ready:
-                self._fail([*waiting.values()], f"silent for {seconds:g} s")
+                self._fail([*waiting.values()], f"silent for {seconds:g} s", outcomes)
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
                     outcomes[rank] = pipe.recv()
                 except EOFError:
                     self._processes[rank].join(10)
-                    self._fail([rank], f"ended with exit code {self._processes[rank].exitcode}")
+                    self._fail([rank], f"ended with exit code {self._processes[rank].exitcode}", outcomes)
         return outcomes
 
-    def _fail(self, ranks: Sequence[int], what: str) -> None:
-        """Name the ranks and say where they are; the processes are of no further use."""
+    def _fail(self, ranks: Sequence[int], what: str, outcomes: dict[int, Any]) -> None:
+        """Name the ranks, say where they are and which others had an error; the processes are of no further use."""
         for rank in ranks:
             if self._processes[rank].is_alive():
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         stacks = "".join(f"\nrank {r} is at\n{self._stack(r).read_text()}" for r in ranks if self._stack(r).exists())
+        errors = "".join(
+            f"\nrank {r} raised {e!r} {' '.join(e.__notes__)}" for r, e in outcomes.items() if isinstance(e, BaseException)
+        )
         self.close()
-        raise SilentRank(f"rank {', '.join(map(str, ranks))}: {what}{stacks}")
+        raise SilentRank(f"rank {', '.join(map(str, ranks))}: {what}{stacks}{errors}")
 
     def _stack(self, rank: int) -> Path:
         return Path(self._folder.name, f"stack-{rank}")

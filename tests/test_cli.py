@@ -7,26 +7,45 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from commpress.cli import bench_train, charts, harness, main, parser, training
-from commpress.cli.demo import DemoRun, train
+from commpress import __version__ as version
+from commpress.cli import bench_train, charts, connections, harness, main, parser, ranks
+from commpress.cli.commands import COMMANDS as REGISTERED
 from commpress.cli.ranks import LocalRanks
 from commpress.errors import InvalidArgument
 from commpress.tiered_mem import parse_bytes
 
 COMMANDS = [
     (), ("demo",), ("probe",), ("bench",), ("bench", "codec"), ("bench", "allreduce"), ("bench", "alltoall"),
-    ("bench", "train"), ("bench", "io"), ("doctor",), ("simulate",), ("plan",),
+    ("bench", "train"), ("bench", "io"), ("doctor",), ("simulate",), ("plan",), ("chaos",), ("from-deepspeed",),
 ]  # fmt: skip
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "16"]
 
 
 def commpress(*arguments: str) -> int:
     return main([str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two ranks for all commands of this file: starting a process takes longer than what most of them do."""
+    with LocalRanks(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def on_two(two, monkeypatch):
+    """Commands that want two ranks have these."""
+
+    def given(size, *, threads=1):
+        assert (size, threads) == (2, 1)
+        return nullcontext(two)
+
+    monkeypatch.setattr(ranks, "LocalRanks", given)
 
 
 # ---------------------------------------------------------------- help and refusals
@@ -43,6 +62,39 @@ def test_help_teaches(command, capsys):
         assert len(examples) >= 2, said
 
 
+def test_help_and_version_load_no_torch():
+    """All help texts in one fresh process, and no module that a command runs."""
+    code = """
+import contextlib, io, sys
+from commpress.cli import main
+from commpress.cli.commands import COMMANDS
+for words in [["--version"], ["--help"], ["bench", "--help"], *([*c.words.split(), "--help"] for c in COMMANDS)]:
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        main(words)
+    assert said.getvalue(), words
+loaded = {name.split(".")[0] for name in sys.modules} & {"torch", "numpy", "rich", "matplotlib", "numba", "llvmlite"}
+ours = {name for name in sys.modules if name.startswith("commpress.")}
+print(sorted(loaded), sorted(ours & {c.runs for c in COMMANDS}))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("[] []\n", "")
+
+
+def test_each_command_is_shown_once_in_a_group_and_fits_100_columns(capsys):
+    with pytest.raises(SystemExit):
+        commpress("--help")
+    said = capsys.readouterr().out
+    for one in REGISTERED:
+        assert len(re.findall(rf"^  commpress {one.words} +{re.escape(one.summary)}$", said, re.M)) == 1
+        assert Path(sys.modules["commpress.cli"].__file__).with_name(f"{one.runs.rpartition('.')[2]}.py").exists()
+    assert max(map(len, said.splitlines())) <= 100
+
+
+def test_python_m_and_version():
+    ran = subprocess.run([sys.executable, "-m", "commpress", "--version"], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, f"commpress {version}\n")
+
+
 def leaves(top: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     found = [top]
     for action in top._actions:
@@ -52,7 +104,7 @@ def leaves(top: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     return found
 
 
-BENCHES = ["codec", "allreduce", "alltoall", "io", "train"]
+BENCHES = ["codec", "allreduce", "alltoall", "experts", "io", "train"]
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -72,7 +124,7 @@ def test_all_benches_are_known():
 def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(capsys, monkeypatch):
     assert commpress("bench", "allreduce", "--plot", "picture.doc") == 2
     assert "expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
-    monkeypatch.setattr("commpress.cli.harness.find_spec", lambda name: None)
+    monkeypatch.setattr("commpress.cli.option_groups.find_spec", lambda name: None)
     assert commpress("bench", "allreduce", "--plot", "picture.png") == 2
     assert "--plot needs matplotlib: pip install 'commpress[demo]'" in capsys.readouterr().err
 
@@ -85,10 +137,14 @@ def test_every_option_has_a_help_text():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["demo", "--codec", "sing"], "did you mean 'sign'?"),
-        (["demo", "--runs", "plain,fast"], "expected some of plain, bf16, commpress"),
+        (["demo", "--ways", "plain,sing"], "did you mean 'sign'?"),
         (["demo", "--ranks", "1"], "expected at least 2"),
-        (["demo", "--steps", "0"], "must be at least 1"),
+        (["demo", "--seconds", "-1"], "--seconds is -1"),
+        (["demo", "--width", "30"], "a width that 4 heads share"),
+        (["demo", "--lr", "1e-3,2e-3"], "add --search"),
+        (["demo", "--lr", "fast"], "expected rates"),
+        (["demo", "--out", "demo.txt"], "expected one that ends in .svg, .png, .pdf"),
+        (["demo", "--json", "no/such/folder/demo.json"], "expected the name of a file in a folder that is there"),
         (["bench", "codec", "--codec", "sing"], "expected some of sign"),
         (["bench", "codec", "--codec", "int8", "--check", "--numel", "4096", "--threads", "1"], "--check needs"),
         (["bench", "allreduce", "--min-bytes", "1MiB", "--max-bytes", "1KiB"], "<= --max-bytes"),
@@ -98,6 +154,12 @@ def test_every_option_has_a_help_text():
         (["bench", "io", "--chunks", "3MiB"], "divide --size"),
         (["bench", "io", "--engine", "spdk", "--size", "1MiB", "--chunks", "1MiB"], "expected 'auto' or one of io_uring"),
         (["bench", "train", "--variants", "powersgd"], "expected powersgdN"),
+        (["chaos", "--step-seconds", "0"], "--step-seconds is 0"),
+        (["chaos", "--ranks", "1", "--", "true"], "somebody must survive"),
+        (["chaos", "--faults", "kick", "--", "true"], "expected some of kill, stop, slow, cut"),
+        (["chaos", "--faults", "cut", "--faults-per-hour", "9000", "--", "true"], "only between hosts"),
+        (["chaos", "--rate", "1gbit", "--", "true"], "add --hosts"),
+        (["chaos", "--seconds", "0", "--", "true"], "--seconds is 0"),
         (["probe", "--bytes", "1"], "--bytes of at least 1KiB"),
         (["probe", "--topology", "2x"], "expected nodes x ranks"),
         (["bench", "train", "--variants", "sign", "--check"], "name both"),
@@ -110,50 +172,13 @@ def test_what_cannot_work_is_refused_with_a_sentence(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_a_missing_package_is_named_with_its_cure(monkeypatch, capsys):
-    monkeypatch.setattr("commpress.cli.demo.find_spec", lambda name: None)
-    assert commpress("demo") == 2
-    assert capsys.readouterr().err == "commpress: error: the demo needs matplotlib: pip install 'commpress[demo]'\n"
-
-
 def test_half_a_launcher_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert commpress("bench", "allreduce") == 2
     assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------- demo
-
-
-def test_demo(tmp_path, capsys):
-    png, measured = tmp_path / "demo.png", tmp_path / "demo.json"
-    command = ["demo", "--ranks", 2, "--steps", 6, "--exact-steps", 1, "--seeds", 2, *TINY]
-    status = commpress(*command, "--out", png, "--json", measured)
-    said = capsys.readouterr()
-    assert status == 0
-    rows = {line.split()[0]: line for line in said.out.splitlines() if line}
-    assert {"plain", "bf16", "commpress"} <= rows.keys()
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert "step 6/6" in said.err, "progress where there is no terminal"
-    runs = {(r["settings"]["run"], r["settings"]["seed"]): r for r in json.loads(measured.read_text())["rows"]}
-    assert len(runs) == 6
-    for seed in (0, 1):
-        plain, bf16, ours = (runs[name, seed] for name in ("plain", "bf16", "commpress"))
-        assert plain["losses"][0] == bf16["losses"][0] == ours["losses"][0], "equal weights and batches"
-        assert plain["losses"][1] == pytest.approx(ours["losses"][1], abs=1e-6), "the first step was exact"
-        assert plain["losses"][2:] != pytest.approx(ours["losses"][2:], abs=1e-6), "the hook ran"
-        assert plain["bytes_per_step"] > bf16["bytes_per_step"] > ours["bytes_per_step"]
-        assert ours["sent"][-1] >= ours["counters"]["wire_bytes"] > 0
-    assert runs["plain", 0]["losses"] != runs["plain", 1]["losses"]
-
-
-def test_error_feedback_acts_from_the_second_gradient_on():
-    settings = DemoRun(steps=4, exact_steps=0, width=32, layers=1, batch=2, length=16)
-    with LocalRanks(2) as pool:
-        kept = pool.call(train, settings, lambda *_: None)
-        lost = pool.call(train, replace(settings, error_feedback=False), lambda *_: None)
-    assert kept.losses[:2] == lost.losses[:2]
-    assert kept.losses[2:] != lost.losses[2:]
+# ---------------------------------------------------------------- measurements
 
 
 def test_a_line_is_the_mean_of_the_last_fiftieth():
@@ -167,12 +192,12 @@ def test_sent_bytes_are_those_of_the_sockets():
     sender = socket.create_connection(server.getsockname())
     receiver, _ = server.accept()
     with server, sender, receiver:
-        before = training.sent_bytes()
+        before = connections.sent_bytes()
         sender.sendall(bytes(100_000))
         left = 100_000
         while left:
             left -= len(receiver.recv(left))
-        assert 100_000 < training.sent_bytes() - before < 110_000
+        assert 100_000 < connections.sent_bytes() - before < 110_000
 
 
 # ---------------------------------------------------------------- benchmarks
@@ -197,7 +222,7 @@ def test_bench_io(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "nothing stays behind"
 
 
-def test_bench_allreduce(tmp_path, capsys):
+def test_bench_allreduce(on_two, tmp_path, capsys):
     command = ["bench", "allreduce", "--ranks", 2, "--min-bytes", "40KB", "--max-bytes", "400KB", "--factor", 10]
     assert commpress(*command, "--iterations", 3, "--warmup", 0, "--check", "--json", tmp_path / "all.json") == 0
     said = capsys.readouterr().out
@@ -222,7 +247,7 @@ def test_bench_allreduce_under_torchrun(tmp_path):
     assert re.search(r"^8000 +2000 +float +avg +int8 ", ran.stdout, re.M), ran.stdout
 
 
-def test_bench_train(tmp_path, capsys):
+def test_bench_train(on_two, tmp_path, capsys):
     out, variants = tmp_path / "train.json", ["compute", "plain", "bf16", "powersgd1", "sign"]
     command = ["bench", "train", "--ranks", 2, "--rounds", 2, "--steps", 2, *TINY, "--bucket-mb", 25, "sign=0.05"]
     assert commpress(*command, "--json", out) == 0

@@ -18,7 +18,7 @@ from commpress.collectives.buckets import Span, messages
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.feedback import ResidualStore
 
-RANKS, STEPS, WARM, EXACT, LR, MOMENTUM = 4, 3000, 20, 450, 0.02, 0.9  # those of commpress demo
+RANKS, STEPS, WARM, EXACT, LR, MOMENTUM = 4, 3000, 20, 450, 0.02, 0.9
 
 
 class Ranks:

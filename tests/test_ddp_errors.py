@@ -94,7 +94,9 @@ def test_nothing_compressed_is_said_once_and_loudly(pool, plan):
         assert [line[:31] for line in log if "NOTHING" in line] == ["WARNING NOTHING WAS COMPRESSED:"]
 
 
-@pytest.mark.parametrize("plan", [Plan(steps=2), Plan(steps=3, state={"exact_steps": 2})], ids=["at once", "later"])
+@pytest.mark.parametrize(
+    "plan", [Plan("int8", steps=2), Plan("int8", steps=3, state={"exact_steps": 2})], ids=["at once", "later"]
+)
 def test_what_was_compressed_is_said_once(pool, plan):
     for log in pool.run(lines, plan):
         (line,) = log
@@ -103,11 +105,17 @@ def test_what_was_compressed_is_said_once(pool, plan):
 
 
 def test_during_exact_steps_nothing_is_said(pool):
-    assert pool.run(lines, Plan(steps=2, state={"exact_steps": 2})) == [[], []]
+    assert pool.run(lines, Plan("int8", steps=2, state={"exact_steps": 2})) == [[], []]
+
+
+def test_the_caveat_of_one_bit_is_said_once(pool):
+    said = [[line for line in log if "a codec of one bit" in line] for log in pool.run(lines, Plan("sign", steps=3))]
+    assert [len(each) for each in said] == [1, 0]
+    assert "compare the loss with an uncompressed run" in said[0][0]
 
 
 def test_a_pattern_that_excludes_nothing_is_said(pool):
-    for log in pool.run(lines, Plan(steps=1, exclude=("embedd", "head"))):
+    for log in pool.run(lines, Plan("int8", steps=1, exclude=("embedd", "head"))):
         warnings = [line for line in log if line.startswith("WARNING")]
         assert warnings == ["WARNING exclude='embedd' matches no parameter: nothing is left out because of it"]
 

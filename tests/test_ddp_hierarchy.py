@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import commpress
 from commpress.codecs import ByName, SignCodec
 from commpress.codecs.family import NAMES
+from commpress.codecs.planned import Planned
 from commpress.codecs.policy import Same
 from commpress.collectives.links import Link, Links
 from commpress.collectives.topology import Topology
@@ -112,7 +115,56 @@ def test_nothing_owed_is_lost_when_nodes_change(pool, before, after, size):
     assert all(not np.any(second[key]) for key in second.keys() - first.keys())
 
 
+def saved_by_a_trainer(plan):
+    """R after training, as elastic shards and as the parts of a Trainer's checkpoint."""
+    session = Session(plan)
+    for step in steps_of(plan):
+        session.step(step)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (session.state.elastic_state_dict(), session.state.rank_state()))
+    return [list(parts) for parts in zip(*everyone, strict=True)]
+
+
+@pytest.mark.parametrize(("after", "size"), [(None, 3), ("3,1", 4)])
+def test_a_trainers_checkpoint_of_nodes_fits_other_ranks(pool, after, size):
+    elastic, parts = pool.run(saved_by_a_trainer, Plan("sign", steps=3, state={"topology": "2x2"}), size=4)[0]
+    plan = Plan("sign", first=3, steps=1, state={"topology": after})
+    first, second = total(elastic), total(pool.run(passed_on, plan, parts, size=size)[0])
+    assert first
+    for key in first:
+        np.testing.assert_allclose(second[key], first[key], rtol=1e-6, atol=1e-9)
+
+
 # ---------------------------------------------------------------- topologies
+
+
+def started_by_torchrun():
+    """Nodes of ``compress`` where the launcher put two ranks on each of two nodes; by codec and options."""
+    rank = dist.get_rank()
+    told = {"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    calls = {
+        "nothing": {}, "auto": {"codec": "auto"}, "topk": {"codec": "topk-8"},
+        "flat": {"topology": None}, "exact": {"codec": "none"}, "low rank": {"codec": "auto", "allow": "powersgd-1"},
+        "plan": {"plan": Planned("int8")},
+    }  # fmt: skip
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in told.items():
+            patch.setenv(name, value)
+        for call, options in calls.items():
+            state = commpress.compress(DistributedDataParallel(torch.nn.Linear(64, 64)), **options)
+            found[call] = str(state.channel.levels)
+            if call == "nothing":
+                assert state.policy.choose("", 1 << 20) == NAMES["int8"]
+    return found
+
+
+def test_compress_alone_takes_int8_and_the_nodes_of_the_launcher(pool):
+    nodes, flat = "0 1|2 3", "None"
+    for found in pool.run(started_by_torchrun, size=4):
+        assert found == {
+            "nothing": nodes, "auto": nodes, "topk": nodes, "flat": flat, "exact": flat, "low rank": flat, "plan": flat,
+        }  # fmt: skip
 
 
 def build(topology):
@@ -125,7 +177,7 @@ def test_one_level_is_reduced_flat_and_says_so(pool):
     for topology in ("4", "1,1,1,1", "auto"):  # the ranks of the tests share a host
         for nodes, lines in pool.run(build, topology, size=4):
             assert nodes == "None"
-            assert any("one level only" in line for line in lines)
+            assert any("one level only" in line for line in lines) == (topology != "auto")
 
 
 def test_links_decide(pool):

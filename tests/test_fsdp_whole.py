@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from commpress.collectives.topology import Topology
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, StateMismatch
 from fsdp_twin import Net, Plan, Session, carried
 
 LOW_RANK = commpress.ByName({"norm|bias": "none"}, "powersgd-2")
@@ -19,6 +20,7 @@ SKETCH = commpress.ByName({"norm|bias": "none"}, "sketch-4")
 MIXED = commpress.ByName({"up.weight": "sketch-4", "head": "none", "norm": "none"}, "powersgd-2")
 CODECS = {"powersgd": LOW_RANK, "sketch": SKETCH, "mixed": MIXED}
 PLAN = Plan(weights=None, steps=4)
+PAIRS = {"inside": "none", "topology": Topology(((0, 1), (2, 3)))}
 HALF = replace(PLAN, model_dtype=torch.bfloat16, lr=0.125, momentum=0.0)  # others are rounded twice at the end of a vector
 
 
@@ -28,7 +30,8 @@ def under_ddp(plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     torch.manual_seed(0)
     session.model = DistributedDataParallel(Net().to(plan.model_dtype))
     feedback = plan.options.get("error_feedback", True)
-    commpress.compress(session.model, plan.gradients, min_numel=0, error_feedback=feedback)
+    topology = plan.options.get("topology")
+    commpress.compress(session.model, plan.gradients, min_numel=0, error_feedback=feedback, topology=topology)
     session.optimizer = torch.optim.SGD(session.model.parameters(), lr=plan.lr, momentum=plan.momentum)
     for step in range(plan.steps):
         session.optimizer.zero_grad()
@@ -62,6 +65,8 @@ def against_ddp(plan: Plan) -> dict[str, Any]:
         ("mixed", replace(PLAN, columns=True), 4),
         ("powersgd", replace(PLAN, steps=1, divide=8.0), 2),
         ("mixed", replace(PLAN, options={"error_feedback": False}), 2),
+        ("mixed", replace(PLAN, options=PAIRS), 4),
+        ("mixed", replace(PLAN, options={**PAIRS, "topology": Topology(((0, 2), (1, 3))), "overlap": False}, scale=64.0), 4),
     ],
 )
 def test_equals_ddp_bit_for_bit(pool, codec, plan, size):
@@ -71,6 +76,77 @@ def test_equals_ddp_bit_for_bit(pool, codec, plan, size):
         assert found["wrong"] == []
         assert found["compressed"] > 0
         assert found["sent"][0] > 0
+
+
+# ---------------------------------------------------------------- two levels
+
+
+def between_nodes(nodes: Topology, of_nodes: bool) -> dict[str, list[torch.Tensor]]:
+    """Means of six steps of one matrix, by codec; every rank its own gradients, or those of a node: their mean."""
+    torch.set_num_threads(1)
+    means: dict[str, list[torch.Tensor]] = {}
+    for codec in ("sketch-8", "powersgd-2"):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 128, bias=False)
+        fully_shard(model)
+        options = {} if of_nodes else {"inside": "none", "topology": nodes}
+        state = commpress.compress_fsdp(model, commpress.ByName({}, codec), None, overlap=False, **options)
+        for step in range(6):
+            every = torch.randn(4, 64, 128, generator=torch.Generator().manual_seed(step)) * torch.logspace(-2, 0, 128)
+            first, second = nodes.nodes[dist.get_rank() % 2]
+            mine = (every[first] + every[second]) / 2 if of_nodes else every[dist.get_rank()]
+            (model(torch.eye(64)) * mine).sum().backward()
+            means.setdefault(codec, []).append(model.weight.grad.full_tensor().clone())
+            model.zero_grad()
+        assert state.gradients.compressed_elements == 6 * 8192
+    return means
+
+
+@pytest.mark.parametrize("nodes", ["0 1|2 3", "0 3|1 2"])
+def test_a_node_is_a_worker_that_has_the_mean_of_its_ranks(pool, nodes):
+    """Sketches in every bit, where slices end where blocks do; of PowerSGD residuals are each rank's own."""
+    nodes = Topology.parse(nodes)
+    flat, *_ = pool.run(between_nodes, nodes, True, size=2)
+    for found in pool.run(between_nodes, nodes, False, size=4):
+        assert all(map(torch.equal, found["sketch-8"], flat["sketch-8"]))
+        for one, other in zip(found["powersgd-2"], flat["powersgd-2"], strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+def one_rank_a_node(plan: Plan) -> bool:
+    """True if two hops, the first of which goes nowhere, make the weights that one makes."""
+    torch.set_num_threads(1)
+    alone = Topology(tuple((rank,) for rank in range(dist.get_world_size())))
+    one, other = (Session(replace(plan, options=o)).run() for o in ({}, {"inside": "none", "topology": alone}))
+    ours, theirs = one.trained().parameters, other.trained().parameters
+    same = one.state.state_dict()["residuals"], other.state.state_dict()["residuals"]
+    return all(torch.equal(ours[n], theirs[n]) for n in ours) and all(torch.equal(v, same[1][k]) for k, v in same[0].items())
+
+
+def test_a_node_of_one_rank_is_that_rank(pool):
+    assert all(pool.run(one_rank_a_node, replace(PLAN, gradients=MIXED), size=3))
+
+
+def resumed_between_nodes() -> list[bool]:
+    """True for each tensor that a run which was saved and loaded after two steps ends with, as one without a break does."""
+    torch.set_num_threads(1)
+    plan = replace(PLAN, gradients=MIXED, momentum=0.0, options=PAIRS)
+    whole = Session(plan).run()
+    first = Session(replace(plan, steps=2)).run()
+    second = Session(replace(plan, steps=2, first=2))
+    second.model.load_state_dict(first.model.state_dict())
+    second.state.load_state_dict(first.state.state_dict())
+    second.run()
+    with pytest.raises(StateMismatch, match=r"no elastic form: save with state_dict\(\)"):
+        whole.state.elastic_state_dict()
+    with pytest.raises(StateMismatch, match="leave topology= out"):
+        second.state.load_state_dict(Session(replace(PLAN, gradients=MIXED)).run().state.elastic_state_dict())
+    ended, going_on = whole.trained().parameters, second.trained().parameters
+    return [torch.equal(ended[name], going_on[name]) for name in ended]
+
+
+def test_a_run_between_nodes_resumes_in_every_bit(pool):
+    assert all(all(found) for found in pool.run(resumed_between_nodes, size=4))
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -95,10 +171,10 @@ def test_what_is_owed_and_learnt_survives_another_world_size(pool, tmp_path, col
 # ---------------------------------------------------------------- what goes wrong
 
 
-def poisoned() -> list[bool]:
+def poisoned(options: dict[str, Any]) -> list[bool]:
     """True if gradients are zeros, and residuals, bases and quanta unchanged, after a backward with infinity on a rank."""
     torch.set_num_threads(1)
-    session = Session(replace(PLAN, gradients=MIXED)).run()
+    session = Session(replace(PLAN, gradients=MIXED, options=options)).run()
     before = session.state.state_dict()
     x = torch.zeros(2, dtype=torch.long)
     (session.model(x).square().mean() * (float("inf") if dist.get_rank() == 1 else 1.0)).backward()
@@ -108,8 +184,9 @@ def poisoned() -> list[bool]:
     return [*zeros, *same, after["quanta"] == before["quanta"], len(before["bases"]) > 0, len(before["quanta"]) > 0]
 
 
-def test_a_rank_that_is_not_finite_changes_no_residual_basis_or_quantum(pool):
-    for found in pool.run(poisoned, size=2):
+@pytest.mark.parametrize(("size", "options"), [(2, {}), (4, PAIRS)])
+def test_a_rank_that_is_not_finite_changes_no_residual_basis_or_quantum(pool, size, options):
+    for found in pool.run(poisoned, options, size=size):
         assert all(found)
 
 
@@ -119,7 +196,7 @@ def refused() -> None:
         ({"weights": "sketch-64"}, r"weights is 'sketch/64/1\.5' .* compresses whole tensors"),
         ({"weights": commpress.Difference("powersgd-2")}, "weights is 'powersgd/2/2' .* compresses whole tensors"),
         ({"weights": LOW_RANK}, "weights is 'powersgd/2/2' .* rows of weights only"),
-        ({"gradients": "powersgd-2", "inside": "int8", "topology": nodes}, "gradients is .* leave inside= and topology= out"),
+        ({"gradients": "powersgd-2", "inside": "int8", "topology": nodes}, "inside is 'int8/256' for .* inside='none'"),
         ({"gradients": "int4", "inside": "sketch-8", "topology": nodes}, "inside is 'sketch/8/1.5' .* choose a codec of rows"),
     ):
         model = Net()
@@ -129,6 +206,9 @@ def refused() -> None:
     model = Net()
     fully_shard(model)
     commpress.compress_fsdp(model, "powersgd-2", None)
+    model = Net()
+    fully_shard(model)
+    commpress.compress_fsdp(model, "powersgd-2", None, inside="none", topology=nodes)
 
 
 @pytest.mark.parametrize("size", [1, 2])

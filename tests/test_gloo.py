@@ -1,5 +1,6 @@
 """Real ranks over Gloo give, bit for bit, what the simulation gives: every codec, world size and transport."""
 
+import contextlib
 import os
 import random
 import time
@@ -241,11 +242,20 @@ def test_another_transport_is_refused(pool):
 # ---------------------------------------------------------------- Gloo's threads
 
 
+def policies():
+    """By thread of Gloo; those of an older group may end meanwhile."""
+    found = {}
+    for thread in gloo._threads():
+        with contextlib.suppress(ProcessLookupError):
+            found[thread] = os.sched_getscheduler(thread)
+    return found
+
+
 def scheduling_of(make):
     """Scheduling of the threads that Gloo starts for what ``make`` makes, and whether the others are as before."""
-    before = {thread: os.sched_getscheduler(thread) for thread in gloo._threads()}
+    before = policies()
     made = make()
-    after = {thread: os.sched_getscheduler(thread) for thread in gloo._threads()}
+    after = policies()
     del made
     new = [after[thread] for thread in after.keys() - before.keys()]
     return new, all(after.get(thread, policy) == policy for thread, policy in before.items())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from commpress.errors import Mismatch
 from commpress.integrations.process_group.blame import give_up_record
 from commpress.integrations.process_group.call import GroupWork
-from commpress.integrations.process_group.control_connections import ControlConnections
+from commpress.integrations.process_group.control_connections import ControlConnections, first_epoch
 from commpress.integrations.process_group.guard import Guard
 from commpress.integrations.process_group.records import call, numbered
 
@@ -22,8 +22,13 @@ TIMEOUT = timedelta(seconds=60)
 def connected(tmp_path):
     """The control connections of two ranks."""
     store = dist.FileStore(str(tmp_path / "store"), 2)
+
+    def connect(rank):
+        agreement = first_epoch(store, rank, 2)
+        return ControlConnections(agreement, agreement.epoch, TIMEOUT)
+
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(lambda rank: ControlConnections(store, rank, 2, TIMEOUT), range(2)))
+        return list(threads.map(connect, range(2)))
 
 
 def guarded(connections):

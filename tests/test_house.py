@@ -22,11 +22,19 @@ TWINS = {  # files of one noun in two rooms: the same functions with the same ar
 LATE = {  # (importer, what it imports inside a function): why not at the top of the file
     ("commpress", "commpress.errors"): "import commpress loads nothing before a name is asked for",
     ("commpress.cli", "commpress.*"): "the commands' modules import this room, so it cannot import them back",
+    ("commpress.cli.option_groups", "commpress.tiered_mem"): "help loads no torch",
     ("commpress.cli.*", "commpress.cli.charts"): "matplotlib is optional",
     ("commpress.cli.doctor", "commpress.cli.bench_codec"): "kernels that cannot be imported are a finding",
+    ("commpress.cli.doctor", "commpress.cli.bug_report"): "a report tells of findings, so it knows them",
     ("commpress.cli.doctor", "commpress.codecs"): "likewise",
     ("commpress.cli.doctor", "commpress.kernels.cpu.*"): "likewise",
+    ("commpress.integrations.ddp.hook", "commpress.integrations.ddp.mesh"): "compress takes both, and a mesh is made of hooks",
     ("commpress.kernels.cpu.compiled", "commpress.kernels.cpu.build"): "Numba is optional",
+}
+WALL_CLOCK = {  # module: what it wants to know the time of day for; it jumps, so nobody may wait or measure by it
+    "commpress.timeline": "traces of several ranks are laid beside each other",
+    "commpress.tiered_mem.disk": "bytes written to a drive are counted by day",
+    "commpress.integrations.elastic.events": "people read them; programs read the monotonic clock beside it",
 }
 CALLBACKS = {"Compress", "LocalTraining"}  # hf.Compress and lightning.Compress: what each trainer's users expect to find
 
@@ -157,6 +165,21 @@ def test_a_circle_is_found():
 def test_no_private_name_leaves_its_room(module):
     private = {(package, name) for package, name in imports(module) if name.startswith("_") and not name.startswith("__")}
     assert [(package, name) for package, name in private if room(package) != room(module)] == []
+
+
+def test_nobody_waits_or_measures_by_the_wall_clock():
+    """A clock that is set right while a run goes on must not end a wait, nor prolong it."""
+    asks = {"time.time", "time.time_ns", "time.gmtime", "time.localtime", "datetime.now", "datetime.datetime.now"}
+    found = {
+        module for module, tree in TREES.items()
+        for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in asks
+    }  # fmt: skip
+    named = {
+        module for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "time" and {"time", "time_ns"} & {n.name for n in node.names}
+    }  # fmt: skip
+    assert found | named == WALL_CLOCK.keys()
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", *sources.folders()])

@@ -145,9 +145,9 @@ def test_a_changed_bit_is_named_by_whom_it_comes_from(path):
 
 
 def test_nothing_goes_over_a_transport_but_stamped_and_checked():
-    """``exchange`` does both, for rows of one length, and ``Executor`` for others; no other code calls a transport."""
-    transports = {f"collectives/transports/{name}.py" for name in ("loopback", "transport", "mpi", "counted")}
-    wrappers = transports | {"collectives/all_to_all/executor.py"}
+    """``exchange`` does both for rows of one length, ``Executor`` and the hand-over for others; nobody else calls one."""
+    transports = {f"collectives/transports/{name}.py" for name in ("loopback", "transport", "mpi", "counted", "staged")}
+    wrappers = transports | {"collectives/all_to_all/executor.py", "collectives/handover.py"}
     others = {"commpress/cli/probe.py", "commpress/plan/local_ways.py"}  # times bare transports; counts sizes, sends nothing
     found = set()
     for path in sources.files():

@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "commpress.integrations": ("commpress.tiered_mem", *USES, *BELOW_USES),
     "commpress.backend": ("commpress.integrations", *LEAVES),  # importing it has an effect: nothing else may
     "commpress.cli": ("commpress",),
+    "commpress.__main__": ("commpress.cli",),
 }
 FACE = "commpress"  # commpress/__init__.py: may import everything, and only the command line imports it
 
@@ -74,6 +75,7 @@ HOMES = {
     "accelerate": ("commpress.integrations.trainers.hf",),
     "lightning": ("commpress.integrations.trainers.lightning",),
     "matplotlib": ("commpress.cli*",),
+    "rich": ("commpress.cli.terminal",),
 }
 SHAPELESS = {"utils.py", "common.py", "helpers.py", "base.py"}
 

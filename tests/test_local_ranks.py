@@ -1,5 +1,6 @@
 """Local updates on real ranks: bit for bit what the simulation gives, with shards inside, and what happens when a rank dies."""
 
+import gc
 import random
 import time
 from datetime import timedelta
@@ -164,6 +165,15 @@ def wrapped():
 @pytest.mark.parametrize("size", [1, 2])
 def test_ddp_around_the_model_is_refused(pool, size):
     assert all("DistributedDataParallel" in words for words in pool.run(wrapped, size=size))
+
+
+def test_alone_nothing_is_searched_for_a_wrapper(monkeypatch):
+    """A walk over all that Python knows takes tens of milliseconds, and without a process group there is none to find."""
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    local = commpress.LocalUpdates(torch.optim.SGD(parameters, lr=0.1))
+    monkeypatch.setattr(gc, "get_referrers", lambda *_: pytest.fail("searched"))
+    local.step()
+    local.close()
 
 
 def left_alone():

@@ -1,5 +1,6 @@
 """Local updates whose shared weights, outer state and residuals lie in a tiered store between exchanges."""
 
+import random
 from typing import ClassVar
 
 import pytest
@@ -9,7 +10,7 @@ import test_local_updates
 from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument
 from commpress.optim.outer import Average, Gossip, Nesterov, SlowMo, SparseLoCo
-from small_store import open_store
+from small_store import open_store, read
 from test_local_updates import Ranks, noise
 
 
@@ -40,7 +41,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_store_changes_no_bit(tmp_path, large, plan):
-    host, kept = Ranks(2, **PLANS[plan]), kept_in(stores(tmp_path, 2, host="1536KiB"), **PLANS[plan])
+    host, kept = Ranks(2, **PLANS[plan]), kept_in(stores(tmp_path, 2, host="1600KiB"), **PLANS[plan])
     for step in range(14):
         host.step(noise(2, step))
         kept.step(noise(2, step))
@@ -57,13 +58,32 @@ def test_one_fragment_at_a_time_is_in_memory(tmp_path, large):
     (store,) = stores(tmp_path, 1, host="1280KiB")
     ranks = kept_in([store], codec="sign", outer=Nesterov(), fragments=4, every=8)
     fragments = ranks.local[0].fragments
-    assert sum(f.room for f in fragments) > 1.5 * store.usage().host_capacity
+    with_residuals = sum(4 * f.numel * (f.tensors + 2) for f in fragments)
+    assert with_residuals > 1.5 * store.usage().host_capacity
     for step in range(24):
         ranks.step(noise(1, step))
         assert all(f.weights.numel() == 0 and not f.state["momentum"].numel() for f in fragments if f.state)
         assert not ranks.local[0].exchanges.residuals.every()
     assert store.traffic()[0] > 0
     assert store.counters.prefetched > 0
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_what_the_store_is_just_large_enough_for_always_fits(tmp_path, monkeypatch, overlap):
+    """Wherever other tensors lie: these are read and dropped in between, in an order that is drawn."""
+    monkeypatch.setattr(test_local_updates, "SHAPES", [(160, 100), (150, 100), (170, 100)])
+    plan = {"codec": "sign", "outer": Nesterov(), "fragments": 3, "every": 6, "overlap": overlap}
+    with pytest.raises(InvalidArgument, match="needs") as refused:
+        kept_in(stores(tmp_path / "refused", 1, host="128KiB"), **plan)
+    (store,) = stores(tmp_path, 1, host=f"{refused.value.args[0].split('needs ')[1].split(' KiB')[0]}KiB")
+    for i in range(20):
+        store.put(f"other/{i}", torch.zeros(500 + 1000 * i))
+    ranks, draw = kept_in([store], **plan), random.Random(1)
+    for step in range(30):
+        for i in draw.sample(range(20), 3):
+            read(store, f"other/{i}")
+        ranks.step(noise(1, step))
+        ranks.saved()
 
 
 @pytest.mark.parametrize("at", [5, 7])

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import select
 import signal
 import socket
 import threading
@@ -13,14 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commpress.collectives.transports import interface
 from commpress.collectives.transports import meeting as meetings
 from commpress.collectives.transports.meeting import HELLO, PING, STRANGERS, WELCOME, Door, Meeting
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.errors import CommunicationError, PeerFailure
-from commpress.integrations.process_group.control_connections import ControlConnections
+from commpress.integrations.process_group.control_connections import ControlConnections, first_epoch
 from group_calls import as_world
 from test_faults import PATIENT, caught, reduce
 from ways import transport_by
+
+
+def connected(store, rank, size):
+    agreement = first_epoch(store, rank, size)
+    return ControlConnections(agreement, agreement.epoch, PATIENT)
 
 
 def on_all(function, items):
@@ -44,7 +51,7 @@ def knock(meeting, words=b""):
 
 
 def greeting(kind, token, rank):
-    return meetings._GREETING.pack(kind, token, rank)
+    return meetings._GREETING.pack(kind, token, rank, 0, 0)
 
 
 def assert_connected(found):
@@ -67,6 +74,12 @@ def close(found, made):
 
 
 # ---------------------------------------------------------------- strangers
+
+
+def heard(door, seconds=1.0):
+    """Those who have greeted, once there is news."""
+    select.select([door], [], [], seconds)
+    return door.arrivals()
 
 
 def test_silent_strangers_hold_nobody_up():
@@ -113,14 +126,14 @@ def test_so_many_strangers_wait_at_the_door_and_no_more():
     strangers = []
     for _ in range(STRANGERS + 20):
         strangers.append(socket.create_connection(("127.0.0.1", door.port)))
-        assert list(door.arrivals(1.0)) == []
+        assert heard(door) == []
         assert len(door._visitors) <= STRANGERS + 2
     strangers[0].settimeout(60)
     assert strangers[0].recv(1) == b"", "the oldest had to go"
     late = socket.create_connection(("127.0.0.1", door.port))
     late.sendall(greeting(HELLO, door.token, 1))
     deadline = time.monotonic() + 60
-    while not (came := list(door.arrivals(1.0))):
+    while not (came := heard(door)):
         assert time.monotonic() < deadline
     assert came[0][:2] == (HELLO, 1)
     door.close()
@@ -133,9 +146,9 @@ def test_a_stranger_has_a_second(monkeypatch):
     door = Door("127.0.0.1", socket.AF_INET, 2)
     stranger = socket.create_connection(("127.0.0.1", door.port))
     stranger.settimeout(60)
-    assert list(door.arrivals(1.0)) == []
+    assert heard(door) == []
     time.sleep(0.1)
-    assert list(door.arrivals()) == []
+    assert door.arrivals() == []
     assert stranger.recv(1) == b""
     door.close()
     stranger.close()
@@ -146,12 +159,72 @@ def test_a_greeting_may_come_in_parts():
     with socket.create_connection(("127.0.0.1", door.port)) as slow:
         for byte in greeting(HELLO, door.token, 1):
             slow.sendall(bytes([byte]))
-            came = list(door.arrivals(0.01))
+            came = heard(door, 0.01)
     while not came:
-        came = list(door.arrivals(1.0))
+        came = heard(door)
     assert came[0][:2] == (HELLO, 1)
     came[0][2].close()
     door.close()
+
+
+def test_several_threads_may_listen_at_a_door_until_it_is_closed():
+    """Each visitor is heard by one of them; whoever comes to a closed door hears nobody."""
+    door, came, errors = Door("127.0.0.1", socket.AF_INET, 200), [], []
+    words = greeting(HELLO, door.token, 1)
+
+    def listen():
+        try:
+            while not door._closed:
+                came.extend(door.arrivals())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=listen) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    visitors = []
+    for number in range(150):
+        visitors.append(socket.create_connection(("127.0.0.1", door.port)))
+        visitors[-1].sendall(words if number % 3 else words[:5])
+        if number % 3 == 0:
+            visitors[-1].close()
+    deadline = time.monotonic() + 60
+    while len(came) < 100 and not errors and time.monotonic() < deadline:
+        time.sleep(0.01)
+    door.close()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert len(came) == 100
+    assert door.arrivals() == []
+    for one in [*visitors, *(visit.connection for visit in came)]:
+        one.close()
+
+
+def test_a_visitor_whom_the_kernel_cannot_watch_is_turned_away_and_forgotten(monkeypatch):
+    """He calls again. Once he was missed a second later, by a KeyError that ended the process."""
+    monkeypatch.setattr(meetings, "PATIENCE", 0.05)
+    door, watch = Door("127.0.0.1", socket.AF_INET, 2), None
+
+    def full(*_):
+        raise OSError(28, "no space left on device")
+
+    watch = door._selector.register
+    monkeypatch.setattr(door._selector, "register", full)
+    first = socket.create_connection(("127.0.0.1", door.port))
+    first.settimeout(60)
+    assert heard(door) == []
+    assert first.recv(1) == b""
+    monkeypatch.setattr(door._selector, "register", watch)
+    time.sleep(0.1)
+    second = socket.create_connection(("127.0.0.1", door.port))
+    second.sendall(greeting(HELLO, door.token, 1))
+    deadline = time.monotonic() + 60
+    while not (came := heard(door)):
+        assert time.monotonic() < deadline
+    door.close()
+    for one in (first, second, came[0].connection):
+        one.close()
 
 
 def test_a_rank_that_was_taken_for_a_stranger_calls_again(monkeypatch):
@@ -160,11 +233,11 @@ def test_a_rank_that_was_taken_for_a_stranger_calls_again(monkeypatch):
     arrivals = made[0].door.arrivals
 
     def first_is_hung_up_on():
-        for kind, rank, connection in arrivals():
+        for visit in arrivals():
             if hung_up:
-                yield kind, rank, connection
+                yield visit
             else:
-                hung_up.append(connection.close())
+                hung_up.append(visit.connection.close())
 
     monkeypatch.setattr(made[0].door, "arrivals", first_is_hung_up_on)
     found = on_all(lambda each: each.connect_all(time.monotonic() + 60), made)
@@ -185,9 +258,20 @@ def test_absent_ranks_are_named():
     close([], made[1:])
 
 
+def test_a_rank_that_died_before_it_connected_ends_the_wait(tmp_path):
+    """Long before the time is over, which here is longer than a test may take."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    store.set("control/1", "127.0.0.1 1 " + "00" * 16)  # nobody listens at this port
+    agreement = first_epoch(store, 0, 2)
+    with pytest.raises(PeerFailure, match=r"ranks \[1\] ended before they connected") as error:
+        ControlConnections(agreement, agreement.epoch, timedelta(minutes=10))
+    assert error.value.ranks == (1,)
+    agreement.close()
+
+
 def test_a_process_that_has_silent_visitors_answers_who_asks(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 2)
-    one, two = on_all(lambda rank: ControlConnections(store, rank, 2, PATIENT), range(2))
+    one, two = on_all(lambda rank: connected(store, rank, 2), range(2))
     strangers = [knock(one._meeting) for _ in range(20)]
     stop = threading.Event()
 
@@ -218,13 +302,40 @@ def needs_ipv6():
         pytest.skip("this machine has no IPv6")
 
 
+def test_a_slow_name_server_is_asked_once_and_again_when_the_address_is_gone(monkeypatch):
+    """Ranks meet again in every reform: a name server that takes seconds must not be in their pause."""
+    asked, answer = [], ["127.0.0.1"]
+
+    def slow(name, *_, **__):
+        asked.append(name)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in answer]
+
+    monkeypatch.setattr(interface, "_addresses", {})
+    monkeypatch.setattr(socket, "gethostname", lambda: "slow-host")
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    for variable in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    for _ in range(3):
+        made = meetings_of(2)
+        assert [each.here.split()[0] for each in made] == ["127.0.0.1"] * 2
+        for each in made:
+            each.close()
+    assert asked == ["slow-host"]
+    interface._addresses["slow-host"] = "203.0.113.7", socket.AF_INET  # the machine has moved to another network
+    answer[:] = ["203.0.113.8", "127.0.0.2"]
+    made = meetings_of(1)
+    assert made[0].here.startswith("127.0.0.2 ")
+    made[0].close()
+    assert asked == ["slow-host"] * 2
+
+
 def test_ranks_with_ipv4_and_with_ipv6_meet(monkeypatch):
     """As where a host's name is ::1 in one container and 127.0.0.1 in the next."""
     needs_ipv6()
     addresses = [("::1", socket.AF_INET6), ("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
     made = []
     for rank, address in enumerate(addresses):
-        monkeypatch.setattr(meetings, "_own_address", lambda address=address: address)
+        monkeypatch.setattr(interface, "own_address", lambda address=address: address)
         made.append(Meeting(rank, 3))
     for each in made:
         each.learn([one.here for one in made])
@@ -245,7 +356,7 @@ def test_an_interface_with_ipv6_only(monkeypatch, tmp_path):
         raise OSError("cannot assign requested address")
 
     monkeypatch.setattr(fcntl, "ioctl", no_ipv4)
-    monkeypatch.setattr(meetings, "_ADDRESSES", table)
+    monkeypatch.setattr(interface, "_TABLE", table)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     made = meetings_of(2)
     assert made[0].here.startswith("::1 ")
@@ -259,8 +370,8 @@ def test_an_interface_with_ipv6_only(monkeypatch, tmp_path):
 
 def test_an_address_of_one_link_is_reached_over_the_own_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert meetings._address("fe80::1%eth7", 5) == ("fe80::1", 5, 0, socket.if_nametoindex("lo"))
-    assert meetings._address("fe80::1", 5) == ("fe80::1", 5)
+    assert interface.for_connect("fe80::1%eth7", 5) == ("fe80::1", 5, 0, socket.if_nametoindex("lo"))
+    assert interface.for_connect("fe80::1", 5) == ("fe80::1", 5)
 
 
 # ---------------------------------------------------------------- children

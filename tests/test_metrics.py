@@ -17,9 +17,11 @@ from prometheus_client import parser
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.integrations.observe.endpoint import AT_ONCE
 from commpress.integrations.observe.metrics import StepMetrics, by_layer, to_writer
+from test_experts import Batch, through
 from test_local_updates import Ranks
 from test_local_updates import noise as drawn_noise
 
@@ -314,3 +316,27 @@ def test_what_cannot_be_measured_is_refused(options, says):
 def test_groups():
     names = ["module.blocks.0.qkv.weight", "head.weight", "tokens", "h.11.mlp.bias", "layers2.3.x"]
     assert [by_layer(name) for name in names] == ["module.blocks.0", "head", "tokens", "h.11", "layers2.3"]
+
+
+def test_experts_are_measured():
+    """Over four simulated ranks: samples add up to the counters, by expert too, and say the same to Prometheus."""
+    batch = Batch(4, 8, 3, 1)
+    exchanges = [commpress.ExpertExchange(8, transport=t, topology="2x2", capacity=0.9) for t in Loopback(4).transports()]
+    samples, endpoint = [], commpress.MetricsEndpoint()
+    metrics = commpress.Metrics(experts={"layer0": exchanges[1]}, to=[samples.append, endpoint], every=1)
+    for _ in range(3):
+        simulate([through(e, batch, torch.ones(8)) for e in exchanges])
+        metrics.step()
+    text = urllib.request.urlopen(endpoint.url, timeout=30).read().decode()
+    endpoint.close()
+    counters = exchanges[1].counters
+    for name in ("choices", "dropped", "duplicated", "inside_bytes", "between_bytes"):
+        assert sum(getattr(s, f"expert_{name}") for s in samples) == getattr(counters, name) > 0
+    assert [sum(s.expert_tokens[f"layer0/{e}"] for s in samples) for e in (2, 3)] == counters.expert_tokens
+    assert samples[-1].scalars()["imbalance/layer0"] == counters.imbalance > 1
+    read = samples_of(text)
+    assert read["commpress_expert_between_bytes_total",] == counters.between_bytes
+    assert read["commpress_expert_tokens", "group", "layer0/2"] == counters.expert_tokens[0] / 3
+    assert read["commpress_imbalance", "group", "layer0"] == pytest.approx(counters.imbalance)
+    with pytest.raises(InvalidArgument, match="experts has a int"):
+        commpress.Metrics(experts={"layer0": 3})

@@ -18,8 +18,9 @@ from commpress.collectives.all_to_all.all_to_all import Way
 from commpress.collectives.allreduce import compressed_allreduce
 from commpress.collectives.frame import HEADER, Frame, pack_rows
 from commpress.collectives.topology import Topology
-from commpress.collectives.transports.mpi import MpiTransport, Staged
+from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.rows import Rows
+from commpress.collectives.transports.staged import Staged
 from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import CommunicationError, Corrupted, InvalidArgument, Mismatch, PeerFailure
 from commpress.integrations.experts.dispatch import AllToAll

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import commpress
 from commpress.errors import InvalidArgument, StateMismatch
@@ -140,3 +142,28 @@ def mixed(folder: str) -> None:
 
 def test_a_norm_of_differently_cut_parameters_is_refused(pool, tmp_path):
     pool.run(mixed, str(tmp_path), size=2)
+
+
+def halved_on_the_way(folder, cut):
+    """Weights in bfloat16 after three steps, between which somebody else halves them; ``cut``: they are DTensors."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 32, bias=False, dtype=torch.bfloat16)
+    if cut:
+        parallelize_module(model, init_device_mesh("cpu", (1,)), ColwiseParallel())
+    with open_store(folder / f"{cut}") as store:
+        optimizer = commpress.Offloaded(model.parameters(), torch.optim.AdamW, lr=1e-2, store=store)
+        for step in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                with torch.no_grad():
+                    model.weight.mul_(0.5)
+    return (model.weight.to_local() if cut else model.weight).detach().float()
+
+
+def test_what_others_write_into_a_dtensor_is_taken_up(pool, tmp_path):
+    """torch counts writes of the DTensor, not of its shard."""
+    ((plain,), (cut,)) = (pool.run(halved_on_the_way, tmp_path, cut, size=1) for cut in (False, True))
+    torch.testing.assert_close(cut, plain, rtol=0, atol=0)

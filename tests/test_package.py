@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import commpress
 import sources
 from commpress.kernels.cpu.digest import FAMILIES
 
@@ -38,7 +39,9 @@ def test_the_wheel_holds_the_folders_and_nothing_else(wheel):
 
 def test_the_wheel_says_what_it_is(wheel):
     project = sources.project()["project"]
-    info = f"commpress-{project['version']}.dist-info"
+    assert project["dynamic"] == ["version"], "commpress.__version__ alone says it"
+    info = f"commpress-{commpress.__version__}.dist-info"
+    assert f"version: {commpress.__version__}\n" in (sources.ROOT / "CITATION.cff").read_text()
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert f"{info}/licenses/LICENSE" in wheel.namelist()
@@ -50,8 +53,15 @@ def test_the_wheel_says_what_it_is(wheel):
 
 WITHOUT_NUMBA = """
 import sys
-sys.modules["numba"] = None  # importing it is an error
+optional = ("numba", "prometheus_client", "matplotlib", "transformers", "accelerate", "lightning", "peft", "sklearn", "mpi4py",
+            "cupy", "libaio", "aiofiles", "safetensors")
+for name in optional:
+    sys.modules[name] = None  # importing it is an error
 import torch, commpress
+from commpress import cli
+cli.parser()
+needs = {"MetricsEndpoint"}
+assert all(getattr(commpress, name) for name in set(commpress.__all__) - needs)
 from commpress.cli.bench_codec import check_bytes
 from commpress.codecs import SignCodec
 from commpress.codecs.family import NAMES
@@ -68,7 +78,7 @@ print(commpress.__file__)
 """
 
 
-def test_an_installed_wheel_computes_without_numba(wheel, tmp_path):
+def test_an_installed_wheel_needs_no_optional_package(wheel, tmp_path):
     """Nor may it write: its kernels are made from the bitcode alone."""
     wheel.extractall(tmp_path)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "COMMPRESS_CACHE_DIR": "/proc/nowhere"}

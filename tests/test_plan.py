@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from commpress.cli import cluster_options, main
+from commpress.cli import cluster_options, main, option_groups
 from commpress.codecs.planned import load_plan
 from commpress.collectives.links import Link, Links, Stack
 from commpress.collectives.topology import Topology
@@ -16,7 +16,7 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.process_group.group_options import group_options_from
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import SparseLoCo
-from commpress.plan.candidates import Settings, advised, candidates, plan_of, recommended
+from commpress.plan.candidates import WAYS, Settings, advised, candidates, plan_of, recommended
 from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link
 from commpress.plan.costs import device_costs
 from commpress.plan.local_ways import LocalWay, local_way, simulate_local
@@ -37,7 +37,8 @@ def found(link, **options):
 
 def test_a_slow_link_wants_compression_and_a_fast_one_none():
     slow, fast = found("100mbit"), found("none,1us")
-    assert recommended(slow).codec in ("sign", "powersgd-4", "int4")
+    assert recommended(slow).codec == "int4"
+    assert recommended(slow, WAYS).codec in ("sign", "powersgd-4")
     assert recommended(fast).codec == "plain"
     plan = plan_of(recommended(fast), fast, cluster("none,1us"), 25.0)
     assert not plan.compresses
@@ -48,7 +49,7 @@ def test_a_coarser_way_must_be_worth_it():
     every = {c.codec: c for c in found("100mbit") if c.codec}
     even = [replace(every[way], seconds=s) for way, s in (("plain", 1.0), ("int8", 0.5), ("int4", 0.49), ("sign", 0.495))]
     assert recommended(even).codec == "int8"
-    assert recommended([replace(c, seconds=0.4) if c.codec == "sign" else c for c in even]).codec == "sign"
+    assert recommended([replace(c, seconds=0.4) if c.codec == "sign" else c for c in even], WAYS).codec == "sign"
     assert recommended([replace(c, seconds=0.99) if c.codec != "plain" else c for c in even]).codec == "plain"
     assert recommended([replace(c, seconds=0.95) if c.codec != "plain" else c for c in even]).codec == "plain"
     assert recommended([replace(c, seconds=0.93) if c.codec != "plain" else c for c in even]).codec == "int8"
@@ -60,6 +61,7 @@ def test_local_updates_are_advised_where_they_save_much_and_nowhere_else():
         every = found(link)
         chosen = recommended(every)
         best, why = advised(every, chosen)
+        assert advised(every, chosen, local_updates=False)[0] is chosen
         local = [c for c in every if c.local]
         assert best.seconds <= chosen.seconds
         assert {c.call for c in local} >= {'LocalUpdates(inner, every=30, codec="int4")'}
@@ -218,7 +220,7 @@ def test_what_a_probe_measured_reaches_the_model_whole(tmp_path):
     links = Links(Topology.of(1, 1, 1, 1), None, wire, stack)
     links.save(tmp_path / "links.json")
     parser = argparse.ArgumentParser()
-    cluster_options.add_cluster(parser)
+    option_groups.add_cluster(parser)
     given = ["--links", str(tmp_path / "links.json")]
     found, measured = cluster_options.cluster_of(parser.parse_args(given)), measured_cluster(links)
     assert asdict(found) == asdict(measured)

@@ -56,6 +56,35 @@ def test_with_an_exact_codec_a_window_is_what_the_equations_say(window):
     assert group.optimizers[0].counters.exact_rounds == updates == 5
 
 
+def test_an_exact_step_after_windows_divides_by_the_variance_that_it_has_just_seen():
+    """Elements below the floor too, where gradients have grown tenfold since ranks last heard of the variance."""
+    floor = 0.5
+    group = replicas(2, sync="every", variance_updates=1, variance_floor=floor, weight_decay=0.0)
+    for step in range(8):
+        before = together(group, "master")
+        group.step([[10 * g if step == 7 else g for g in mine] for mine in noise(2, step)])
+    v, m, after = together(group, "variance") / (1 - BETA2**4), together(group, "momentum"), together(group, "master")
+    first, lifted = 0, 0
+    for p in group.parameters[0]:
+        at = slice(first, first + p.numel())
+        first += p.numel()
+        low = np.sqrt(floor * v[at].mean())
+        lifted += (np.sqrt(v[at]) < low).sum()
+        step = LR / (1 - BETA1**8) * m[at] / (np.maximum(np.sqrt(v[at]), low) + 1e-8)
+        np.testing.assert_allclose(after[at], before[at] - step, rtol=1e-5, atol=1e-6)
+    assert lifted > 100
+    assert agree(group)
+
+
+def test_a_constant_rate_is_said_to_allow_no_local_step_with_the_cure_of_windows_that_stand_still(caplog):
+    group = replicas(2, sync="linear", check_every=0)
+    for step in range(6):
+        group.step(noise(2, step))
+    assert "NO STEP IS LOCAL" in caplog.text
+    assert "Let the rate fall, with sync='linear'" in caplog.text
+    assert "Pass sync=4" not in caplog.text
+
+
 def widest(cls, curvature, **options):
     """Largest |x| in the first 20 and the last 180 of 200 steps on curvature·x²/2, with s = 1 and a rate that falls to 0."""
     options = {"lr": LR, "betas": (BETA1, BETA2), "variance_updates": Early(4), "codec": "none", "min_numel": 0} | options

@@ -229,10 +229,43 @@ def test_nothing_stays_when_transports_go():
         time.sleep(0.01)
 
 
+class OnCard(torch.Tensor):
+    """A tensor of the host that says it is on a GPU."""
+
+    device = property(lambda _: torch.device("cuda", 0))
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def staged_exchange(transport):
+    """Rows of all three operations as a GPU would send them, and plain ones; the bytes that came."""
+    came, rank, size = [], transport.rank, transport.size
+    for tag, kind in enumerate((OnCard, torch.Tensor)):
+        header = pack_rows(dict.fromkeys(range(size), Frame(3, size, "none", 1, tag)), size)
+        sent = torch.cat([header, torch.stack([row(100, sender=rank, receiver=r, tag=0) for r in range(size)])], 1)
+        outs = [torch.zeros_like(sent).as_subclass(kind) for _ in range(3)]
+        transport.all_to_all(outs[0], sent.as_subclass(kind), 4 * tag).wait()
+        transport.all_gather(outs[1], sent[:1].as_subclass(kind), 4 * tag + 1).wait()
+        heads, payloads = header.as_subclass(kind), {r: sent[r, HEADER:].clone().as_subclass(kind) for r in range(size)}
+        into = Rows(outs[2][:, :HEADER].clone(), {r: torch.zeros(100, dtype=torch.uint8).as_subclass(kind) for r in payloads})
+        transport.exchange(into, Rows(heads, payloads), heads, 4 * tag + 2).wait()
+        came.append([x.as_subclass(torch.Tensor) for x in (outs[0], outs[1], *into.payloads.values())])
+    return came
+
+
+def test_rows_on_cuda_go_by_way_of_the_host():
+    for on_card, plain in on_all(staged_exchange, transports(3)):
+        assert all(map(torch.equal, on_card[2:], plain[2:]))
+        for one, other in zip(on_card[:2], plain[:2], strict=True):  # their headers have other numbers
+            assert torch.equal(one[:, HEADER:], other[:, HEADER:])
+            assert other[:, HEADER:].any()
+
+
 def test_rows_on_a_device_are_refused():
     for transport in transports(2):
         rows = torch.empty(2, HEADER, dtype=torch.uint8, device="meta")
-        with pytest.raises(InvalidArgument, match="rows are on meta: use a group of NCCL"):
+        with pytest.raises(InvalidArgument, match="rows are on meta: expected tensors on the CPU, or on CUDA"):
             transport.all_to_all(rows, rows, 0)
 
 

@@ -68,6 +68,8 @@ def test_what_is_to_be_gained():
         lambda: Topology.of(),
         lambda: Topology.parse("two"),
         lambda: Topology.parse("0 1|1"),
+        lambda: Topology.parse("9" * 30),
+        lambda: Topology.parse("9" * 30 + "x9"),
         lambda: Topology.of(2).node(2),
     ],
 )

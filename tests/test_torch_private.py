@@ -1,14 +1,21 @@
 """Every use of torch beyond its promises does what its entry in ``commpress.torch_private`` says, on this version."""
 
+import dataclasses
 import inspect
+from datetime import timedelta
 from importlib.metadata import EntryPoint
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
+import commpress
 import commpress.backend
 import sources
 from commpress import torch_private
@@ -45,11 +52,52 @@ def _gather_and_scatter():
     return every.tolist(), own.tolist()
 
 
+def test_a_schedule_tells_its_stages_and_a_stage_what_learns(pool):
+    assert pool.run(_pipeline, size=1) == [(True, True, None, (True, False))]
+
+
+class _Two(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x > 0
+
+
+def _pipeline():
+    stage = pipelining.PipelineStage(_Two(2, 2), 0, 1, torch.device("cpu"))
+    single = pipelining.ScheduleGPipe(stage, 1, loss_fn=lambda y, _: y[0].sum())
+    several = pipelining.ScheduleInterleaved1F1B([stage], 1, loss_fn=lambda y, _: y[0].sum())
+    before = torch_private.learning(stage, outputs=True)
+    single.step(torch.ones(1, 2), target=torch.ones(1))
+    after = torch_private.learning(stage, outputs=True)
+    same = [torch_private.pipeline_stages(schedule) == [stage] for schedule in (single, several)]
+    return *same, before, after if torch_private.RELEASE >= (2, 13) else (True, False)
+
+
+def test_a_model_tells_whether_it_has_a_hook(pool):
+    assert pool.run(_hook_or_none, size=1) == [(False, True)]
+
+
+def _hook_or_none():
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    before = torch_private.has_hook(ddp)
+    ddp.register_comm_hook(None, allreduce_hook)
+    return before, torch_private.has_hook(ddp)
+
+
 def test_a_backend_numbers_its_calls_without_a_warning(capfd):
     backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
     torch_private.begin_sequence(backend)
     assert backend._get_sequence_number_for_group() >= 0
     assert "deprecated" not in capfd.readouterr().err
+
+
+def test_gloo_listens_where_it_is_told_to():
+    backend = torch_private.gloo_at("127.0.0.1", dist.HashStore(), 0, 1, timedelta(seconds=7))
+    assert backend.options._timeout == timedelta(seconds=7)
+    tensor = torch.ones(1)
+    backend.allreduce([tensor], dist.AllreduceOptions()).wait()
+    assert tensor == 1
+    with pytest.raises(RuntimeError):
+        torch_private.gloo_at("no-such-host.invalid", dist.HashStore(), 0, 1, timedelta(seconds=7))
 
 
 def test_the_refusing_backend_refuses():
@@ -80,16 +128,20 @@ def test_fsdp2_hands_buffers_over_as_ours_take_them():
 
 
 def test_the_groups_of_a_unit(pool):
-    assert pool.run(_units, size=2) == [[["0.weight", "0.bias"]]] * 2
+    assert pool.run(_units, size=2) == [([["0.weight", "0.bias"]], [[(4, 4), (4,)]], [True])] * 2
 
 
 def _units():
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
     names = {id(p): name for name, p in model.named_parameters()}
-    return [[names[id(p.sharded_param)] for p in group.fsdp_params] for group in torch_private.fsdp_groups(model)]
+    groups = torch_private.fsdp_groups(model)
+    found = [[names[id(p.sharded_param)] for p in group.fsdp_params] for group in groups]
+    shapes = [[tuple(shape) for shape in torch_private.fsdp_shapes(group)] for group in groups]  # of whole parameters
+    return found, shapes, [torch_private.fsdp_mesh(group) == mesh for group in groups]
 
 
 # ---------------------------------------------------------------- the backend's entry point
@@ -105,22 +157,41 @@ def test_the_entry_point_registers_both_backends():
         assert name.upper() in dist.Backend._plugins
 
 
-def test_reconfiguring_is_neither_promised_nor_taken(pool, tmp_path):
-    said = pool.run(_reconfigure, str(tmp_path / "store"), size=2)
-    assert all(promised is False and "keeps its ranks" in error for promised, error in said)
-
-
-def _reconfigure(file):
-    group = commpress.backend.ProcessGroup(dist.FileStore(file, 2), dist.get_rank(), 2)
-    with pytest.raises(InvalidArgument) as caught:
-        group.reconfigure(None)
-    return group.supports_reconfigure, str(caught.value)
-
-
-def test_asking_for_reconfiguration_is_refused():
+def test_asking_mpi_for_reconfiguration_is_refused():
     class Asked:
         enable_reconfigure = True
 
-    make = dist.Backend._plugins["COMMPRESS"].creator_fn
+    make = dist.Backend._plugins["COMMPRESS_MPI"].creator_fn
     with pytest.raises(InvalidArgument, match="enable_reconfigure is True"):
         make(Asked(), None)
+
+
+def test_expert_exchanges_are_token_switches():
+    """With every parameter that torch's calls have, in their order; ours may have defaults where torch's have none."""
+    switch = torch_private.TokenSwitch
+    assert issubclass(commpress.ExpertExchange, switch)
+    assert (switch.__module__ == "torch.distributed._token_switch") == (torch_private.RELEASE >= (2, 15))
+    fields = [field.name for field in dataclasses.fields(torch_private.Routing)]
+    assert fields == ["handle", "topk_idx", "layout"]
+    for name in ("create_routing", "dispatch", "combine") if switch.__module__.startswith("torch") else ():
+        theirs, ours = (inspect.signature(getattr(of, name)).parameters for of in (switch, commpress.ExpertExchange))
+        assert [(p.name, p.kind) for p in theirs.values()] == [(p.name, p.kind) for p in ours.values()]
+    assert not getattr(commpress.ExpertExchange, "__abstractmethods__", ())
+
+
+@pytest.mark.skipif(not FSDP2, reason="DTensor of this torch remembers other things")
+def test_shards_after_ranks_have_changed_are_those_of_the_new_coordinate():
+    def viewed(rank):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            mesh = init_device_mesh("cpu", (2,))
+            whole = DTensor.from_local(torch.zeros(2 - rank), mesh, [Shard(0)], shape=torch.Size([3]), stride=(1,))
+            return len(whole.view(3).to_local())
+        finally:
+            dist.destroy_process_group()
+
+    assert viewed(0) == 2
+    with pytest.raises(RuntimeError, match="invalid for input"):  # torch's fault; where it is mended, so may be ours
+        viewed(1)
+    torch_private.forget_meshes()
+    assert viewed(1) == 1

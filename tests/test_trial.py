@@ -25,8 +25,9 @@ def tried(trial, seconds_of):
 
 
 def test_every_way_has_its_turns_and_the_fastest_stays():
-    ways, (chosen, why) = tried(Trial(), {"plain": 1.0, "int8": 0.5, "int4": 0.3, "sign": 0.2})
-    assert {way: ways[UNTIMED:].count(way) for way in WAYS} == dict.fromkeys(WAYS, 12)
+    every = (*WAYS, "sign")
+    ways, (chosen, why) = tried(trial_of("auto", "sign"), {"plain": 1.0, "int8": 0.5, "int4": 0.3, "sign": 0.2})
+    assert {way: ways[UNTIMED:].count(way) for way in every} == dict.fromkeys(every, 12)
     assert chosen == "sign"
     assert "plain 1000 ms" in why
     assert "sign 200 ms" in why
@@ -35,9 +36,9 @@ def test_every_way_has_its_turns_and_the_fastest_stays():
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
     [
-        ({"plain": 1.0, "int8": 0.98, "int4": 1.2, "sign": 1.3}, "plain"),  # not worth its errors
-        ({"plain": 1.0, "int8": 0.5, "int4": 0.49, "sign": 0.5}, "int8"),  # as good as the others, and finer
-        ({"plain": 1.0, "int8": 1.1, "int4": 1.1, "sign": 1.1}, "plain"),
+        ({"plain": 1.0, "int8": 0.98, "int4": 1.2}, "plain"),  # not worth its errors
+        ({"plain": 1.0, "int8": 0.5, "int4": 0.49}, "int8"),  # as good as the others, and finer
+        ({"plain": 1.0, "int8": 1.1, "int4": 1.1}, "plain"),
     ],
 )
 def test_a_coarser_way_must_be_worth_it(seconds, chosen):
@@ -54,6 +55,12 @@ def test_a_slow_step_now_and_then_changes_nothing():
 def test_what_to_try_can_be_said():
     assert trial_of("auto:int8, sign").ways == ("plain", "int8", "sign")
     assert trial_of("sign") is None
+    assert trial_of("auto").ways == ("plain", "int8", "int4"), "nothing that may change a loss"
+    assert trial_of("auto", allow=("sign", "int8", "powersgd-4")).ways == ("plain", "int8", "int4", "sign", "powersgd-4")
+    with pytest.raises(InvalidArgument, match="leave allow out"):
+        trial_of("auto:int8", allow="sign")
+    with pytest.raises(InvalidArgument, match="it is for codec='auto'"):
+        trial_of("int8", allow="sign")
     with pytest.raises(InvalidArgument, match="sine"):
         trial_of("auto:sine")
 

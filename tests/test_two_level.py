@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpress.codecs import ByName, SignCodec, codec_named
+from commpress.codecs import ByName, SignCodec, TernaryCodec, codec_named
 from commpress.codecs.family import EXACT, NAMES
 from commpress.collectives import two_level
 from commpress.collectives.allreduce import Workspace, compressed_allreduce
@@ -184,6 +184,14 @@ def test_telescoping_on_every_topology(topology, codec):
 )
 def test_telescoping_for_every_codec_and_length(sizes, numel, codec):
     check_telescoping(Topology.of(*sizes), numel, codec, steps=4)
+
+
+@pytest.mark.parametrize("topology", [Topology.of(2, 2), Topology.of(3, 3)], ids=str)
+def test_a_mean_that_comes_back_in_another_codec_is_that_of_all_ranks(topology):
+    """Three values say exactly what is as large everywhere."""
+    xs = [torch.full((512,), 3.0) for _ in range(topology.size)]
+    for result in Group(topology, 512, TernaryCodec(mean="bf16")).reduce(xs):
+        torch.testing.assert_close(result, xs[0], rtol=1e-2, atol=0)
 
 
 def test_residuals_are_a_share_of_the_flat_ones():

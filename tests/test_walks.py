@@ -50,7 +50,7 @@ def test_a_bucket_under_ddp(pool):
     found, _ = pool.run(bucket)
     print("\n" + table(found))
     assert {"integrations/ddp/hook.py", "collectives/allreduce.py", "collectives/transports/sockets.py"} <= found.keys()
-    assert len(found) <= 22
+    assert len(found) <= 23
     assert sum(map(len, found.values())) <= 1200
 
 
@@ -74,5 +74,5 @@ def test_a_compressed_step_of_zero_one_adam(pool):
     found, _ = pool.run(compressed_step)
     print("\n" + table(found))
     assert {"commpress/optim/zero_one_adam.py", "collectives/allreduce.py"} <= found.keys()
-    assert len(found) <= 36
-    assert sum(map(len, found.values())) <= 1600
+    assert len(found) <= 38  # one more since some ranks may hold parameters alone (held.py)
+    assert sum(map(len, found.values())) <= 1730  # headers that are checked on the device have a way of their own

@@ -1,15 +1,18 @@
 """Waiting: the order of starts and resumptions, the limit, where exceptions go, closing."""
 
+import gc
 import queue
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commpress.errors import InvalidArgument
 from commpress.work import Done, Worker, overlapped, run
 
 SECONDS = 30  # until a thread that should have gone on counts as stuck
@@ -314,3 +317,113 @@ def test_a_job_at_its_last_wait_is_overtaken(worker):
 def test_a_job_that_waits_more_often_than_it_said_fails(worker):
     with pytest.raises(RuntimeError, match="more often"):
         worker.submit(counting([], "a", 3), waits=2).wait()
+
+
+def test_a_worker_that_has_failed_holds_nothing_of_its_jobs(worker):
+    """It keeps the error, for jobs that come later; who let go of what the job worked on must be rid of it."""
+
+    class Held:
+        pass
+
+    def fails(held):
+        yield Done()
+        raise ValueError("mine")
+
+    held = Held()
+    gone = weakref.ref(held)
+    with pytest.raises(ValueError, match="mine"):
+        worker.submit(fails(held)).wait()
+    del held
+    gc.collect()
+    assert gone() is None
+
+
+# ---------------------------------------------------------------- on a GPU, with stand-ins for its streams
+
+
+class Card:
+    """Stand-in for ``torch.cuda``: streams that note what is asked of them."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple] = []
+        self.callers, self.captures = Note(self, "caller"), False
+
+    def Stream(self, device):
+        return Note(self, f"side {device.index}")
+
+    def current_stream(self, device):
+        return self.callers
+
+    def is_current_stream_capturing(self):
+        return self.captures
+
+    def set_stream(self, stream):
+        self.log.append((threading.current_thread().name, "goes to", stream.name))
+
+
+class Note:
+    def __init__(self, card, name) -> None:
+        self.card, self.name = card, name
+
+    def wait_stream(self, other):
+        self.card.log.append((self.name, "waits for", other.name))
+
+    def record_event(self):
+        return f"end of {self.name}"
+
+    def wait_event(self, event):
+        self.card.log.append((self.name, "waits for", event))
+
+
+class OnCard:
+    """Stand-in for a tensor."""
+
+    def __init__(self, card, index=0) -> None:
+        self.card, self.device = card, torch.device("cuda", index)
+
+    def record_stream(self, stream):
+        self.card.log.append(("memory", "is in use by", stream.name))
+
+
+@pytest.fixture
+def card(monkeypatch):
+    card = Card()
+    monkeypatch.setattr("commpress.work.torch.cuda", card)
+    return card
+
+
+def test_a_job_on_a_card_runs_between_what_its_caller_queued_before_and_after(card, worker):
+    """Its tensors stay until its stream has used them. The host waits for nothing."""
+    log = []
+    future = worker.submit(counting(log, "a", 1), OnCard(card), torch.ones(1))
+    assert future.wait() == "a"
+    side = ("tested", "goes to", "side 0")
+    assert card.log == [
+        ("side 0", "waits for", "caller"), ("memory", "is in use by", "side 0"), side, side,
+        ("caller", "waits for", "end of side 0"),
+    ]  # fmt: skip
+
+
+def test_each_card_has_a_stream_of_its_own_and_the_processor_none(card, worker):
+    for tensor in (OnCard(card, 0), OnCard(card, 1), OnCard(card, 0), torch.ones(1)):
+        worker.submit(counting([], "a", 0), tensor).wait()
+    assert [stream for who, what, stream in card.log if what == "goes to"] == ["side 0", "side 1", "side 0"]
+
+
+def test_tensors_that_a_job_made_stay_until_whoever_waited_has_used_them(card, worker, monkeypatch):
+    made = [OnCard(card), (OnCard(card, 1), "no tensor")]
+    monkeypatch.setattr("commpress.work.torch.Tensor", OnCard)
+
+    def making():
+        yield Done()
+        return made
+
+    assert worker.submit(making(), OnCard(card)).wait() is made
+    assert card.log[-1] == ("memory", "is in use by", "caller")
+    assert card.log.count(("memory", "is in use by", "caller")) == 1  # the other one is on another card
+
+
+def test_nothing_is_submitted_while_a_graph_is_captured(card, worker):
+    card.captures = True
+    with pytest.raises(InvalidArgument, match="CUDA graph"):
+        worker.submit(counting([], "a", 0), OnCard(card))

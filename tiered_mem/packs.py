@@ -20,7 +20,7 @@ class Packs:
     def __init__(self, catalog: Catalog, residency: Residency, access: Access, *, below: int, nbytes: int) -> None:
         """Tensors ``below`` so many bytes are packed, in packs of ``nbytes``."""
         self._catalog, self._residency, self._access = catalog, residency, access
-        self._below, self._nbytes = below, nbytes
+        self.below, self._nbytes = below, nbytes
         self._pack: Block | None = None  # being filled
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class Packs:
 
     def _at_hand(self, block: Block) -> bool:
         """In memory, or with others that have to be read: what is overwritten as a whole need not be."""
-        return (block.slot is not None and not block.leaving) or block.size < self._below or len(block.entries) > 1
+        return (block.slot is not None and not block.leaving) or block.size < self.below or len(block.entries) > 1
 
     def _put_anew(self, entry: Entry, tensor: torch.Tensor) -> None:
         """In place of the tensor that has its name, which is not looked at. Called without the lock."""
@@ -75,7 +75,7 @@ class Packs:
 
     def _place(self, entry: Entry) -> tuple[Block, Entry]:
         """Room for a new tensor in a pack or a block of its own, held as being written."""
-        r, small = self._residency, entry.nbytes < self._below
+        r, small = self._residency, entry.nbytes < self.below
         while True:
             pack = self._pack
             if small and pack and pack.capacity and pack.slot:

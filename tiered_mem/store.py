@@ -364,6 +364,11 @@ class TieredStore:
         return self._residency.wear
 
     @property
+    def pack_below(self) -> int:
+        """Bytes below which tensors share a chunk, and so come and go together."""
+        return self._packs.below
+
+    @property
     def engine(self) -> str:
         return self._residency.disk.engine.name
 

@@ -39,7 +39,7 @@ from commpress.work import Steps
 Order = Literal["inside-first", "between-first"]
 _ORDERS = {"inside-first": inside_first, "between-first": between_first}
 _BLOCKWISE = (INT8, INT4, FP8)
-_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -130,7 +130,7 @@ def all_to_all(
 
 
 def check_codec(codec: Codec, name: str = "codec") -> None:
-    if codec.lossless or codec.spec in _CASTS or codec.kind in _BLOCKWISE or known(codec.kind):
+    if codec.lossless or codec.spec in CASTS or codec.kind in _BLOCKWISE or known(codec.kind):
         return
     raise InvalidArgument(
         f"{name} is {codec.spec!r}, expected int8, int4, fp8, bf16, fp16, none or a registered one: with one or two bits "
@@ -164,11 +164,11 @@ def compressed_all_to_all(
         "transport": transport, "out_splits": out_splits, "in_splits": in_splits, "way": way, "sequence": sequence,
     }  # fmt: skip
     scratch, held = way.scratch, list[torch.Tensor]()
-    if codec.lossless or _CASTS.get(codec.spec) == inp.dtype:
+    if codec.lossless or CASTS.get(codec.spec) == inp.dtype:
         yield from all_to_all(out, inp, **how)
         return
-    if codec.spec in _CASTS:
-        sent, received = (_like(scratch, t, _CASTS[codec.spec], held) for t in (inp, out))
+    if codec.spec in CASTS:
+        sent, received = (_like(scratch, t, CASTS[codec.spec], held) for t in (inp, out))
         yield from all_to_all(received, sent.copy_(inp), **how)
         out.copy_(received)
         scratch.give(*held)

@@ -46,6 +46,11 @@ class Nodes:
             )
         return cls(members)
 
+    def among(self, sources: Sequence[int | None]) -> "Nodes":
+        """The nodes of those who are left, of whom each was rank ``sources`` here."""
+        now = {old: new for new, old in enumerate(sources) if old is not None}
+        return Nodes.of(tuple(tuple(now[r] for r in node if r in now) for node in self.members), len(sources))
+
     @cached_property
     def home(self) -> dict[int, int]:
         """The node of each rank."""
@@ -201,10 +206,30 @@ def _merged(spans: Sequence[ByteRange]) -> list[ByteRange]:
 
 @lru_cache(_KEPT)
 def flat(lengths: Lengths) -> RoutePlan:
+    every = tuple(range(len(lengths.inp)))
+    return direct(lengths, every, every, FLAT, 0)
+
+
+@lru_cache(_KEPT)
+def direct(lengths: Lengths, to: tuple[int, ...], come_from: tuple[int, ...], operation: int, parity: int) -> RoutePlan:
+    """One hop to these ranks, from those; who is in neither gets no header either."""
     me, inp, out = lengths.rank, spread(INP, lengths.inp), spread(OUT, lengths.out)
-    others = [r for r in range(len(inp)) if r != me]
     draft = _Draft()
-    draft.hop(FLAT, 0, {r: [inp[r]] for r in others}, {r: [out[r]] for r in others}, [(out[me], inp[me])])
+    draft.hop(
+        operation, parity, {r: [inp[r]] for r in to if r != me}, {r: [out[r]] for r in come_from if r != me},
+        [(out[me], inp[me])],
+    )  # fmt: skip
+    return draft.plan()
+
+
+@lru_cache(_KEPT)
+def to_everybody(lengths: Lengths) -> RoutePlan:
+    """All of ``inp`` to every rank: an all-gather of blocks of any length. ``lengths.inp`` is that one length for each."""
+    me, out = lengths.rank, spread(OUT, lengths.out)
+    own = ByteRange(INP, 0, lengths.inp[me])
+    others = [r for r in range(len(out)) if r != me]
+    draft = _Draft()
+    draft.hop(FLAT, 0, {r: [own] for r in others}, {r: [out[r]] for r in others}, [(out[me], own)])
     return draft.plan()
 
 

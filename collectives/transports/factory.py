@@ -33,7 +33,7 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
     """
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
         raise InvalidArgument(f"timeout is {timeout!r}, expected a positive datetime.timedelta, such as timedelta(seconds=60)")
-    if not dist.is_initialized():
+    if not initialized():
         return None
     patience = timeout_of(process_group) if timeout is None else timeout
     communicator = getattr(process_group or dist.group.WORLD, "communicator", None)
@@ -57,9 +57,33 @@ def own_transport(process_group: dist.ProcessGroup | None = None, *, timeout: ti
     return transport
 
 
+def initialized() -> bool:
+    """True if this process is in a process group of torch."""
+    return bool(dist.is_initialized())
+
+
+def on_reform(process_group: dist.ProcessGroup | None, owner: Any) -> None:
+    """Let ``owner.reform(change)`` be called when the ranks of the group change, where a group can (``group.reform``)."""
+    register = getattr(process_group or dist.group.WORLD, "on_reform", None) if dist.is_initialized() else None
+    if register is not None:
+        register(owner)
+
+
+def can_reform(process_group: dist.ProcessGroup | None) -> bool:
+    """True if the ranks of the group may change while it lives."""
+    return dist.is_initialized() and hasattr(process_group or dist.group.WORLD, "on_reform")
+
+
+def enroll(channel: Any, process_group: dist.ProcessGroup | None) -> None:
+    """Have a group whose ranks may change connect ``channel`` anew when they do."""
+    take = getattr(process_group or dist.group.WORLD, "enroll", None) if dist.is_initialized() else None
+    if take is not None:
+        take(channel)
+
+
 def ranks_of(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
     """Global ranks of a group; (0,) where torch.distributed is not initialised."""
-    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if dist.is_initialized() else (0,)
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if initialized() else (0,)
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:

@@ -21,18 +21,31 @@ import ctypes
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from commpress.collectives.transports import interface
+from commpress.torch_private import gloo_at
+
 T = TypeVar("T")
 _FILES, _TASKS = Path("/proc/self/fd"), Path("/proc/self/task")  # Linux; elsewhere nothing is found, and nothing done
 _THREAD = "gloo_tcp_loop"
 _kept: list[tuple[Any, Callable[[], bool]]] = []  # groups, and whether each is in use
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Gloo's group of these ranks, collective. By itself it asks the name server for this host each time."""
+    if interface.named():
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    address, _ = interface.own_address()
+    return gloo_at(address, store, rank, size, timeout)
 
 
 # ---------------------------------------------------------------- connections
@@ -109,9 +122,20 @@ def _threads() -> set[int]:
 
 def outlive(group: Any, in_use: Callable[[], bool] | None = None) -> None:
     """Keep ``group`` to the end of the process, or until another one is kept after this one is not ``in_use`` any more."""
-    _kept[:] = [(each, used) for each, used in _kept if used() and each is not group]
+    gone: list[Any] = [pair for pair in _kept if pair[0] is not group and not pair[1]()]
+    _kept[:] = [pair for pair in _kept if pair[0] is not group and pair not in gone]
+    let_go(gone)
     _kept.append((group, in_use or (lambda: _registered(group))))
     _never_let_go()
+
+
+def let_go(groups: list[Any]) -> None:
+    """Empty the list in a thread of its own: the end of a group waits for calls that nothing can end before their time.
+
+    The caller must hold none of them any more.
+    """
+    if groups:
+        threading.Thread(target=groups.clear, name="commpress-let-go", daemon=True).start()
 
 
 def outliving() -> list[Any]:

@@ -86,7 +86,7 @@ class _Delivery:
         sender.kept.discard(me)
         header = sender.inp.headers[me]
         self.out.headers[r] = header
-        if same(self.wanted[r].numpy().tobytes(), header.numpy().tobytes()):
+        if same(self.wanted[r].cpu().numpy().tobytes(), header.cpu().numpy().tobytes()):
             self.out.payloads[r].copy_(sender.inp.payloads[me])
 
 

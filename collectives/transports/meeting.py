@@ -1,36 +1,43 @@
 """Meeting of the ranks of a group for connections of our own: each has an address, a port and a token nobody else knows.
 
 Whoever connects must know the listener's random token, which travels only among the ranks, and is told that he is in. Anybody
-else may knock: nobody waits for him.
+else may knock: nobody waits for him. A greeting says of which epoch of the group it is: connections of others are refused.
 """
 
 import contextlib
-import fcntl
 import os
 import secrets
 import selectors
 import socket
 import struct
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from commpress.errors import CommunicationError, PeerFailure
+from commpress.collectives.transports import interface
+from commpress.errors import PeerFailure
 
 HELLO, PING = 4, 5  # kinds of greeting: a connection that stays; a question whether this process runs
-WELCOME = b"!"  # the answer to a greeting
+ENLIST, JOIN = 7, 8  # of a member that wants to agree on who goes on; of one that wants to become a member
+WELCOME, GONE_ON = b"!", b">"  # answers to a greeting; GONE_ON: this process is of another epoch
 PATIENCE = 1.0  # seconds that a visitor has for his greeting
 _AGAIN = 0.02  # seconds before a rank that was not taken in calls again
 STRANGERS = 64  # visitors at the door who have not greeted; the oldest goes when another comes
 _TOKEN = 16
-_GREETING = struct.Struct(f"<B{_TOKEN}sI")  # kind, token, rank
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_ADDRESSES = Path("/proc/net/if_inet6")  # Linux: address, index, prefix, scope, flags, interface
-_LINK = 0x20  # the scope of an address that holds on one link only; the others are smaller
+_GREETING = struct.Struct(f"<B{_TOKEN}sIQQ")  # kind, token, rank, epoch, the epoch that it may be of by now
+
+
+class Visit(NamedTuple):
+    """A visitor who has greeted as only ranks can."""
+
+    kind: int
+    rank: int
+    connection: socket.socket
+    epochs: tuple[int, int] = (0, 0)  # the one it is of, and the one that it may be of by now; 0: none
 
 
 @dataclass(eq=False)
@@ -41,36 +48,56 @@ class _Visitor:
 
 
 class Door:
-    """A listener, and the visitors who have not said who they are. Its file is readable when one of them is to be heard."""
+    """A listener, and the visitors who have not said who they are. Its file is readable when one of them is to be heard.
+
+    Any thread may listen, and close it.
+    """
 
     def __init__(self, address: str, family: socket.AddressFamily, room: int) -> None:
         self.token = secrets.token_bytes(_TOKEN)
+        self._address = address
         self._listener = socket.create_server((address, 0), family=family, backlog=room + STRANGERS)
         self._listener.setblocking(False)
         self._room = room + STRANGERS
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._visitors: dict[socket.socket, _Visitor] = {}  # the oldest first
+        self._lock, self._closed = threading.Lock(), False
         close_in_children(self)
 
     @property
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
+    @property
+    def here(self) -> str:
+        """The way to this door: address, port, token."""
+        return f"{self._address} {self.port} {self.token.hex()}"
+
     def fileno(self) -> int:
         return self._selector.fileno()  # type: ignore[attr-defined, no-any-return, unused-ignore]
 
-    def arrivals(self, seconds: float = 0.0) -> Iterator[tuple[int, int, socket.socket]]:
-        """Kind, rank and connection of those who have greeted as only ranks can, waiting ``seconds`` at most for news."""
-        for key, _ in self._selector.select(max(seconds, 0.0)):
-            for visitor in self._let_in() if key.fileobj is self._listener else [key.data]:
-                if visitor.connection in self._visitors:
-                    yield from self._hear(visitor)
-        now = time.monotonic()
-        for visitor in [v for v in self._visitors.values() if v.until < now]:
-            self._dismiss(visitor)
+    def arrivals(self) -> list[Visit]:
+        """Those who have greeted by now."""
+        came: list[Visit] = []
+        with self._lock:
+            if self._closed:
+                return came
+            for key, _ in self._selector.select(0.0):
+                for visitor in self._let_in() if key.fileobj is self._listener else [key.data]:
+                    if visitor.connection in self._visitors and (visit := self._hear(visitor)) is not None:
+                        came.append(visit)
+            now = time.monotonic()
+            for visitor in [v for v in self._visitors.values() if v.until < now]:
+                self._dismiss(visitor)
+        return came
 
     def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        self._closed = True
         self._selector.close()
         self._listener.close()
         for visitor in self._visitors.values():
@@ -78,7 +105,7 @@ class Door:
         self._visitors.clear()
 
     def forked(self) -> None:
-        self.close()
+        self._close()
 
     def _let_in(self) -> list[_Visitor]:
         """Everybody who has knocked."""
@@ -89,29 +116,34 @@ class Door:
                 connection.setblocking(False)
                 if len(self._visitors) >= self._room:
                     self._dismiss(next(iter(self._visitors.values())))
-                came.append(_Visitor(connection, time.monotonic() + PATIENCE))
-                self._visitors[connection] = came[-1]
-                self._selector.register(connection, selectors.EVENT_READ, came[-1])
+                visitor = _Visitor(connection, time.monotonic() + PATIENCE)
+                try:
+                    self._selector.register(connection, selectors.EVENT_READ, visitor)
+                except OSError:  # the kernel watches no more files; he calls again
+                    connection.close()
+                    continue
+                came.append(visitor)
+                self._visitors[connection] = visitor
         return came
 
-    def _hear(self, visitor: _Visitor) -> Iterator[tuple[int, int, socket.socket]]:
+    def _hear(self, visitor: _Visitor) -> Visit | None:
         try:
             part = visitor.connection.recv(_GREETING.size - len(visitor.greeting))
         except BlockingIOError:
-            return
+            return None
         except OSError:
             part = b""
         visitor.greeting += part
         if part and len(visitor.greeting) < _GREETING.size:
-            return
+            return None
         if part:
-            kind, token, rank = _GREETING.unpack(visitor.greeting)
+            kind, token, rank, *epochs = _GREETING.unpack(visitor.greeting)
             if secrets.compare_digest(token, self.token):
                 self._selector.unregister(visitor.connection)
                 del self._visitors[visitor.connection]
-                yield kind, rank, visitor.connection
-                return
+                return Visit(kind, rank, visitor.connection, (epochs[0], epochs[1]))
         self._dismiss(visitor)
+        return None
 
     def _dismiss(self, visitor: _Visitor) -> None:
         self._selector.unregister(visitor.connection)
@@ -120,20 +152,31 @@ class Door:
 
 
 class Meeting:
-    """One rank's door, and the places of the others. ``here`` must reach them, and theirs come to ``learn``."""
+    """One rank among the doors of all. ``here`` must reach its own, and those of all come to ``learn``.
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        address, family = _own_address()
-        self.door = Door(address, family, size)
-        self.here = f"{address} {self.door.port} {self.door.token.hex()}"
-        self._places: list[tuple[str, int, bytes]] = []
+    ``door``: one that stays when the meeting is over; without it the meeting has its own. Visitors who are not for this meeting
+    go to ``others``. ``check`` is told while it waits for whom, and may raise.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        door: Door | None = None,
+        epoch: int = 0,
+        others: Callable[[Visit], object] | None = None,
+        check: Callable[[Sequence[int]], None] = lambda missing: None,
+    ) -> None:
+        self.rank, self.size, self.epoch = rank, size, epoch
+        self.door, self._lent = door or own_door(size), door is not None
+        self.here = self.door.here
+        self._places: list[str] = []
+        self._others, self._check = others or _answer, check
 
     def learn(self, places: Sequence[str]) -> None:
         """Take every rank's ``here``, by rank."""
-        for place in places:
-            host, port, token = place.split(" ")
-            self._places.append((host, int(port), bytes.fromhex(token)))
+        self._places = list(places)
 
     def connect_all(self, deadline: float) -> dict[int, socket.socket]:
         """One connection to every peer: to lower ranks our own, from higher ones theirs.
@@ -146,13 +189,14 @@ class Meeting:
             news.register(self.door, selectors.EVENT_READ)
             try:
                 while missing := [r for r in range(self.size) if r != self.rank and r not in connections]:
+                    self._check(missing)
                     left = deadline - time.monotonic()
                     if left <= 0:
                         raise self._absent(tuple(missing))
                     for peer in [r for r in missing if r < self.rank and r not in calls]:
                         calls[peer] = self._call(peer, left)
                         news.register(calls[peer], selectors.EVENT_READ, peer)
-                    for key, _ in news.select(min(left, PATIENCE)):
+                    for key, _ in news.select(min(left, PATIENCE / 4)):
                         if key.fileobj is self.door:
                             connections |= self._received(missing)
                             continue
@@ -171,25 +215,17 @@ class Meeting:
 
     def call(self, peer: int, kind: int, seconds: float) -> socket.socket:
         """A connection to a peer on which we have said who we are. ``welcomed`` tells whether it took us in."""
-        host, port, token = self._places[peer]
-        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        connection.settimeout(max(seconds, 0.001))
-        try:
-            connection.connect(_address(host, port))
-            connection.sendall(_GREETING.pack(kind, token, self.rank))
-        except OSError:
-            connection.close()
-            raise
-        return connection
+        return knock(self._places[peer], kind, self.rank, (self.epoch, 0), seconds)
 
     def close(self) -> None:
-        self.door.close()
+        if not self._lent:
+            self.door.close()
 
     def _call(self, peer: int, seconds: float) -> socket.socket:
         try:
             return self.call(peer, HELLO, seconds)
         except OSError as error:
-            host, port, _ = self._places[peer]
+            host, port, _ = self._places[peer].split(" ")
             raise PeerFailure(
                 f"rank {self.rank} cannot reach rank {peer} at {host} port {port} ({error}). Every rank must be able to "
                 "connect to every other; GLOO_SOCKET_IFNAME names the network interface to use.",
@@ -199,9 +235,12 @@ class Meeting:
     def _received(self, missing: Sequence[int]) -> dict[int, socket.socket]:
         """The connections that higher ranks have made."""
         came: dict[int, socket.socket] = {}
-        for kind, peer, connection in self.door.arrivals():
-            due = kind == HELLO and peer in missing and peer > self.rank and peer not in came
-            if (due or kind == PING) and welcome(connection) and due:
+        for visit in self.door.arrivals():
+            kind, peer, connection, (epoch, _) = visit
+            due = kind == HELLO and epoch == self.epoch and peer in missing and peer > self.rank and peer not in came
+            if not due:
+                self._others(visit)
+            elif welcome(connection):
                 came[peer] = connection
             else:
                 connection.close()
@@ -215,12 +254,44 @@ class Meeting:
         )
 
 
-def welcome(connection: socket.socket) -> bool:
+def own_door(room: int) -> Door:
+    """A new door on the interface by which peers find this rank."""
+    address, family = interface.own_address()
+    return Door(address, family, room)
+
+
+def knock(place: str, kind: int, rank: int, epochs: tuple[int, int], seconds: float) -> socket.socket:
+    """A connection to a door on which we have said who we are."""
+    host, port, _ = place.split(" ")
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    connection.settimeout(max(seconds, 0.001))
+    try:
+        connection.connect(interface.for_connect(host, int(port)))
+        connection.sendall(greeting(place, kind, rank, epochs))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def greeting(place: str, kind: int, rank: int, epochs: tuple[int, int]) -> bytes:
+    """The words that are due at a door."""
+    return _GREETING.pack(kind, bytes.fromhex(place.split(" ")[2]), rank, *epochs)
+
+
+def welcome(connection: socket.socket, answer: bytes = WELCOME) -> bool:
     """Tell a visitor that it is in; whether it is still there."""
     try:
-        return connection.send(WELCOME) == len(WELCOME)
+        return connection.send(answer) == len(answer)
     except OSError:
         return False
+
+
+def _answer(visit: Visit) -> None:
+    """Tell whoever asks that this process runs."""
+    with visit.connection:
+        if visit.kind == PING:
+            welcome(visit.connection)
 
 
 def welcomed(connection: socket.socket) -> bool:
@@ -229,48 +300,6 @@ def welcomed(connection: socket.socket) -> bool:
         return connection.recv(len(WELCOME)) == WELCOME
     except OSError:
         return False
-
-
-# ---------------------------------------------------------------- addresses
-
-
-def _own_address() -> tuple[str, socket.AddressFamily]:
-    """The address by which peers find this rank: by the rule that Gloo has, so that they can reach it if Gloo can."""
-    if name := _interface():
-        return _address_of(name)
-    with contextlib.suppress(OSError):
-        for family, _, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.create_server((str(where[0]), 0), family=family):
-                return str(where[0]), family
-    return "127.0.0.1", socket.AF_INET
-
-
-def _interface() -> str:
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-
-
-def _address_of(interface: str) -> tuple[str, socket.AddressFamily]:
-    """Its IPv4 address, else the IPv6 address that reaches furthest."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-            return socket.inet_ntoa(answer[20:24]), socket.AF_INET
-        except OSError as error:
-            lines = [line.split() for line in (_ADDRESSES.read_text() if _ADDRESSES.exists() else "").splitlines()]
-            found = sorted((int(scope, 16), address) for address, _, _, scope, _, name in lines if name == interface)
-            if not found:
-                raise CommunicationError(
-                    f"GLOO_SOCKET_IFNAME is {interface!r}, but that network interface has no address ({error})"
-                ) from error
-    scope, address = found[0]
-    text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-    return text + (f"%{interface}" if scope == _LINK else ""), socket.AF_INET6
-
-
-def _address(host: str, port: int) -> tuple[str, int] | tuple[str, int, int, int]:
-    """For ``connect``. An address that holds on one link only is reached over our own interface, whatever the peer says."""
-    address, on_link, theirs = host.partition("%")
-    return (address, port, 0, socket.if_nametoindex(_interface() or theirs)) if on_link else (address, port)
 
 
 # ---------------------------------------------------------------- forked children

@@ -8,7 +8,6 @@ import ctypes
 import os
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from commpress.collectives.frame import AGREED, HEADER, same
 from commpress.collectives.transports.rows import Rows, rows_of
-from commpress.collectives.transports.transport import InFront, Transport
+from commpress.collectives.transports.staged import HostBuffers, Staged
 from commpress.errors import CommunicationError, InvalidArgument, MissingPackage, PeerFailure
 from commpress.work import Work
 
@@ -78,26 +77,26 @@ class MpiTransport:
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.failure: str | None = None
         self._aborts = False  # at the end of the process
-        self._cuda_aware, self._staged = cuda_aware, Staged(self)
+        self._cuda_aware, self._free = cuda_aware, HostBuffers()
         self._tags = self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB) - _PLAIN  # far more than _PLAIN in every MPI
         self._kept: list[Any] = []  # requests and buffers of operations that did not end
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if self._host_only(inp):
-            return self._staged.all_to_all(out, inp, tag)
+            return Staged(self, self._free).all_to_all(out, inp, tag)
         self._usable()
         return _MpiTransfer(self, rows_of(out), rows_of(inp), inp[self.rank, :HEADER].expand(self.size, -1), tag)
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         if self._host_only(inp):
-            return self._staged.all_gather(out, inp, tag)
+            return Staged(self, self._free).all_gather(out, inp, tag)
         self._usable()
         rows = dict.fromkeys(range(self.size), inp[0])
         return _MpiTransfer(self, Rows(out, dict(enumerate(out))), Rows(inp, rows), None, tag)
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         if self._host_only(inp.headers):
-            return self._staged.exchange(out, inp, wanted, tag)
+            return Staged(self, self._free).exchange(out, inp, wanted, tag)
         self._usable()
         return _MpiTransfer(self, out, inp, wanted, tag)
 
@@ -270,55 +269,3 @@ def _cuda_aware() -> bool:
         except (OSError, AttributeError):
             continue
     return False
-
-
-# ---------------------------------------------------------------- by way of the host
-
-
-class Staged(InFront):
-    """Any transport of host memory, for tensors on a device: through pinned buffers that it keeps."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.stand_for(inner)
-        self._free: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
-
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        host = self._take(out)
-        sent = self._copy(inp)
-        return _Staging(self, self.inner.all_to_all(host, sent, tag), [(out, host)], [sent])
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
-        host = self._take(out)
-        sent = self._copy(inp)
-        return _Staging(self, self.inner.all_gather(host, sent, tag), [(out, host)], [sent])
-
-    def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
-        host = Rows(self._take(out.headers), {r: self._take(p) for r, p in out.payloads.items()})
-        sent = Rows(self._copy(inp.headers), {r: self._copy(p) for r, p in inp.payloads.items()})
-        back = [(out.headers, host.headers), *((p, host.payloads[r]) for r, p in out.payloads.items())]
-        work = self.inner.exchange(host, sent, wanted.cpu(), tag)
-        return _Staging(self, work, back, [sent.headers, *sent.payloads.values()])
-
-    def _take(self, like: torch.Tensor) -> torch.Tensor:
-        free = self._free[tuple(like.shape)]
-        return free.pop() if free else torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.cuda.is_available())
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._take(tensor).copy_(tensor)
-
-    def give(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._free[tuple(tensor.shape)].append(tensor)
-
-
-class _Staging:
-    def __init__(
-        self, staged: Staged, work: Work, back: list[tuple[torch.Tensor, torch.Tensor]], sent: list[torch.Tensor]
-    ) -> None:
-        self.staged, self.work, self.back, self.sent = staged, work, back, sent
-
-    def wait(self) -> None:
-        self.work.wait()
-        for device, host in self.back:
-            device.copy_(host)
-        self.staged.give([*(host for _, host in self.back), *self.sent])

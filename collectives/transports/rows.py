@@ -31,8 +31,7 @@ def rows_of(message: torch.Tensor) -> Rows:
 def rows_in(message: torch.Tensor) -> list[memoryview]:
     """The memory of the rows of uint8[n, row], whose elements are contiguous."""
     if message.device.type != "cpu":
-        where = f"rows are on {message.device}"
-        raise InvalidArgument(f"a Gloo group sends host memory, but {where}: use a group of NCCL for them")
+        raise InvalidArgument(f"rows are on {message.device}: expected tensors on the CPU, or on CUDA, which go by way of it")
     (count, width), step = message.shape, message.stride(0)
     if not count:
         return []

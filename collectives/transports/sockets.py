@@ -1,4 +1,4 @@
-"""Rows over TCP connections of our own, one between every two ranks, for tensors of host memory.
+"""Rows over TCP connections of our own, one between every two ranks; those of tensors on CUDA by way of pinned host memory.
 
 A message is an envelope (tag and bytes of the payload), a header of 64 bytes and the payload, one behind the other: nobody asks
 before he sends. ``engine`` moves them.
@@ -19,6 +19,7 @@ from commpress.collectives.transports.engine import SocketEngine
 from commpress.collectives.transports.meeting import Meeting
 from commpress.collectives.transports.messages import Parts, SocketTransfer
 from commpress.collectives.transports.rows import Rows, memory_of, rows_in
+from commpress.collectives.transports.staged import HostBuffers, Staged
 from commpress.errors import CommunicationError
 from commpress.work import Work
 
@@ -35,19 +36,26 @@ class SocketTransport:
         self.members = tuple(members or range(len(mesh.world)))
         self.rank, self.size = self.members.index(mesh.rank), len(self.members)
         self.failure: str | None = None
+        self._free = HostBuffers()
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        if inp.device.type == "cuda":
+            return Staged(self, self._free).all_to_all(out, inp, tag)
         wanted = dict.fromkeys(range(self.size), bytes(rows_in(inp)[self.rank][:HEADER]))
         theirs, ours = _parts(out), _parts(inp)
         out[self.rank] = inp[self.rank]
         return self._post(theirs, ours, wanted, tag, (out, inp))
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
+        if inp.device.type == "cuda":
+            return Staged(self, self._free).all_gather(out, inp, tag)
         ours = _parts(inp)[0]
         out[self.rank] = inp[0]
         return self._post(_parts(out), dict.fromkeys(range(self.size), ours), None, tag, (out, inp))
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
+        if inp.headers.device.type == "cuda":
+            return Staged(self, self._free).exchange(out, inp, wanted, tag)
         rows = rows_in(wanted)
         expected = {r: bytes(rows[r]) for r in out.payloads}
         if self.rank in inp.payloads:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from commpress.collectives.frame import alike, same, unpack
 from commpress.collectives.transports.gloo import Connections
 from commpress.collectives.transports.rows import HEADER, Rows, rows_of
+from commpress.collectives.transports.staged import HostBuffers, Staged
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
 from commpress.torch_private import all_gather_single
 from commpress.work import Work
@@ -58,12 +59,15 @@ class TorchTransport:
         self.checks = self.point_to_point or checks_asked()
         self._connections = connections
         self.failure: str | None = None
+        self._free = HostBuffers()
         self._kept: list[Any] = []  # buffers of operations that a disagreement left unfinished
         self.small = max(min(SMALL, ROOM // self.size), SMALLEST)
         self._spare: deque[_ShortMessages] = deque(maxlen=_SPARE)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._usable()
+        if self._by_host(inp):
+            return Staged(self, self._free).all_to_all(out, inp, tag)
         if self.point_to_point:
             wanted = inp[self.rank, :HEADER].expand(self.size, -1)
             return _TorchTransfer(self, rows_of(out), rows_of(inp), wanted, tag)
@@ -72,6 +76,8 @@ class TorchTransport:
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor, tag: int) -> Work:
         self._usable()
+        if self._by_host(inp):
+            return Staged(self, self._free).all_gather(out, inp, tag)
         if self.point_to_point:
             rows = dict.fromkeys(range(self.size), inp[0])
             return _TorchTransfer(self, Rows(out, dict(enumerate(out))), Rows(inp, rows), None, tag)
@@ -79,6 +85,8 @@ class TorchTransport:
 
     def exchange(self, out: Rows, inp: Rows, wanted: torch.Tensor, tag: int) -> Work:
         self._usable()
+        if self._by_host(inp.headers):
+            return Staged(self, self._free).exchange(out, inp, wanted, tag)
         return (_TorchTransfer if self.point_to_point else _BatchedTransfer)(self, out, inp, wanted, tag)
 
     def subset(self, ranks: Sequence[int]) -> "TorchTransport | None":
@@ -128,6 +136,10 @@ class TorchTransport:
         self.failure = reason
         if self._connections is not None:
             self._connections.cut()
+
+    def _by_host(self, tensor: torch.Tensor) -> bool:
+        """True on CUDA over Gloo, which sends memory of the host."""
+        return self.point_to_point and tensor.device.type == "cuda"
 
     def _usable(self) -> None:
         if self.failure:

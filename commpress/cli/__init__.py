@@ -1,59 +1,77 @@
-"""The command line: ``commpress demo``, ``doctor``, ``probe``, ``plan``, ``simulate`` and ``bench``."""
+"""The command line: parses what was typed and runs the module of the command."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any
 
-DESCRIPTION = """\
-Train over slow networks: gradients cross the wire in one bit instead of thirty-two.
+from commpress import __version__
+from commpress.errors import CommpressError
 
-  commpress demo                   see it: a small GPT trained three ways on 4 local processes (about 3 minutes)
-  commpress doctor                 what works on this machine, and what to do about what does not
-  commpress bench codec            how fast codecs are on this processor
-  commpress bench allreduce        one compressed all-reduce against torch's own
-  commpress bench alltoall         one all-to-all, flat and by way of nodes
-  commpress bench io               how fast the tiered store reads and writes here, beside fio
-  commpress bench train            a training step: which share of it waits for the network
-  commpress plan                   what to use here and what it gains, or that nothing should be compressed
-  commpress simulate               how long it would take on a cluster of up to thousands of ranks
-  commpress probe                  how fast ranks reach each other inside a node and between nodes
+DESCRIPTION = "Train over slow networks: gradients travel in few bits, and what those leave out is sent later."
+LAUNCHED = """\
+'commpress probe' and all benchmarks but codec and io start local processes, or run on several
+machines under a launcher:
 
-'commpress probe' and all benchmarks but that of codecs start local processes, or run on several machines under a launcher:
-
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench train
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+    --no-python commpress bench train
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    from commpress.cli import (
-        bench_allreduce,
-        bench_alltoall,
-        bench_codec,
-        bench_io,
-        bench_train,
-        demo,
-        doctor,
-        plan,
-        probe,
-        simulate,
-    )
+    """All commands; of torch and of the modules that run them nothing is loaded."""
+    from commpress.cli.commands import COMMANDS
 
-    top = argparse.ArgumentParser(
-        prog="commpress", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, command in {"demo": demo, "doctor": doctor, "probe": probe, "plan": plan, "simulate": simulate}.items():
-        add(commands, name, command)
-    about = "Measure; --check for CI, --json for programs, --plot for people."
-    bench = commands.add_parser("bench", help="measure", description=about)
-    benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
-    for module in (bench_codec, bench_allreduce, bench_alltoall, bench_io, bench_train):
-        add(benches, module.__name__.rpartition("bench_")[2], module)
+    top = _parser("commpress", f"{DESCRIPTION}\n\n{overview()}\n{LAUNCHED}")
+    top.add_argument("--version", action="version", version=f"commpress {__version__}")
+    rooms = {"": top.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)}
+    for command in COMMANDS:
+        room, _, name = command.words.rpartition(" ")
+        if room not in rooms:
+            about = f"Measure; --check for CI, --json for programs, --plot for people.\n\n{overview(room)}"
+            rooms[room] = rooms[""].add_parser(
+                room, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+            ).add_subparsers(metavar="WHAT", required=True, help=argparse.SUPPRESS)  # fmt: skip
+        below = rooms[room].add_parser(
+            name, description=command.help, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.options(below)
+        below.set_defaults(run=partial(_start, command.runs, command.words if command.spins else ""))
     return top
 
 
-def add(commands, name: str, module) -> None:  # type: ignore[no-untyped-def]
-    """A command is a module: its docstring is the help, ``options`` adds its options, ``run`` returns the exit status."""
+def overview(room: str = "") -> str:
+    """Each command once, by groups; those below ``room`` only, if it is named."""
+    from commpress.cli.commands import COMMANDS
+
+    shown = [command for command in COMMANDS if command.words.startswith(room)]
+    width = max(len(command.words) for command in shown)
+    groups: dict[str, list[str]] = {}
+    for command in shown:
+        groups.setdefault(command.group, []).append(f"  commpress {command.words:<{width}}  {command.summary}\n")
+    return "\n".join(f"{group}\n{''.join(lines)}" for group, lines in groups.items())
+
+
+def _parser(name: str, about: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=name, usage=f"{name} [-h] [--version] COMMAND ...", description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+
+
+def _start(module: str, spinner: str, options: argparse.Namespace) -> int:
+    from commpress.cli import terminal
+
+    with terminal.working(f"commpress {spinner}") if spinner else nullcontext():
+        return int(import_module(module).run(options))
+
+
+def add(commands: Any, name: str, module: Any) -> None:
+    """A command that is a module: its docstring is the help, ``options`` adds its options, ``run`` returns the exit status."""
     summary, _, rest = module.__doc__.partition("\n")
     command = commands.add_parser(
         name, help=summary, description=f"{summary}\n{rest}", formatter_class=argparse.RawDescriptionHelpFormatter
@@ -63,19 +81,31 @@ def add(commands, name: str, module) -> None:  # type: ignore[no-untyped-def]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _open_closed()
     return run(parser(), argv)
 
 
+def _open_closed() -> None:
+    """Let no pipe or file take the number of a standard stream that is closed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
 def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """The exit status of what ``argv`` asks for; errors of ours in one line."""
-    from commpress.cli import harness
-    from commpress.errors import CommpressError
+    """The exit status of what ``argv`` asks for; errors of ours and of files in one line."""
+    from commpress.cli.option_groups import refuse_early
 
     options = commands.parse_args(argv)
     try:
-        harness.refuse_early(options)
-        return options.run(options)
-    except CommpressError as error:
+        refuse_early(options)
+        return int(options.run(options))
+    except BrokenPipeError:  # who read our output has gone; nothing more is to be flushed to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    except (CommpressError, OSError) as error:
         print(f"commpress: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,18 +1,4 @@
-"""one compressed all-reduce of one buffer, against torch's float32 all-reduce
-
-The columns of nccl-tests, then what compression adds. Both all-reduces run alternately, so that a network's moods hit both.
-  time, algbw, busbw   of the compressed one, as if it were an all-reduce of float32: algbw = size / time,
-                       busbw = algbw * 2(n-1)/n
-  #wrong               elements whose bits differ between ranks
-  wire                 bytes one rank sent, headers included; ratio: against a float32 ring
-  error                of one all-reduce against the exact mean, relative; kept: what error feedback owes after all of them
-  fp32 time, speed-up  of torch's all_reduce, and how many times longer it takes
-It runs what the DDP hook runs: the same messages, kernels, transport and error feedback.
-
-  commpress bench allreduce                                      4 local processes
-  commpress bench allreduce --codec int8 --min-bytes 64KiB
-  torchrun --nproc-per-node 2 --no-python commpress bench allreduce --check
-"""
+"""One compressed all-reduce of one buffer, against torch's float32 all-reduce."""
 
 import argparse
 from dataclasses import dataclass
@@ -72,13 +58,6 @@ class ReducedSize:
         return self.fp32_seconds / self.seconds
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
-    harness.add_sizes(parser, "1MiB", "32MiB")
-    parser.add_argument("--iterations", type=int, default=10, metavar="N", help="timed, of each size (default 10)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="not timed, of each size (default 2)")
-    ranks.add_options(parser)
-    harness.add_options(parser, check="ranks agree bit for bit, error feedback loses nothing and codecs err in the right order")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,19 +1,4 @@
-"""one all-to-all of one buffer, flat and by way of nodes, against torch's all_to_all_single (or MPI's Alltoall)
-
-All run interleaved, so that a network's moods hit them alike; times are medians over rounds of the slowest rank's.
-  size, block          bytes that one rank sends in all, and to each rank
-  flat, inside-first,
-  between-first        time of each route; the last two need --nodes. With --codec, encoding and decoding included
-  rival                time of torch's all_to_all_single on float32; with --mpi of MPI's blocking Alltoall on the same bytes
-  flat x               how many times longer the rival takes than flat
-  nodes x              how many times longer flat takes than the faster route by way of nodes: above 1 they pay
-  messages             that leave rank 0 for other nodes, flat and by the first way of nodes
-Every result is compared with the rival's, bit for bit if nothing is compressed.
-
-  commpress bench alltoall                                              4 local processes
-  commpress bench alltoall --ranks 8 --nodes 2x4 --min-bytes 8KiB --max-bytes 8MiB
-  mpirun -n 4 commpress bench alltoall --mpi --check                    over MPI
-"""
+"""One all-to-all of one buffer, flat and by way of nodes, against torch's or MPI's."""
 
 import argparse
 from collections.abc import Callable
@@ -65,15 +50,6 @@ class DispatchedSize:
         return self.flat / min(routes) if routes else None
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--codec", default="none", metavar="NAME", help="none, bf16, fp8, int8, int4 (default none)")
-    parser.add_argument("--nodes", metavar="NxM", help="which ranks share a node: 2x4, 4,4,3 or '0 2|1 3'")
-    harness.add_sizes(parser, "256KiB", "16MiB", factor=4)
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help=f"of {CALLS} calls of each (default 5)")
-    parser.add_argument("--mpi", action="store_true", help="over MPI instead of Gloo; needs mpirun")
-    ranks.add_options(parser)
-    check = "all routes deliver what the rival delivers: in every bit, or within the codec's error; over MPI at 9/10 its speed"
-    harness.add_options(parser, check=check)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,16 +1,4 @@
-"""speed of codecs on this processor, and a check of their bytes
-
-Every codec at every number of threads:
-  encode     x + residual to bytes and a new residual: into a second buffer as the DDP hook does, and in place
-  decode     bytes to float32
-  mean       the mean of 4 ranks' rows
-  serve      the same mean, plus residual, encoded again: what an owner does with the rows it received
-in GB/s of float32. A copy of the same floats is timed between the repetitions; "of copy" compares bytes moved per second:
-encode moves 12 + bits/8 bytes per element, a copy 8.
-
-  commpress bench codec                            all codecs on 1 and 2 threads, about a minute
-  commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
-"""
+"""Speed of codecs on this processor, and a check of their bytes."""
 
 import argparse
 from collections.abc import Callable
@@ -20,12 +8,14 @@ import numpy as np
 import torch
 
 from commpress.cli import harness
+from commpress.cli.option_groups import counts
 from commpress.codecs import Codec, SignCodec
 from commpress.codecs.family import NAMES
 from commpress.collectives.frame import HEADER
 from commpress.errors import InvalidArgument
 from commpress.kernels import reference
 from commpress.kernels.cpu import row_codec as cpu
+from commpress.kernels.devices import arithmetic
 from commpress.kernels.pieces import WIDTH, Piece, Pieces, cut
 
 ROWS = 4  # ranks
@@ -44,19 +34,15 @@ class Figure:
     of_copy: float  # bytes moved per second relative to a copy timed in between
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--codec", default=",".join(CODECS), metavar="A,B", help=f"default {','.join(CODECS)}")
-    parser.add_argument("--numel", type=int, default=1 << 25, metavar="N", help="floats in the buffer (default 33554432)")
-    parser.add_argument("--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)")
-    harness.add_options(parser, check="the sign codec holds its bars")
 
 
 def run(options: argparse.Namespace) -> int:
-    names, threads = options.codec.split(","), [int(t) for t in options.threads.split(",")]
+    names = options.codec.split(",") if options.codec else list(CODECS)
+    threads = counts("--threads", options.threads)
     if unknown := [name for name in names if name not in CODECS]:
         raise InvalidArgument(f"--codec has {unknown[0]!r}, expected some of {', '.join(CODECS)}")
-    if options.numel < 8 * ROWS or min(threads) < 1:
-        raise InvalidArgument(f"--numel must be at least {8 * ROWS} and --threads at least 1")
+    if options.numel < 8 * ROWS:
+        raise InvalidArgument(f"--numel is {options.numel}, expected at least {8 * ROWS}")
     if options.check and not ("sign" in names and {1, 2} <= set(threads)):
         raise InvalidArgument("--check needs the codec sign on 1 and 2 threads")
     for name in names:
@@ -92,12 +78,13 @@ def check_bytes(codec: Codec, numel: int = 10_007) -> None:
 
 
 class Buffers:
-    """Everything is allocated and touched once: fresh pages cost ten times a copy."""
+    """Buffers that are allocated and touched once: fresh pages cost ten times a copy."""
 
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
-        self.x, self.residual, self.left, self.out = torch.randn(numel), torch.randn(numel), *torch.zeros(2, numel)
-        self.flag = torch.zeros(1, dtype=torch.uint8)
+    def __init__(self, numel: int, device: torch.device | str = "cpu") -> None:
+        self.numel, self.device = numel, torch.device(device)
+        self.x, self.residual = (torch.randn(numel, device=device) for _ in range(2))
+        self.left, self.out = (torch.zeros(numel, device=device) for _ in range(2))
+        self.flag = torch.zeros(1, dtype=torch.uint8, device=device)
 
     def copy(self) -> None:
         self.out.copy_(self.x)
@@ -105,29 +92,31 @@ class Buffers:
     def operations(self, codec: Codec) -> dict[str, tuple[Callable[[], object], int, float]]:
         """Name → (call, elements of float32 it handles, bytes moved per element)."""
         pieces = cut([Piece(0, self.numel, codec.kind, codec.block)], ROWS)
-        message = torch.zeros(ROWS, HEADER + pieces.row_bytes, dtype=torch.uint8)[:, HEADER:]
-        reply, mean, owed = message[:1].clone(), torch.zeros(pieces.shard), torch.zeros(pieces.shard)
-        lazy, lazy_row = _lazy(pieces, ROWS), _lazy(pieces, 1)
+        kernels, device = arithmetic(self.device, pieces), self.device
+        message = torch.zeros(ROWS, HEADER + pieces.row_bytes, dtype=torch.uint8, device=device)[:, HEADER:]
+        reply, mean, owed = message[:1].clone(), *(torch.zeros(pieces.shard, device=device) for _ in range(2))
+        lazy, lazy_row = _lazy(pieces, ROWS, device), _lazy(pieces, 1, device)
         code = message.shape[1] / int(pieces.table[0, WIDTH])  # headers and scales included
         x, old, new, flag = self.x, self.residual, self.left, self.flag
 
         def encode(into: torch.Tensor) -> Callable[[], object]:
-            return lambda: cpu.encode(x, message, flag, pieces, residual=old, new_residual=into, **lazy)
+            return lambda: kernels.encode(x, message, flag, pieces, residual=old, new_residual=into, **lazy)
 
         def serve() -> None:
-            cpu.serve(message, reply, flag, pieces, 0, residual=owed, new_residual=owed, **lazy_row)
+            kernels.serve(message, reply, flag, pieces, 0, residual=owed, new_residual=owed, **lazy_row)
 
         return {
             "encode": (encode(new), self.numel, 12 + code),
             "encode in place": (encode(old), self.numel, 12 + code),
-            "decode": (lambda: cpu.decode(message, self.out, pieces), self.numel, 4 + code),
-            "mean": (lambda: cpu.decode_mean(message, mean, pieces, 0), pieces.shard, 4 + ROWS * code),
+            "decode": (lambda: kernels.decode(message, self.out, pieces), self.numel, 4 + code),
+            "mean": (lambda: kernels.decode_mean(message, mean, pieces, 0), pieces.shard, 4 + ROWS * code),
             "serve": (serve, pieces.shard, 8 + (ROWS + 1) * code),
         }
 
 
-def _lazy(pieces: Pieces, rows: int) -> dict[str, torch.Tensor]:
-    return {"residual_scale": torch.zeros(rows), "new_scale": torch.zeros(rows)} if pieces.row_scales else {}
+def _lazy(pieces: Pieces, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    names = ("residual_scale", "new_scale") if pieces.row_scales else ()
+    return {name: torch.zeros(rows, device=device) for name in names}
 
 
 def measure(names: list[str], numel: int, threads: list[int]) -> list[Figure]:

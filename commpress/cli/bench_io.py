@@ -1,20 +1,4 @@
-"""speed of the tiered store, reading and writing here, beside fio
-
-Through the store's own calls, checksums on, with a depth of 4 unless said otherwise, for chunks of several sizes:
-  write   flush: tensors that are newer in memory go to disk
-  read    prefetch: tensors on disk come back and are verified
-"engine" is the same transfers without the store, from as few buffers as fio has: one for each transfer at once, which stay in
-the processor's cache while they are small; "bare" is the engine without checksums from as much memory as the tensors have: what
-memory and disk allow. "fio" is the best of its engines io_uring, libaio and psync, at the same depth, if
-fio is installed; "huge" is its io_uring with buffers in huge pages, as the store's memory is (where vm.nr_hugepages sets some
-aside); "cold" is its io_uring with a buffer for every chunk, as tensors have, and so at a greater depth. All use the same
-stretch of a file, interleaved; medians.
-
-  commpress bench io                                     in the current directory, about a minute
-  commpress bench io --directory /nvme/tmp --size 2GiB   elsewhere, more bytes
-  commpress bench io --engine io_uring --check           exit status 1 if the store is below 95 % of fio
-  commpress bench io --deepspeed                         DeepSpeed's aio handle interleaved with all this, as it comes
-"""
+"""Speed of the tiered store, reading and writing here, beside fio."""
 
 import argparse
 import json
@@ -46,16 +30,6 @@ TENSOR = 16 << 20
 TRIES = 6
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--directory", type=Path, default=Path(), metavar="D", help="on the disk to measure (default .)")
-    parser.add_argument("--chunks", default="1MiB,4MiB,16MiB,64MiB", metavar="A,B", help="default 1MiB,4MiB,16MiB,64MiB")
-    parser.add_argument("--size", default="512MiB", help="bytes written and read per figure (default 512MiB)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of everything (default 5)")
-    parser.add_argument("--depth", type=int, default=4, metavar="N", help="transfers at once (default 4)")
-    parser.add_argument("--engine", default="auto", help="auto (default), threads, io_uring, libaio or aiofiles")
-    parser.add_argument("--no-fio", action="store_true", help="do not run fio")
-    parser.add_argument("--deepspeed", action="store_true", help="run DeepSpeed's aio handle too, which must be installed")
-    harness.add_options(parser, check="the store reaches 95 % of fio")
 
 
 def run(options: argparse.Namespace) -> int:

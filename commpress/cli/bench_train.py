@@ -1,20 +1,4 @@
-"""a training step under several gradient hooks: which share of it waits for the network
-
-Trains a GPT of 10.9 M parameters under DistributedDataParallel, once per variant, in rounds of a few steps, so that moods of
-machine and network hit all alike.
-  compute     no communication: what the others would take on an infinitely fast network
-  plain       torch's all-reduce of float32
-  hook        the same, by a hook of torch in Python
-  bf16        torch's bf16_compress_hook
-  powersgdN   torch's PowerSGD hook of rank N
-  sign, ...   commpress with that codec
-  auto        commpress, after the trial has chosen one
-"exposed" is what a step takes longer than compute: communication and compression that backward does not hide.
-
-  commpress bench train                                                  4 local processes: loopback, faster than networks
-  torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commpress bench train --check
-  commpress bench train --variants compute,plain,int8,sign --bucket-mb 25 sign=4
-"""
+"""Training steps under several gradient hooks: which share of them waits for the network."""
 
 import argparse
 from dataclasses import dataclass
@@ -30,7 +14,6 @@ from commpress.codecs.family import NAMES
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.trial import AUTO, Trial
 
-VARIANTS = "compute,plain,bf16,powersgd1,sign"
 # MB. PowerSGD chains collectives in callbacks: with several buckets ranks may issue them in different orders.
 ONE_BUCKET = 1 << 20
 WARM = 4  # untimed steps: DDP rebuilds its buckets after the first, PowerSGD begins with the third
@@ -48,17 +31,6 @@ class TrainedVariant:
     parameters: int
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    says = f"default {VARIANTS}; compute is always measured"
-    parser.add_argument("--variants", default=VARIANTS, metavar="A,B", help=says)
-    says = "DDP's buckets: MB for all, variant=MB for one (default 25)"
-    parser.add_argument("--bucket-mb", nargs="+", default=["25"], metavar="MB", help=says)
-    training.add_options(parser, rounds=5, steps=4, batch=4)
-    ranks.add_options(parser)
-    harness.add_options(
-        parser, check="sign exposes at most half of what powersgd1 does and its step is at most 1.3 of compute, if both run; "
-        "auto is as fast as plain within 2 % and as the fastest within 5 %",
-    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

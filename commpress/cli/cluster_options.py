@@ -13,52 +13,14 @@ from commpress.collectives.links import load_links
 from commpress.documents import read_json
 from commpress.errors import InvalidArgument
 from commpress.integrations.trainers.hf_model import model_from_config
+from commpress.plan.candidates import TIERS
 from commpress.plan.cluster import UNLIMITED, Cluster, Node, measured_cluster, parse_link, parse_nodes
 from commpress.plan.costs import Costs, device_costs, measure_costs
 from commpress.plan.model import Model, transformer
+from commpress.tiered_mem import parse_bytes
 
 MESSAGE, BYTE = 6e-5, 4e-10  # of a core, over TCP by way of Gloo: see docs/simulator.md
 _CONFIG_LIMIT = 1 << 20
-
-
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("machines")
-    group.add_argument(
-        "--nodes", default="4x1", metavar="NxR", help="nodes x ranks per node; several kinds as 8x4,2x4 (default 4x1)"
-    )
-    group.add_argument(
-        "--link", action="append", metavar="RATE,TIME",
-        help="of a node: rate and one-way latency, as 1gbit,100us; once for each kind of node (default 1gbit,100us)",
-    )  # fmt: skip
-    group.add_argument("--links", metavar="FILE", help="what commpress probe wrote, for --nodes, --link and --inside")
-    group.add_argument(
-        "--inside", metavar="RATE,TIME", help="of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)"
-    )
-    group.add_argument("--foreign", metavar="RATE", help="between nodes of different kinds, where that is slower")
-    group.add_argument("--rack", type=int, default=0, metavar="N", help="nodes below one switch (default: all)")
-    group.add_argument("--oversubscription", type=float, default=1.0, metavar="F", help="of a rack's uplink (default 1)")
-    group.add_argument("--straggler", type=float, default=1.0, metavar="F", help="one node computes F times slower")
-    group.add_argument(
-        "--device", default="cpu", metavar="D",
-        help="cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, as 900GB/s (default cpu)",
-    )  # fmt: skip
-    group.add_argument("--cores", type=float, default=0, metavar="N", help="of each node, for its ranks (default: enough)")
-    group.add_argument(
-        "--machine-cores", type=float, default=0, metavar="N", help="all nodes lie on one machine of N cores (namespaces)"
-    )
-    group.add_argument("--message-us", type=float, metavar="T", help="of a core for each message (default 60 over cpu, else 5)")
-    group.add_argument(
-        "--byte-ns", type=float, metavar="T", help="of a core for each byte sent or received (default 0.4, else 0)"
-    )
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--parameters", metavar="N", help="a transformer of about so many, as 110M")
-    group.add_argument("--model", metavar="M:F", help="what calling F of the Python module M returns, a torch.nn.Module")
-    group.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
-    group.add_argument("--compute-ms", type=float, metavar="T", help="of a step on a rank of its own, without communication")
-    group.add_argument("--bucket-mb", type=float, default=25.0, metavar="MB", help="of DDP (default 25)")
 
 
 MEASURED = (
@@ -163,13 +125,11 @@ def rate_of(text: str) -> float:
     return parse_link(text)[0]
 
 
-def sizes(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise InvalidArgument(f"got {text!r}, expected positive numbers such as 1,2,4,8")
+def memory_of(text: str | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        tier, equals, size = part.strip().partition("=")
+        if tier not in TIERS or not equals:
+            raise InvalidArgument(f"--memory is {text!r}, expected such as device=24GiB,host=64GiB with {', '.join(TIERS)}")
+        found[tier] = parse_bytes(size)
     return found
-
-

@@ -1,209 +1,282 @@
-"""train a small GPT with and without compression and show the difference
-
-Trains the same model from the same start on the same data, on 4 local processes under DistributedDataParallel:
-  plain      torch's all-reduce of float32 gradients
-  bf16       torch's bf16_compress_hook
-  commpress  commpress.compress(ddp, codec=...)
-and ends with a table and a plot: loss against steps, and loss against bytes sent. The text is the source of Python's
-standard library, so nothing is downloaded.
-
-  commpress demo                                  about 3 minutes on 2 cores
-  commpress demo --codec int4 --runs plain,commpress
-  commpress demo --error-feedback none            what happens when what a bit leaves out is thrown away
-  commpress demo --seeds 3 --json demo.json       spread over seeds
-"""
+"""The demo: ways of training one model race over a slow network, and what each has learned when the time is up is shown."""
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import accumulate
 from statistics import mean, stdev
-from time import perf_counter
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-import commpress
-from commpress.cli import harness
-from commpress.cli.gpt import GPT, batch, standard_library
-from commpress.cli.ranks import LocalRanks
-from commpress.cli.training import HELD_OUT, bf16_hook, sent_bytes
-from commpress.codecs import ByName, Codec, Policy, codec_named
+from commpress.cli import contenders, harness, race, terminal
+from commpress.cli.contenders import Choices, contender
+from commpress.cli.hosts import Hosts, HostsUnavailable
+from commpress.cli.race import Course, Finish, Lane
+from commpress.cli.ranks import LocalRanks, check_size
+from commpress.cli.svg import Curve, curves
+from commpress.cli.victims import Ended, none_left
 from commpress.errors import InvalidArgument, MissingPackage
 
-RUNS = ("plain", "bf16", "commpress")
-WINDOWS = 32  # held-out windows per rank
-FEEDBACK: dict[str, bool | str] = {"kept": True, "ef21": "ef21", "none": False}
-
-
-@dataclass(frozen=True)
-class DemoRun:
-    """One run. Equal settings start from equal weights and see equal batches, whatever the run."""
-
-    run: str = "commpress"
-    steps: int = 3000
-    seed: int = 0
-    width: int = 32
-    layers: int = 2
-    length: int = 32
-    batch: int = 4  # windows per rank
-    lr: float = 0.02  # peak, of SGD with momentum
-    codec: str | Codec | Policy = "sign"
-    head_codec: str = "int8"  # of the output layer, whose gradients are the spikiest
-    error_feedback: bool | Literal["ef21"] = True
-    min_numel: int = 256
-    exact_steps: int = 450
-    exclude: tuple[str, ...] = ()
-
-
-@dataclass
-class DemoResult:
-    """The same on every rank, but for ``counters``."""
-
-    settings: DemoRun
-    parameters: int
-    losses: list[float]  # of each step, mean over the ranks, in nats per byte
-    sent: list[int]  # bytes that left a rank up to each step, mean over the ranks
-    counted: bool  # by the kernel on each socket; else what the algorithm must send, without TCP's headers
-    held_out_loss: float
-    seconds: float
-    ranks: int
-    counters: dict[str, Any] = field(default_factory=dict)  # commpress's own, of this rank
-
-    @property
-    def samples_per_second(self) -> float:
-        return len(self.losses) * self.settings.batch * self.ranks / self.seconds
-
-    @property
-    def final_loss(self) -> float:
-        """Mean over the last twentieth of the steps."""
-        last = self.losses[-max(len(self.losses) // 20, 1) :]
-        return sum(last) / len(last)
-
-    @property
-    def bytes_per_step(self) -> float:
-        return self.sent[-1] / len(self.sent)
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    default = {field.name: field.default for field in fields(DemoRun)}
-
-    def option(name: str, metavar: str, what: str, kind: type = int) -> None:
-        value = default[name]
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, default=value, metavar=metavar, help=f"{what} (default {value})"
-        )
-
-    parser.add_argument(
-        "--runs", default=",".join(RUNS), metavar="A,B", help=f"which of {', '.join(RUNS)} (default all)"
-    )
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes (default 4)")
-    option("steps", "N", "training steps of each run")
-    option("seed", "N", "of weights and batches")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with so many seeds (default 1)")
-    option("codec", "NAME", "of the run commpress: sign, sign-l1, ternary, int8, int4, fp8, log3, bf16, fp16 or none", str)
-    option("head_codec", "NAME", "of the output layer in that run", str)
-    parser.add_argument("--error-feedback", choices=FEEDBACK, default="kept",
-                        help="what compression leaves out: kept and sent later (default), ef21: changes sent instead, or none")
-    option("min_numel", "N", "smaller tensors travel exactly")
-    option("exact_steps", "N", "first steps that travel exactly")
-    option("width", "N", "of the model")
-    option("layers", "N", "of the model")
-    option("length", "N", "bytes of text in a window")
-    option("batch", "N", "windows per rank and step")
-    option("lr", "X", "peak learning rate of SGD with momentum", float)
-    parser.add_argument("--out", default="demo.png", metavar="FILE", help="the plot (default demo.png)")
-    parser.add_argument("--json", metavar="FILE", help="everything measured")
+QUICK = 10.0  # seconds of each way with --quick
+FEEDBACK: dict[str, bool | Literal["ef21"]] = {"kept": True, "ef21": "ef21", "none": False}
+SEARCHED = "2.5e-4,5e-4,1e-3,2e-3,4e-3"  # peaks of the learning rate
+PEERS = ("#8a8a8a", "#1f77b4", "#9467bd")  # of torch; ours are warm
+OURS = ("#2ca02c", "#ff7f0e", "#d62728", "#b8860b", "#e377c2", "#17becf")
+HEAD = ["way", "held-out loss", "against plain", "training loss", "steps", "seconds", "MB sent/rank", "MB a step"]
+LIVE = ["way", "", "seconds", "steps", "training loss", "MB sent", ""]
+FLUSH = (0, 1)  # columns of the live table that are flush left
 
 
 def run(options: argparse.Namespace) -> int:
-    if find_spec("matplotlib") is None:
-        raise MissingPackage("the demo needs matplotlib: pip install 'commpress[demo]'")
     plan = _plan(options)
-    print(_headline(plan, options.ranks))
-    results = []
-    with LocalRanks(options.ranks) as ranks:
-        for settings in plan:
-            title = settings.run + (f" seed {settings.seed}" if options.seeds > 1 else "")
-            with harness.ProgressBar(f"{title:<9}", lines=10) as progress:
-                results.append(ranks.call(train, settings, progress))
-    print()
-    print(summary(results))
-    draw(results, options.out)
-    print(f"\nplot: {options.out}")
-    return harness.deliver(options, results)
+    try:
+        with none_left() if sys.platform.startswith("linux") else contextlib.nullcontext():
+            return _race(options, plan)
+    except Ended as asked:
+        print(f"commpress: demo ended by {signal.Signals(asked.number).name}", file=sys.stderr)
+        return 128 + asked.number
 
 
-def _plan(options: argparse.Namespace) -> list[DemoRun]:
-    """One entry per seed and run; what cannot work is refused before a process starts."""
-    runs = options.runs.split(",")
-    if unknown := [name for name in runs if name not in RUNS]:
-        raise InvalidArgument(f"--runs has {unknown[0]!r}, expected some of {', '.join(RUNS)}, separated by commas")
-    if min(options.steps, options.seeds, options.batch, options.length) < 1:
-        raise InvalidArgument("--steps, --seeds, --batch and --length must be at least 1")
-    codec_named(options.codec), codec_named(options.head_codec)
-    same = {field.name: getattr(options, field.name) for field in fields(DemoRun) if hasattr(options, field.name)}
-    same |= {"error_feedback": FEEDBACK[options.error_feedback]}
-    return [DemoRun(**same | {"run": name, "seed": options.seed + i}) for i in range(options.seeds) for name in runs]
+def _plan(options: argparse.Namespace) -> list[Lane]:
+    """A lane for each way and seed, of the shortest wait first; what cannot work is refused before a process starts."""
+    check_size(options.ranks)
+    if options.seeds < 1:
+        raise InvalidArgument(f"--seeds is {options.seeds}, expected at least 1")
+    if options.out:
+        _check_picture(options.out)
+    choices = Choices(options.head_codec, FEEDBACK[options.error_feedback], options.exact_steps, options.min_numel)
+    contenders.names(options.head_codec)
+    seconds = options.seconds or (QUICK if options.quick else Course.seconds)
+    course = Course(options.width, options.layers, options.length, options.batch, seconds, options.steps, choices=choices)
+    course.check()
+    rates = rates_of(options.lr) if options.lr else []
+    if len(rates) > 1 and not options.search:
+        raise InvalidArgument("--lr has several rates: add --search to try them")
+    return [
+        Lane(course, name, rates[0] if len(rates) == 1 else contender(name).lr, options.seed + i)
+        for i in range(options.seeds) for name in contenders.names(options.ways)
+    ]  # fmt: skip
 
 
-def _headline(plan: list[DemoRun], ranks: int) -> str:
-    s = plan[0]
-    return (
-        f"GPT of width {s.width}, {s.layers} layers, on bytes of Python's standard library; {ranks} ranks x {s.batch} windows "
-        f"of {s.length} bytes, {s.steps} steps of SGD with momentum"
+def rates_of(text: str) -> list[float]:
+    try:
+        rates = [float(word) for word in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < 1 for rate in rates):
+        raise InvalidArgument(f"--lr is {text!r}, expected rates between 0 and 1 such as 5e-4,1e-3")
+    return rates
+
+
+def _check_picture(path: str) -> None:
+    terminal.check_picture(path, (".svg", ".png", ".pdf"))
+    if not path.endswith(".svg") and find_spec("matplotlib") is None:
+        raise MissingPackage(f"{path} needs matplotlib (pip install 'commpress[demo]'); a name that ends in .svg does not")
+
+
+# ---------------------------------------------------------------- the network
+
+
+@dataclass
+class SlowNetwork:
+    """Place of the ranks, and the words of the demo for it."""
+
+    says: str
+    hosts: Hosts | None = None
+    paced: float = 0.0
+
+    def shape(self, rate: float | None) -> None:
+        for host in range(len(self.hosts) if self.hosts is not None else 0):
+            self.hosts.shape(host, rate)  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def slow_network(count: int, kind: str, rate: float | None) -> Iterator[SlowNetwork]:
+    """Hosts with links of ``rate``; or, where they cannot be had, connections that the kernel holds to it."""
+    if rate is None or kind == "loopback":
+        yield SlowNetwork(f"{count} processes over loopback, faster than any network: this shows what compression costs")
+        return
+    speed = f"{rate / 1e6:g} Mbit/s"
+    why = ""
+    if kind in ("auto", "hosts"):
+        try:
+            with contextlib.ExitStack() as stack:
+                hosts = stack.enter_context(Hosts(count, rate=rate))
+                yield SlowNetwork(f"{count} hosts (network namespaces) whose links carry {speed} each way", hosts)
+                return
+        except (HostsUnavailable, MissingPackage) as error:
+            if kind == "hosts" or not sys.platform.startswith("linux"):
+                raise
+            why = f", since hosts of their own cannot be had here ({error})"
+    elif not sys.platform.startswith("linux"):
+        raise InvalidArgument(f"connections can be paced on Linux only, this is {sys.platform}: use --network loopback")
+    yield SlowNetwork(
+        f"{count} processes on one machine whose connections the kernel PACES to {speed}{why}",
+        paced=rate,
     )
 
 
-def summary(results: list[DemoResult]) -> str:
-    """The table, and how to read it."""
-    head = ["run", "training loss", "held-out loss", "MB/step/rank", "fewer bytes", "samples/s", "seconds"]
-    groups = by_run(results)
-    plain = mean(r.bytes_per_step for r in groups["plain"]) if "plain" in groups else None
+# ---------------------------------------------------------------- the race
+
+
+def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
+    with slow_network(options.ranks, options.network, options.rate) as network:
+        interface = "" if network.hosts is None else "eth0"
+        plan = [replace(lane, course=replace(lane.course, paced=network.paced, interface=interface)) for lane in plan]
+        course = plan[0].course
+        parameters = sum(p.numel() for p in course.model(0).parameters())
+        print(headline(plan, parameters, network), flush=True)
+        with LocalRanks(options.ranks, hosts=network.hosts) as pool:
+            network.shape(None)
+            with harness.ProgressBar("kernels are compiled, connections made:", lines=1) as progress:
+                pool.call(race.warm, [lane for lane in plan if lane.seed == plan[0].seed], progress)
+            network.shape(options.rate)
+            if options.search:
+                return _search(options, pool, network, plan)
+            finishes = _lanes(pool, plan, options.ranks)
+    print()
+    summary(finishes)
+    out = options.out or "demo.svg"
+    draw(finishes, out, network)
+    print(f"\npicture: {out}")
+    return harness.deliver(options, finishes, network=network.says)
+
+
+def headline(plan: list[Lane], parameters: int, network: SlowNetwork) -> str:
+    course, names = plan[0].course, list(dict.fromkeys(lane.name for lane in plan))
+    how_long = f"{course.steps} steps" if course.steps else f"{course.seconds:g} seconds"
+    return (
+        f"{len(names)} ways to train the same GPT ({parameters / 1e6:.2g} M parameters, text: Python's own source) take turns, "
+        f"{how_long} each:\nwhich has the lowest loss when the time is up? Network: {network.says}.\n"
+        + "".join(f"\n  {name:<9} {contender(name).what}" for name in names) + "\n"
+    )
+
+
+def _lanes(pool: LocalRanks, plan: list[Lane], ranks: int) -> list[Finish]:
+    """Run all lanes, one after the other, and show how they stand."""
+    finishes: list[Finish] = []
+    widest = max(len(lane.name) for lane in plan)
+    with terminal.LiveTable(LIVE, left=FLUSH) as live:
+        for lane in plan:
+            said = [0]
+
+            def show(share: float, losses: list[float], sent: int, lane: Lane = lane, said: list[int] = said) -> None:
+                def rows() -> list[list[str]]:
+                    waiting = plan[len(finishes) + 1 :]
+                    seconds = "" if lane.course.steps else f"{share * lane.course.seconds:.0f}"
+                    now = [lane.name, terminal.bar(share, 24), seconds, str(len(losses)),
+                           f"{_last(losses):.3f}" if losses else "", f"{sent / 1e6:.1f}", "trains"]  # fmt: skip
+                    return [*map(_live, finishes), now, *([one.name, "", "", "", "", "", "waits"] for one in waiting)]
+
+                live.show(rows)
+                if losses and share * 4 >= said[0] + 1:
+                    said[0] = int(share * 4)
+                    live.said(f"{lane.name:<{widest}}  {100 * share:3.0f} %  {len(losses)} steps, loss {_last(losses):.3f}, "
+                              f"{sent / 1e6:.1f} MB sent")  # fmt: skip
+
+            finish = race.time_it(pool, lane, ranks, show)
+            finishes.append(finish)
+            live.said(f"{finish.name:<{widest}}  done   held-out loss {finish.held_out_loss:.3f} after {finish.seconds:.1f} s "
+                      f"and {finish.steps} steps")  # fmt: skip
+            live.show(lambda: list(map(_live, finishes)), now=True)
+    return finishes
+
+
+def _live(finish: Finish) -> list[str]:
+    sent = "" if finish.sent_bytes is None else f"{finish.sent_bytes / 1e6:.1f}"
+    return [finish.name, terminal.bar(1, 24), f"{finish.seconds:.0f}", str(finish.steps), f"{_last(finish.losses):.3f}", sent,
+            f"held-out loss {finish.held_out_loss:.3f}"]  # fmt: skip
+
+
+def _last(losses: list[float]) -> float:
+    """Mean over the last twentieth, of five steps at least."""
+    last = losses[-max(len(losses) // 20, 5) :]
+    return sum(last) / len(last)
+
+
+# ---------------------------------------------------------------- the learning rates
+
+
+def _search(options: argparse.Namespace, pool: LocalRanks, network: SlowNetwork, plan: list[Lane]) -> int:
+    """Each way at several rates, over the steps that it does in the time: these are counted first, unless --steps says them."""
+    rates = rates_of(options.lr or SEARCHED)
+    steps = {lane.name: lane.course.steps for lane in plan}
+    if not options.steps:
+        steps = {finish.name: finish.steps for finish in _lanes(pool, plan, options.ranks)}
+    network.shape(None)  # steps count from here on, not seconds
+    found: list[Finish] = []
+    for lane in plan:
+        course = replace(lane.course, steps=steps[lane.name], paced=0.0)
+        for rate in rates:
+            found.append(race.time_it(pool, replace(lane, course=course, lr=rate), options.ranks, lambda *_: None))
+            said = f"{lane.name}, {steps[lane.name]} steps, rate {rate:g}: held-out loss {found[-1].held_out_loss:.3f}"
+            print(said, flush=True)
+    print()
+    names, best = list(dict.fromkeys(lane.name for lane in plan)), []
+    for name in names:
+        of = [finish for finish in found if finish.name == name]
+        by_rate = {rate: mean(finish.held_out_loss for finish in of if finish.lr == rate) for rate in rates}
+        best.append([name, str(steps[name]), *(f"{loss:.3f}" for loss in by_rate.values()),
+                     f"{min(by_rate, key=lambda rate: by_rate[rate]):g}"])  # fmt: skip
+    terminal.show(["way", "steps", *(f"{rate:g}" for rate in rates), "best"], best)
+    return harness.deliver(options, found, network=network.says)
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def by_name(finishes: list[Finish]) -> dict[str, list[Finish]]:
+    groups: dict[str, list[Finish]] = {}
+    for finish in finishes:
+        groups.setdefault(finish.name, []).append(finish)
+    return groups
+
+
+def loss_of(group: list[Finish]) -> float:
+    return mean(finish.held_out_loss for finish in group)
+
+
+def summary(finishes: list[Finish]) -> None:
+    """The table, the lowest loss first, and how to read it."""
+    groups = by_name(finishes)
+    ranked = sorted(groups, key=lambda name: loss_of(groups[name]))
+    plain = loss_of(groups["plain"]) if "plain" in groups else None
     rows = []
-    for name, group in groups.items():
-        bytes_per_step = mean(r.bytes_per_step for r in group)
-        rows.append(
-            [
-                name, spread([r.final_loss for r in group]), spread([r.held_out_loss for r in group]),
-                f"{bytes_per_step / 1e6:.3f}", f"{plain / bytes_per_step:.1f}x" if plain else "-",
-                f"{mean(r.samples_per_second for r in group):.0f}", f"{mean(r.seconds for r in group):.1f}",
-            ]
-        )  # fmt: skip
-    return "\n".join([harness.render(head, rows), "", *_notes(results)])
+    for name in ranked:
+        group = groups[name]
+        steps, sent = mean(f.steps for f in group), [f.sent_bytes for f in group if f.sent_bytes is not None]
+        rows.append([
+            name, spread([f.held_out_loss for f in group]), "-" if plain is None else f"{loss_of(group) - plain:+.3f}",
+            f"{mean(_last(f.losses) for f in group):.3f}", f"{steps:.0f}", f"{mean(f.seconds for f in group):.1f}",
+            f"{mean(sent) / 1e6:.1f}" if sent else "-", f"{mean(sent) / 1e6 / max(steps, 1):.2f}" if sent else "-",
+        ])  # fmt: skip
+    terminal.show(HEAD, rows, best=[0])
+    print("\n".join(["", *_notes(groups, ranked)]))
 
 
-def _notes(results: list[DemoResult]) -> list[str]:
-    last = max(len(results[0].losses) // 20, 1)
-    notes = [f"Losses in nats per byte: mean of the last {last} steps, and on text that nobody trained on."]
-    if len({r.settings.seed for r in results}) > 1:
+def _notes(groups: dict[str, list[Finish]], ranked: list[str]) -> list[str]:
+    first = groups[ranked[0]][0]
+    notes = ["Losses in nats per byte, on text that nobody trained on."]
+    known = contenders.CONTENDERS
+    if all(name in known and groups[name][0].lr == known[name].lr for name in ranked):
+        notes.append("Each way has the best of two to four learning rates that were tried for it (commpress demo --search).")
+    if len(groups[ranked[0]]) > 1:
         notes.append("Mean and standard deviation over seeds.")
-    if all(r.counted for r in results):
-        notes.append("Bytes: what the kernel counted on each rank's sockets, headers and acknowledgements included.")
-    else:
-        notes.append("Bytes: what the algorithms hand to the network (the kernel's own count is not available here).")
-    ours = next((r for r in results if r.counters), None)
-    if ours is not None:
-        notes += _about(ours, next((r for r in results if r.settings.run == "plain"), None))
-    notes.append("Loopback is faster than any network: speed here shows what compression costs, not what it gains.")
-    return notes
-
-
-def _about(ours: DemoResult, plain: DemoResult | None) -> list[str]:
-    """Notes on commpress's first run: what it counted itself, and after the steps that it left exact."""
-    settings, own = ours.settings, ours.counters["wire_bytes"] / len(ours.losses) / 1e6
-    (feedback,) = (way for way, value in FEEDBACK.items() if value == settings.error_feedback)
-    notes = [
-        f"commpress: codec {settings.codec}, {settings.head_codec} for the output layer, error feedback: {feedback}. It "
-        f"counted {own:.4g} MB/step itself: messages and their headers, without those of TCP."
-    ]
-    exact, steps = settings.exact_steps, len(ours.losses)
-    if 0 < exact < steps:
-        rest = (ours.sent[-1] - ours.sent[exact - 1]) / (steps - exact)
-        fewer = f", {plain.bytes_per_step / rest:.1f} times fewer than plain" if plain else ""
-        notes.append(f"Its first {exact} steps travel exactly; after them it sends {rest / 1e6:.4g} MB/step{fewer}.")
+    ours = next((name for name in ranked if groups[name][0].ours), None)
+    peer = next((name for name in ranked if not groups[name][0].ours), None)
+    if ours is not None and peer is not None:
+        gap = loss_of(groups[peer]) - loss_of(groups[ours])
+        ahead, behind = (ours, peer) if gap > 0 else (peer, ours)
+        whose = "commpress's best way" if gap > 0 else "torch's best way"
+        notes.append(f"{whose}, {ahead}, ends {abs(gap):.3f} nats lower than {behind}, the best of "
+                     f"{'torch' if gap > 0 else 'commpress'}.")  # fmt: skip
+    notes.append("Bytes: as the kernel counts them, headers and acknowledgements included." if first.sent_bytes is not None
+                 else "Bytes are not told by this system.")  # fmt: skip
+    notes.append(f"{first.ranks} ranks of one thread share this machine's cores; one run of a way differs from the next in the "
+                 "last digits.")  # fmt: skip
     return notes
 
 
@@ -211,133 +284,35 @@ def spread(values: list[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-# ---------------------------------------------------------------- on every rank
-
-
-def train(rank: int, size: int, settings: DemoRun, report: Callable[[float, str], None]) -> DemoResult:
-    """Train on the default process group, which is initialised and has ``size`` ranks; the loss reported is this rank's."""
-    torch.manual_seed(settings.seed)
-    model = GPT(width=settings.width, layers=settings.layers, length=settings.length)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    state = _attach(ddp, settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_and_decay(step, settings.steps))
-    library, draws = standard_library(), torch.Generator().manual_seed(settings.seed * 4096 + rank)
-    losses: list[float] = []
-    sent: list[int] = []
-    dist.barrier()
-    before, start = sent_bytes(), perf_counter()
-    for step in range(settings.steps):
-        loss = ddp(*batch(library[:-HELD_OUT], settings.batch, settings.length, draws))
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        sent.append(_sent(before, step + 1, state, settings.run, ddp))
-        rate, done = (step + 1) * settings.batch * size / (perf_counter() - start), (step + 1) / settings.steps
-        now = f"loss {losses[-1]:.3f}, {rate:.0f} samples/s, {sent[-1] / 1e6:.1f} MB sent"
-        report(done, f"step {step + 1}/{settings.steps}: {now}")
-    dist.barrier()
-    seconds = perf_counter() - start
-    held_out_loss = _held_out_loss(model, library[-HELD_OUT:], settings.length, rank)
-    means = torch.tensor([losses, sent, [held_out_loss] * len(losses)], dtype=torch.float64)
-    dist.all_reduce(means)
-    means /= size
-    return DemoResult(
-        settings,
-        parameters=sum(p.numel() for p in model.parameters()),
-        losses=means[0].tolist(),
-        sent=[round(b) for b in means[1].tolist()],
-        counted=before is not None,
-        held_out_loss=float(means[2, 0]),
-        seconds=seconds,
-        ranks=size,
-        counters=state.counters.as_dict() if state else {},
-    )
-
-
-def by_run(results: list[DemoResult]) -> dict[str, list[DemoResult]]:
-    groups: dict[str, list[DemoResult]] = {}
-    for result in results:
-        groups.setdefault(result.settings.run, []).append(result)
-    return groups
-
-
-def _attach(ddp: DistributedDataParallel, settings: DemoRun) -> "commpress.CompressedState | None":
-    if settings.run == "plain":
-        return None
-    if settings.run == "bf16":
-        ddp.register_comm_hook(None, bf16_hook)
-        return None
-    return commpress.compress(
-        ddp, ByName({"^head": settings.head_codec}, settings.codec), min_numel=settings.min_numel,
-        error_feedback=settings.error_feedback, exact_steps=settings.exact_steps, exclude=settings.exclude, seed=settings.seed,
-    )  # fmt: skip
-
-
-def _warm_and_decay(step: int, steps: int) -> float:
-    """Factor of the learning rate: up over the first 20 steps, down to zero over all of them."""
-    return min(1.0, (step + 1) / 20) * (1 - step / steps)
-
-
-def _sent(
-    before: int | None, steps: int, state: "commpress.CompressedState | None", run: str, ddp: DistributedDataParallel
-) -> int:
-    """Bytes sent since ``before``; where the kernel does not tell, those of a ring all-reduce or the state's own count."""
-    if before is not None:
-        return (sent_bytes() or before) - before
-    if state is not None:
-        return state.counters.wire_bytes
-    size = dist.get_world_size()
-    width = 4 if run == "plain" else 2
-    return steps * 2 * (size - 1) * width * sum(p.numel() for p in ddp.parameters()) // size
-
-
-def _held_out_loss(model: GPT, held_out: torch.Tensor, length: int, rank: int) -> float:
-    """Of this rank's share of the held-out windows, the same whatever the seed."""
-    with torch.no_grad():
-        return float(model(*batch(held_out, WINDOWS, length, torch.Generator().manual_seed(rank))))
-
-
-# ---------------------------------------------------------------- the picture
-
-STYLES: dict[str, dict[str, Any]] = {  # the widest first, so that lines that lie on each other all show
-    "plain": {"color": "#999999", "linewidth": 5.0},
-    "bf16": {"color": "#1f77b4", "linewidth": 2.2, "linestyle": "--"},
-    "commpress": {"color": "#d62728", "linewidth": 1.8},
-}
-
-
-def draw(results: list[DemoResult], path: str) -> None:
-    """One line per run, averaged over seeds and smoothed over a fiftieth of the steps."""
+def draw(finishes: list[Finish], path: str, network: SlowNetwork) -> None:
+    """Loss against seconds, a line for each way, of its first seed; smoothed over five steps or a fiftieth of them."""
+    groups = by_name(finishes)
+    title = f"{finishes[0].parameters / 1e6:.2g} M parameters, {network.says.split(' (')[0]}"
+    if network.hosts is not None:
+        title = f"A GPT of {finishes[0].parameters / 1e6:.2g} M parameters on {finishes[0].ranks} hosts, links of " + (
+            f"{(network.hosts.rate or 0) / 1e6:g} Mbit/s"
+        )
+    lines: dict[str, Curve] = {}
+    colours = {True: iter(OURS * 9), False: iter(PEERS * 9)}
+    for name, group in groups.items():
+        first = group[0]
+        if first.losses:
+            note = f"{loss_of(group):.2f}"
+            lines[name] = Curve(first.times, smooth(first.losses), next(colours[first.ours]), note, dashed=not first.ours)
+    if path.endswith(".svg"):
+        starts = [line.ys[len(line.ys) // 20] for line in lines.values()]
+        curves(path, title, lines, x="seconds of training", y="training loss, nats per byte", high=max(starts, default=None))
+        return
     from commpress.cli import charts
 
-    groups, curves = by_run(results), []
-    with charts.chart(path, _title(results[0]), panels=2, share=True) as (by_step, by_bytes):
-        for name in sorted(groups, key=list(STYLES).index):
-            group, style = groups[name], STYLES[name]
-            losses = charts.smooth([mean(step) for step in zip(*(r.losses for r in group), strict=True)])
-            sent = [mean(step) / 1e6 for step in zip(*(r.sent for r in group), strict=True)]
-            held_out = mean(r.held_out_loss for r in group)
-            by_step.plot(range(1, len(losses) + 1), losses, label=f"{name}: held-out loss {held_out:.3f}", **style)
-            by_bytes.plot(sent, losses, label=f"{name}: {sent[-1]:.3g} MB", **style)
-            curves.append(losses)
-            exact = group[0].settings.exact_steps
-            if name == "commpress" and 0 < exact < len(losses):
-                says = {"color": style["color"], "label": f"compressed from step {exact} on"}
-                for panel, x in ((by_step, exact), (by_bytes, sent[exact - 1])):
-                    panel.plot(x, losses[exact - 1], "o", **says)
-        by_step.set(xlabel="step", title="The same steps", ylabel="training loss, nats per byte (smoothed)")
-        by_bytes.set(xlabel="MB sent by each rank", title="The same bytes")
-        charts.fit(by_step, curves)
+    with charts.chart(path, title) as (panel,):
+        for name, line in lines.items():
+            style: dict[str, Any] = {"linestyle": "--" if line.dashed else "-"}
+            panel.plot(line.xs, line.ys, label=f"{name} {line.note}", color=line.colour, **style)
+        panel.set(xlabel="seconds of training", ylabel="training loss, nats per byte")
 
 
-def _title(result: DemoResult) -> str:
-    settings = result.settings
-    without = "" if settings.error_feedback else " without error feedback"
-    feedback = " with EF21" if settings.error_feedback == "ef21" else without
-    return (
-        f"GPT of {result.parameters / 1e6:.2g} M parameters on Python source, {result.ranks} ranks, SGD; commpress: codec "
-        f"{settings.codec}" + feedback
-    )
+def smooth(losses: list[float]) -> list[float]:
+    window = max(len(losses) // 50, 5)
+    sums = [0.0, *accumulate(losses)]
+    return [(sums[i] - sums[max(i - window, 0)]) / min(i, window) for i in range(1, len(sums))]

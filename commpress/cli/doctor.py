@@ -1,13 +1,4 @@
-"""findings on this machine: what works, and what to do about what does not
-
-One line for each finding, with a cure where there is one. "note": works without it, or more slowly; "bad": something commpress
-needs does not work. Exit status 1 if anything is bad, for scripts.
-
-  commpress doctor                          everything, with the current directory's disk
-  commpress doctor --directory /nvme/run1   another disk
-  commpress doctor --only torch,network     some sections: torch, backends, MPI, GPU, NUMA, memory, disks, network, clocks
-  commpress doctor --json findings.json     for programs
-"""
+"""Findings on this machine: what works, and what to do about what does not."""
 
 import argparse
 import ctypes
@@ -35,7 +26,7 @@ from typing import Literal, ParamSpec
 import torch
 import torch.distributed as dist
 
-from commpress.cli import harness
+from commpress.cli import harness, terminal
 from commpress.errors import CommpressError, InvalidArgument
 from commpress.tiered_mem import FileLayer, engines, show_bytes
 from commpress.tiered_mem.engines import thread_priority
@@ -49,6 +40,7 @@ STA_UNSYNC, TIME_ERROR = 0x0040, 5
 JUMBO = 9000
 DIOALIGN = 0x2000  # the bit of statx that asks for it
 LOW = 10 << 30
+COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 
 
 @dataclass(frozen=True)
@@ -68,12 +60,6 @@ def looked_at(section: Callable[P, list[Finding]], *args: P.args, **kwargs: P.kw
         return [Finding("note", f"could not look: {type(error).__name__}: {error}", "this machine hides it; nothing follows")]
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--directory", type=Path, default=Path(), metavar="D", help="on the disk to look at (default .)"
-    )
-    parser.add_argument("--only", metavar="A,B", help=f"sections: {', '.join(SECTIONS)}")
-    parser.add_argument("--json", metavar="FILE", help="all findings")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,12 +68,19 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgument(f"--only has {unknown[0]!r}, expected some of {', '.join(SECTIONS)}")
     found = {}
     for title in wanted:
-        print(title, flush=True)
+        if not options.report:
+            print(title, flush=True)
         found[title] = looked_at(SECTIONS[title], options)
-        for finding in found[title]:
-            print(f"  {finding.state:<4}  {finding.what}" + (f"\n        {finding.cure}" if finding.cure else ""), flush=True)
+        for finding in [] if options.report else found[title]:
+            state = terminal.coloured(f"{finding.state:<4}", COLOURS[finding.state])
+            print(f"  {state}  {finding.what}" + (f"\n        {finding.cure}" if finding.cure else ""), flush=True)
     count = {state: sum(f.state == state for fs in found.values() for f in fs) for state in ("ok", "note", "bad")}
-    print(f"\n{count['ok']} ok, {count['note']} to note, {count['bad']} bad")
+    if options.report:
+        from commpress.cli import bug_report
+
+        print(bug_report.report(found))
+    else:
+        print(f"\n{count['ok']} ok, {count['note']} to note, {count['bad']} bad")
     if options.json:
         sections = {title: [asdict(f) for f in findings] for title, findings in found.items()}
         harness.write_json(options.json, {**harness.machine(), "count": count, "sections": sections})
@@ -208,8 +201,9 @@ def own_name() -> list[Finding]:
     except OSError:
         return [Finding("note", "this machine's name has no address", "for several machines: GLOO_SOCKET_IFNAME=eth0")]
     if address.startswith("127."):
-        cure = "fine on one machine; for several: GLOO_SOCKET_IFNAME=eth0, or mend /etc/hosts"
-        return [Finding("note", f"this machine's name is {address}: Gloo offers others an address they cannot reach", cure)]
+        cure = "fine on one machine; for several: commpress.init_process_group(), GLOO_SOCKET_IFNAME=eth0, or mend /etc/hosts"
+        what = f"this machine's name is {address}: torch's Gloo offers others an address they cannot reach"
+        return [Finding("note", what, cure)]
     return [Finding("ok", f"this machine's name has an address ({address})")]
 
 

@@ -28,11 +28,13 @@ class TransformerBlock(nn.Module):
 class GPT(nn.Module):
     """width 128, 4 layers: 0.85 M parameters; width 384, 6 layers: 10.8 M."""
 
-    def __init__(self, *, width: int = 128, layers: int = 4, heads: int = 4, length: int = 64) -> None:
+    def __init__(
+        self, *, width: int = 128, layers: int = 4, heads: int = 4, length: int = 64, vocabulary: int = 256
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 nn.init.normal_(

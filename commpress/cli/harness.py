@@ -4,10 +4,8 @@ import argparse
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -17,13 +15,15 @@ import torch
 import torch.distributed as dist
 
 from commpress import __version__
-from commpress.cli import ranks
-from commpress.errors import InvalidArgument, MissingPackage
-from commpress.tiered_mem import parse_bytes
+from commpress.cli import option_groups, ranks
+from commpress.cli.terminal import ProgressBar as ProgressBar
+from commpress.cli.terminal import Table as Table
+from commpress.cli.terminal import line as line
+from commpress.cli.terminal import render as render
+from commpress.errors import InvalidArgument
 
 T = TypeVar("T")
 Bars = Sequence[tuple[str, bool]]
-PICTURES = (".png", ".svg", ".pdf")
 MOST, ENOUGH = 15, 0.5  # repetitions of a short call, or fewer once they have taken so many seconds
 
 
@@ -50,30 +50,7 @@ def run(
 
 # ---------------------------------------------------------------- options
 
-
-def add_options(parser: argparse.ArgumentParser, *, check: str | None = None) -> None:
-    """``check`` goes on from "exit status 1 unless"; commands without bars have none."""
-    if check is not None:
-        parser.add_argument("--check", action="store_true", help=f"exit status 1 unless {check.replace('%', '%%')}")
-    parser.add_argument("--json", metavar="FILE", help="all rows, with settings and versions")
-    parser.add_argument("--plot", metavar="FILE", help="a picture of it: .png, .svg or .pdf (needs matplotlib)")
-
-
-def refuse_early(options: argparse.Namespace) -> None:
-    """A picture that cannot be drawn is refused before minutes of measuring."""
-    path = getattr(options, "plot", None)
-    if path is None:
-        return
-    if Path(path).suffix not in PICTURES:
-        raise InvalidArgument(f"--plot is {path!r}, expected a name that ends in {', '.join(PICTURES)}")
-    if find_spec("matplotlib") is None:
-        raise MissingPackage("--plot needs matplotlib: pip install 'commpress[demo]'")
-
-
-def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
-    parser.add_argument("--min-bytes", type=parse_bytes, default=least, metavar="SIZE", help=f"default {least}")
-    parser.add_argument("--max-bytes", type=parse_bytes, default=most, metavar="SIZE", help=f"default {most}")
-    parser.add_argument("--factor", type=int, default=factor, metavar="N", help=f"from one size to the next (default {factor})")
+add_options, add_sizes = option_groups.add_output, option_groups.add_sizes
 
 
 def sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
@@ -153,62 +130,7 @@ def alternately(calls: Mapping[str, Callable[[], object]], *, least: int = 3, mo
     return {name: median(times) for name, times in took.items()}
 
 
-class ProgressBar:
-    """A bar on a terminal; elsewhere ``lines`` lines until all is done."""
-
-    def __init__(self, title: str, *, lines: int = 0) -> None:
-        self.title, self.lines, self.shown = title, lines, 0
-        self.terminal, self.start = sys.stderr.isatty(), perf_counter()
-
-    def __enter__(self) -> "ProgressBar":
-        return self
-
-    def __call__(self, share: float, what: str) -> None:
-        if self.terminal:
-            left = (perf_counter() - self.start) * (1 / max(share, 1e-9) - 1)
-            time = f" {left // 60:.0f}:{left % 60:02.0f} left" if share > 0 else ""
-            sys.stderr.write(f"\r\033[K{self.title} |{'█' * round(30 * share):<30}|{time} {what}")
-            sys.stderr.flush()
-        elif share * self.lines >= self.shown + 1:
-            self.shown = int(share * self.lines)
-            print(f"{self.title} {what}", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        if self.terminal:
-            sys.stderr.write("\r\033[K")
-
-
 # ---------------------------------------------------------------- on paper
-
-
-def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column flush left, the others flush right."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join(line(row, widths) for row in [head, *rows])
-
-
-def line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = (
-        cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([first, *rest]).rstrip()
-
-
-class Table:
-    """A table that is printed as its rows are measured; text goes before it."""
-
-    def __init__(self, head: Sequence[str], widths: Sequence[int], cells: Callable[[Any], Sequence[str]]) -> None:
-        self.head: Sequence[str] | None = head
-        self.cells, self.widths = cells, [max(width, len(word)) for width, word in zip(widths, head, strict=True)]
-
-    def __call__(self, row: Any) -> None:
-        if isinstance(row, str):
-            print(row, flush=True)
-            return
-        if self.head is not None:
-            print(line(self.head, self.widths))
-            self.head = None
-        print(line(self.cells(row), self.widths), flush=True)
 
 
 def deliver(

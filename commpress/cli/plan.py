@@ -1,59 +1,45 @@
-"""advice for given machines and links: what to use and what it gains, or that nothing should be compressed
-
-Simulates a training step for each candidate (docs/simulator.md), counts its bytes and its memory on every tier, and ranks them.
-Candidates: no compression, torch's bf16 hook, codecs under DDP in one or two levels, 1-bit and 0/1 Adam, local updates, ZeRO
-stages, optimizer states on the host or on disk. It advises one. Local updates change the loss, so they must save a quarter of a
-step to be advised. Of the ways that a file can name it writes the best one:
-
-  state = commpress.compress(ddp, plan="plan.json")          DDP; "plain" in the file means: torch's own all-reduce
-  Trainer(..., callbacks=[commpress.hf.Compress(plan="plan.json")])
-  dist.init_process_group("commpress")                         with COMMPRESS_GROUP_OPTIONS=plan.json
-
---compute-ms is the step of one rank without communication, as "compute" of commpress bench train says it. With --gradients
-(a file that torch.save made of {parameter name: gradient}) every layer gets a codec of its own: the fewest bytes at an error
-no larger than --uniform would make on these gradients.
-
-  commpress plan --parameters 110M --nodes 4x1 --link 1gbit,100us --compute-ms 300
-  commpress plan --model mymodels:make_gpt --nodes 8x8 --link 25gbit,10us --device 900GB/s --compute-ms 250
-  commpress plan --config config.json --links links.json --compute-ms 800 --out plan.json --plot plan.png
-  commpress plan --parameters 1.5B --nodes 4x1 --compute-ms 900 --memory device=24GiB,host=64GiB
-  commpress plan --model mymodels:make_gpt --gradients grads.pt --nodes 4x1 --compute-ms 300
-
-A coarser way must be 3 % faster than a finer one to be chosen. Predictions are as good as the description of the machines:
-docs/planning.md compares them with measurements.
-"""
+"""Advice for given machines and links: what to use and what it gains, or that nothing should be compressed."""
 
 import argparse
+import re
 from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
-from commpress.cli import cluster_options, harness
+from commpress.cli import cluster_options, harness, plan_mesh, terminal
 from commpress.codecs import codec_named
 from commpress.errors import InvalidArgument
-from commpress.plan.candidates import HOOK, TIERS, WAYS, Candidate, Settings, advised, candidates, plan_of, recommended
+from commpress.plan.candidates import (
+    CHOSEN,
+    HOOK,
+    TIERS,
+    WAYS,
+    Candidate,
+    Settings,
+    advised,
+    candidates,
+    plan_of,
+    recommended,
+)
 from commpress.plan.choice import Assignment, assign
-from commpress.tiered_mem import parse_bytes
 
-HEAD = ["candidate", "step ms", "against plain", "MB sent/rank", "device GB", "host GB", "disk GB", "effect", "call"]
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    cluster_options.add_cluster(parser)
-    cluster_options.add_model(parser)
-    parser.add_argument("--ways", default=",".join(WAYS), metavar="A,B", help=f"codecs to consider (default {','.join(WAYS)})")
-    parser.add_argument("--memory", metavar="T=SIZE,…", help="of one rank, as device=24GiB,host=64GiB (default: any)")
-    parser.add_argument("--host-rate", default="12GB/s", metavar="RATE", help="between device and host (default 12GB/s)")
-    parser.add_argument("--disk-rate", default="2GB/s", metavar="RATE", help="between host and disk (default 2GB/s)")
-    parser.add_argument("--gradients", metavar="FILE", help="measured ones, for a codec of its own for every layer")
-    parser.add_argument("--uniform", default="int4", metavar="CODEC", help="whose error bounds that choice (default int4)")
-    parser.add_argument("--out", default="plan.json", metavar="FILE", help="where to write the plan (default plan.json)")
-    harness.add_options(parser)
+LOCAL = "local"
+HEAD = ["candidate", "step ms", "gain", "MB sent/rank", "device GB", "host GB", "disk GB", "effect"]
+NAMES = re.compile(r"\b(compress|compress_fsdp|LocalUpdates|SparseLoCo|ZeroOneAdam|OneBitAdam|overlap|Partitioned)\b")
 
 
 def run(options: argparse.Namespace) -> int:
-    ways = options.ways.split(",")
+    if options.mesh:
+        return plan_mesh.run(options)
+    for name in ("pairs", "batch", "dims", "speeds"):
+        if getattr(options, name) not in (None, ""):
+            raise InvalidArgument(f"--{name} is for --mesh: add --mesh, or leave it out")
+    allowed = [way.strip() for way in options.allow.split(",") if way.strip()]
+    local = LOCAL in allowed
+    allowed = [way for way in allowed if way != LOCAL]
+    ways = options.ways.split(",") if options.ways else list(dict.fromkeys([*WAYS, *allowed]))
+    able = [way for way in ways if options.ways or way in (*CHOSEN, *allowed)]
     for way in ways:
         if way not in HOOK and way != "plain":
             codec_named(way)
@@ -64,15 +50,21 @@ def run(options: argparse.Namespace) -> int:
     if cluster.size < 2:
         raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
     settings = Settings(
-        1e-3 * options.compute_ms, options.bucket_mb, memory_of(options.memory), cluster_options.rate_of(options.host_rate),
-        cluster_options.rate_of(options.disk_rate),
+        1e-3 * options.compute_ms, options.bucket_mb, cluster_options.memory_of(options.memory),
+        cluster_options.rate_of(options.host_rate), cluster_options.rate_of(options.disk_rate),
     )  # fmt: skip
     found = candidates(cluster, cluster_options.costs_of(options), model, settings, ways)
-    chosen = recommended(found, ways)
+    chosen = recommended(found, able)
     plan = plan_of(chosen, found, cluster, options.bucket_mb)
     print(f"{model.numel / 1e6:.1f} M parameters on {cluster.size} ranks, {1e3 * settings.compute_seconds:.4g} ms alone")
     plain = next(c for c in found if c.codec == "plain")
-    print(harness.render(HEAD, [cells(c, plain) for c in found]))
+    best, advice = advised(found, chosen, local_updates=local)
+    effects = list(dict.fromkeys(effect(c) for c in found))
+    terminal.show(HEAD, [cells(c, plain, effects) for c in found], best=[found.index(best)])
+    print("\n".join(f"  effect {i}: {text}" for i, text in enumerate(effects, 1)))
+    if options.calls:
+        print("\n".join(["", *(f"  {c.name}\n      {call_of(c)}" for c in found)]))
+    print()
     if options.gradients and plan.compresses and not chosen.layered:
         chosen_rules = per_layer(options.gradients, cluster.size, options.uniform)
         print(
@@ -81,21 +73,14 @@ def run(options: argparse.Namespace) -> int:
         )
         plan = replace(plan, codec=options.uniform, rules=chosen_rules.rules)
     plan.save(options.out)
-    print(plan.why)
-    print(f"advice: {advised(found, chosen)[1]}")
-    print(f"saved: {options.out}")
+    terminal.say(plan.why)
+    terminal.say(f"advice: {advice}")
+    faster, more = advised(found, recommended(found, ways))
+    if faster.seconds < 0.97 * chosen.seconds and not (local and faster.local):
+        terminal.say(f"with --allow {LOCAL if faster.local else faster.codec}, which may change the loss: {more}")
+    print(f"\n    {call_of(best)}\n\nsaved: {options.out}")
     title = f"{model.numel / 1e6:.4g} M parameters, {cluster.size} ranks"
     return harness.deliver(options, found, draw=partial(draw, chosen=chosen, title=title), plan=asdict(plan))
-
-
-def memory_of(text: str | None) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in text.split(",") if text else ():
-        tier, equals, size = part.strip().partition("=")
-        if tier not in TIERS or not equals:
-            raise InvalidArgument(f"--memory is {text!r}, expected such as device=24GiB,host=64GiB with {', '.join(TIERS)}")
-        found[tier] = parse_bytes(size)
-    return found
 
 
 def per_layer(path: str, ranks: int, uniform: str) -> Assignment:
@@ -109,11 +94,20 @@ def per_layer(path: str, ranks: int, uniform: str) -> Assignment:
     return assign(gradients, ranks=ranks, uniform=uniform)
 
 
-def cells(c: Candidate, plain: Candidate) -> list[str]:
+def effect(c: Candidate) -> str:
+    return c.effect if c.fits else "DOES NOT FIT into the memory"
+
+
+def call_of(c: Candidate) -> str:
+    """To copy after ``import commpress``."""
+    return NAMES.sub(r"commpress.\1", c.call)
+
+
+def cells(c: Candidate, plain: Candidate, effects: list[str]) -> list[str]:
     memory = [f"{c.memory[tier] / 1e9:.2f}" if tier in c.memory else "-" for tier in TIERS]
     return [
         c.name, f"{1e3 * c.seconds:.1f}", f"{plain.seconds / c.seconds:.2f}x", f"{c.sent_bytes / 1e6:.2f}", *memory,
-        c.effect if c.fits else "DOES NOT FIT", c.call,
+        str(effects.index(effect(c)) + 1),
     ]  # fmt: skip
 
 

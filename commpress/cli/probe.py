@@ -1,20 +1,12 @@
-"""measure how fast ranks reach each other inside a node and between nodes, and save it
-
-Runs the exchanges that collectives are made of: of two ranks alone while the others wait, and of all at once; and all-reduces
-of growing size, flat and by way of nodes. Which ranks share a node is what the launcher says, or --topology. The file tells
-collectives whether the hierarchical all-reduce pays at a size; docs/hierarchy.md describes it.
-
-  commpress probe --ranks 4 --topology 2x2                                       4 local processes, as if on two nodes
-  torchrun --nnodes 2 --nproc-per-node 8 ... --no-python commpress probe --out links.json
-"""
+"""Measurement of how fast ranks reach each other inside a node and between nodes, and of what processors pay for it."""
 
 import argparse
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from itertools import combinations, cycle
@@ -26,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.cli import harness, ranks
+from commpress.cli import harness, ranks, svg, terminal
 from commpress.cli.reduced import TRIED, Reduced, trials
 from commpress.codecs import codec_named
 from commpress.collectives.buckets import one_message
@@ -39,7 +31,6 @@ from commpress.collectives.two_level import Hierarchy, hierarchy_of
 from commpress.errors import InvalidArgument
 from commpress.kernels.devices import arithmetic, instead
 from commpress.plan.costs import ROWS, encoding
-from commpress.tiered_mem import parse_bytes
 from commpress.work import Steps, overlapped
 from commpress.work import run as drive
 
@@ -54,29 +45,17 @@ RESTED = 1 << 17  # bytes of a row that finds a link rested
 REST, REPEATS = 4e-3, 3  # seconds of such a rest; such rows for each round
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    add_topology(parser)
-    parser.add_argument("--bytes", type=parse_bytes, default="4MiB", metavar="SIZE", help="of a large row (default 4MiB)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each measurement, the median counts (default 5)")
-    ranks.add_options(parser)
-    parser.add_argument("--out", default="links.json", metavar="FILE", help="where to save it (default links.json)")
-
-
-def add_topology(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--topology", default="auto", metavar="NODES",
-        help="nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher says (default auto)",
-    )  # fmt: skip
-
-
 def run(options: argparse.Namespace) -> int:
     if options.bytes < 1024 or options.rounds < 1:
         raise InvalidArgument("expected --bytes of at least 1KiB and --rounds of at least 1")
     check_topology(options.topology)
+    if options.plot and not options.plot.endswith(".svg"):
+        raise InvalidArgument(f"--plot is {options.plot!r}, expected a name that ends in .svg")
     with harness.ProgressBar("probe", lines=4) as progress:
-        links = ranks.on_ranks(measure, options, progress)
-    if links is None:  # not rank 0 of a launcher
+        found = ranks.on_ranks(measure_both, options, progress)
+    if found is None:  # not rank 0 of a launcher
         return 0
+    links, pairs = found
     links.save(options.out)
     rows = [
         [name, f"{1e6 * link.latency:.0f}", f"{link.bandwidth / 1e6:.1f}", f"{link.together / 1e6:.1f}"]
@@ -84,15 +63,46 @@ def run(options: argparse.Namespace) -> int:
         if link is not None
     ]
     print(f"nodes {links.topology}")
-    print(harness.render(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows))
+    terminal.show(["pairs", "latency us", "one pair MB/s", "a node, all at once MB/s"], rows)
     if (stack := links.stack) is not None:
         print(f"shortest calls of all: exchange {1e6 * stack.exchange:.0f} us, compressed all-reduce {1e6 * stack.reduce:.0f}, "
               f"torch's {1e6 * stack.ring:.0f}")  # fmt: skip
         print(f"of a core: {1e6 * stack.message:.0f} us for a message, {1e9 * stack.byte:.2f} ns for a byte at each end, "
               f"{1e6 * stack.reduce_core:.0f} us for a rank's compressed all-reduce")  # fmt: skip
         print(f"in torch's ring: {1e6 * stack.ring_message:.0f} us for a message, {1e9 * stack.ring_byte:.2f} ns for a byte")
+    if pairs:
+        print("\nevery pair: MB/s each way above the diagonal, latency in us below it")
+        print(matrix_text(pairs, links.topology.size))
     print(f"saved: {options.out}")
+    if options.plot:
+        draw(options.plot, pairs, links.topology.size)
+        print(f"picture: {options.plot}")
+    if options.json:
+        harness.write_json(options.json, {**harness.machine(), "nodes": links.topology.nodes, "rows": list(map(asdict, pairs))})
     return 0
+
+
+def grid(pairs: Sequence["Pair"], size: int) -> list[list["Pair | None"]]:
+    found: list[list[Pair | None]] = [[None] * size for _ in range(size)]
+    for pair in pairs:
+        found[pair.first][pair.second] = found[pair.second][pair.first] = pair
+    return found
+
+
+def matrix_text(pairs: Sequence["Pair"], size: int) -> str:
+    rows = []
+    for i, row in enumerate(grid(pairs, size)):
+        shown = ((j, pair) for j, pair in enumerate(row))
+        cells = ("-" if p is None else f"{p.bandwidth / 1e6:.1f}" if j > i else f"{1e6 * p.latency:.0f}" for j, p in shown)
+        rows.append([str(i), *cells])
+    return harness.render(["rank", *map(str, range(size))], rows)
+
+
+def draw(path: str, pairs: Sequence["Pair"], size: int) -> None:
+    values = [[None if p is None else p.bandwidth / 1e6 for p in row] for row in grid(pairs, size)]
+    slowest = min(pairs, key=lambda pair: pair.bandwidth)
+    note = f"MB/s each way; slowest: ranks {slowest.first} and {slowest.second}, {slowest.bandwidth / 1e6:.3g}"
+    svg.matrix(path, "One pair of ranks at a time", [str(i) for i in range(size)], values, note=note)
 
 
 def check_topology(text: str) -> None:
@@ -196,6 +206,41 @@ def measure(rank: int, size: int, options: argparse.Namespace, report: Callable[
     return replace(probe.links(topology, options.bytes), stack=stack, trials=tried)
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks that exchange rows while all others wait: seconds of the shortest exchange, bytes per second each way."""
+
+    first: int
+    second: int
+    inside: bool  # one node
+    latency: float
+    bandwidth: float
+
+
+def measure_both(
+    rank: int, size: int, options: argparse.Namespace, report: Callable[[float, str], None]
+) -> tuple[Links, list[Pair]]:
+    """Links, and every pair where that is asked for."""
+    wanted = options.pairs or bool(options.plot) or bool(options.json)
+    share = 0.5 if wanted else 1.0
+    links = measure(rank, size, options, lambda done, what: report(share * done, what))
+    return links, every_pair(options, lambda done, what: report(share + share * done, what)) if wanted else []
+
+
+def every_pair(options: argparse.Namespace, report: Callable[[float, str], None]) -> list[Pair]:
+    channel, hierarchy = on_nodes(options.topology)
+    topology, probe, found = hierarchy.topology, Probe(options.rounds), []
+    every = list(combinations(range(topology.size), 2))
+    for i, (a, b) in enumerate(every):
+        alone = part_of(channel.inner, (a, b))
+        among: Mapping[int, Transport] = {} if alone is None else {0: alone}
+        latency, took = probe.time(among, 8), probe.time(among, options.bytes)
+        inside = topology.node(a) == topology.node(b)
+        found.append(Pair(a, b, inside, latency, options.bytes / max(took - latency, latency / 10)))
+        report((i + 1) / len(every), f"pair {i + 1}/{len(every)}: ranks {a} and {b}")
+    return found
+
+
 def pairs_of(topology: Topology) -> dict[str, list[tuple[int, int]]]:
     """Up to ``PAIRS`` pairs of each class, evenly chosen among all."""
     every: dict[str, list[tuple[int, int]]] = {"inside": [], "between": []}
@@ -212,9 +257,9 @@ class Probe:
         self.seconds: dict[str, list[float]] = {}
 
     def task(self, name: str, among: Mapping[int, Transport], payload: int) -> Callable[[], None]:
-        return lambda: self.seconds.setdefault(name, []).append(self._time(among, payload))
+        return lambda: self.seconds.setdefault(name, []).append(self.time(among, payload))
 
-    def _time(self, among: Mapping[int, Transport], payload: int) -> float:
+    def time(self, among: Mapping[int, Transport], payload: int) -> float:
         rows = {i: torch.zeros(2, t.size, HEADER + payload, dtype=torch.uint8) for i, t in among.items()}
         took = []
         for _ in range(self.rounds + 1):

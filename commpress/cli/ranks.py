@@ -4,10 +4,13 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commpress.errors import InvalidArgument
+from commpress.cli import option_groups
+from commpress.cli.hosts import Hosts
+from commpress.errors import CommpressError, InvalidArgument
 from commpress.integrations.trainers.launch import init_process_group, place
 
+add_options = option_groups.add_ranks
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Report = Callable[..., None]
 
@@ -32,12 +38,6 @@ def launched() -> bool:
         )
     where = place()
     return where is not None and (where.launcher == "torchrun" or where.size > 1)
-
-
-def add_options(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
-    says = f"local processes (default {ranks}); a launcher's own number wins"
-    parser.add_argument("--ranks", type=int, default=ranks, metavar="N", help=says)
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each rank (default 1)")
 
 
 def on_ranks(function: Callable[..., Any], options: argparse.Namespace, report: Report) -> Any:
@@ -70,20 +70,23 @@ def check_size(size: int) -> None:
 
 
 class LocalRanks:
-    """Processes on this machine, one rank each, over Gloo on the loopback interface; used for several calls."""
+    """Processes on this machine, one rank each, over Gloo on the loopback interface; used for several calls.
 
-    def __init__(self, size: int, *, threads: int = 1) -> None:
+    ``forked`` from this process, which must have no threads and no CUDA yet, they need not import anything anew. With ``hosts``
+    each rank is on a host of its own.
+    """
+
+    def __init__(self, size: int, *, threads: int = 1, forked: bool = False, hosts: Hosts | None = None) -> None:
         check_size(size)
         self._folder = tempfile.TemporaryDirectory(prefix="commpress-")
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
-        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[Any] = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, threads, rendezvous, theirs), daemon=True)
-            process.start()
-            theirs.close()
+            if hosts is None:
+                ours, process = _local(forked, rank, size, threads, rendezvous)
+            else:
+                ours, process = _on_host(hosts, rank, size, threads, rendezvous)
             self._pipes.append(ours)
             self._processes.append(process)
 
@@ -98,12 +101,20 @@ class LocalRanks:
                 process.join(30)
             process.terminate()
             process.join()
+            pipe.close()
         self._folder.cleanup()
 
-    def call(self, function: Callable[..., Any], settings: Any, report: Report) -> Any:
-        """``function(rank, size, settings, report)`` on every rank; the result of rank 0."""
+    def call(
+        self, function: Callable[..., Any], settings: Any, report: Report, *, answer: Callable[..., Any] | None = None
+    ) -> Any:
+        """``function(rank, size, settings, report)`` on every rank; the result of rank 0.
+
+        With ``answer`` the function gets ``ask`` instead of ``report``: what it asks on any rank comes back as what
+        ``answer(rank, ...)`` returns in this process.
+        """
         for pipe in self._pipes:
-            pipe.send((function, settings))
+            with contextlib.suppress(BrokenPipeError):  # a rank that has ended: its exit code is told below
+                pipe.send((function, settings, answer is not None))
         results: dict[int, Any] = {}
         while len(results) < len(self._pipes):
             for ready in wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results]):
@@ -113,8 +124,14 @@ class LocalRanks:
                 except EOFError:
                     self._processes[rank].join()
                     sys.exit(f"commpress: rank {rank} ended with exit code {self._processes[rank].exitcode}")
+                if what == "refused":
+                    raise CommpressError(f"rank {rank}: {value}")
                 if what == "error":
                     sys.exit(f"commpress: rank {rank} failed\n{value}")
+                if what == "ask":
+                    assert answer is not None
+                    self._pipes[rank].send(answer(rank, *value))
+                    continue
                 if what == "report":
                     report(*value)
                 else:
@@ -122,20 +139,91 @@ class LocalRanks:
         return results[0]
 
 
-def _serve(rank: int, size: int, threads: int, rendezvous: str, pipe: Connection) -> None:
-    torch.set_num_threads(threads)
+def _local(forked: bool, rank: int, *more: Any) -> tuple[Connection, Any]:
+    context: Any = multiprocessing.get_context("fork" if forked else "spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_locally, args=(rank, *more, theirs), daemon=True)
+    with _undisturbed():
+        process.start()
+    theirs.close()
+    return ours, process
+
+
+def _on_host(hosts: Hosts, rank: int, *more: Any) -> tuple[Connection, "HostProcess"]:
+    """A process that ends with this one, or when its end of the connection closes."""
+    ours, theirs = socket.socketpair()
+    code = f"from commpress.cli.ranks import serve_on_host; serve_on_host({theirs.fileno()}, {rank}, *{more!r})"
+    with theirs, _undisturbed():
+        process = HostProcess(
+            hosts.start(
+                rank, [sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )  # fmt: skip
+    return Connection(ours.detach()), process
+
+
+def _serve_locally(*more: Any) -> None:
     if sys.platform.startswith("linux"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    _serve(*more)
+
+
+def serve_on_host(pipe: int, rank: int, size: int, threads: int, rendezvous: str) -> None:
+    """Jobs that come by the inherited connection ``pipe`` are done: a process on a host runs this."""
+    _serve(rank, size, threads, rendezvous, Connection(pipe))
+
+
+class HostProcess:
+    """A process on a host, with the words of ``multiprocessing.Process``."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def join(self, timeout: float | None = None) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+
+    def terminate(self) -> None:
+        self._process.kill()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Processes that are started inside never see Ctrl-C: they inherit that it is blocked. Who started them ends them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve(rank: int, size: int, threads: int, rendezvous: str, pipe: Connection) -> None:
+    torch.set_num_threads(threads)
+
+    def ask(*values: object) -> Any:
+        pipe.send(("ask", values))
+        return pipe.recv()
+
     try:
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
         while (job := pipe.recv()) is not None:
-            function, settings = job
+            function, settings, asks = job
             report: Report = (lambda *values: pipe.send(("report", values))) if rank == 0 else _silent
-            result = function(rank, size, settings, report)
+            result = function(rank, size, settings, ask if asks else report)
             dist.barrier()
             pipe.send(("result", result if rank == 0 else None))
         dist.destroy_process_group()
     except (EOFError, KeyboardInterrupt):  # whoever started us is gone or is ending us
         return
+    except CommpressError as error:
+        pipe.send(("refused", str(error)))
     except Exception:
         pipe.send(("error", traceback.format_exc()))

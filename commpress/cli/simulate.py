@@ -1,25 +1,4 @@
-"""time of all-reduces and training steps on a cluster that you describe, up to thousands of ranks
-
-Runs the same generators that production runs, on simulated time: links with a rate and a latency, kernels with the seconds
-per element that this processor takes (or a device of a memory bandwidth), cores that ranks share. Messages and bytes are
-counted, not computed from a formula. docs/simulator.md says what is modelled, what is not, and how far off it was.
-
-One all-reduce, or with --parameters, --model or --config a training step under DDP. Ways to reduce:
-  plain, bf16-ring   the ring of a library, float32 and bfloat16
-  sign, int8, ...    commpress with that codec; powersgd-4 in a training step
-  local:CODEC:H:N    local updates in rounds of H steps (default 30), N of them under way (default 0): means of a step
-With --layered every codec is also run in two levels: exact sums inside a node, compressed between nodes ("sign/2").
-
-  commpress simulate --nodes 4x1 --link 1gbit,100us --bytes 32MiB
-  commpress simulate --nodes 8x8 --link 25gbit,10us --device 900GB/s --parameters 340M --compute-ms 250 --layered
-  commpress simulate --nodes 512x8 --link 100gbit,5us --device 2TB/s --scaling 1,8,64,512 --plot scaling.png
-  commpress simulate --nodes 4x8,4x8 --link 200gbit,3us --link 25gbit,10us --foreign 25gbit --device 2TB/s
-  commpress simulate --nodes 4x1 --link 100mbit,20ms --parameters 11M --compute-ms 60 --ways plain,sign,local:bits2:30:10
-  commpress simulate --nodes 8x1 --straggler 1.5 --rack 4 --oversubscription 4 --parameters 110M --compute-ms 300
-
-A row: seconds of the call or step; exposed is what a step takes longer than computing alone; MB that one rank sends, and of
-them those that leave its node (of the rank that sends most); against plain.
-"""
+"""Time of all-reduces and training steps on a cluster that is described, up to thousands of ranks."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -28,21 +7,24 @@ from time import perf_counter
 from typing import Any
 
 from commpress.cli import cluster_options, harness
+from commpress.cli.option_groups import counts
 from commpress.codecs import codec_named
 from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.errors import InvalidArgument
 from commpress.plan.candidates import training
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
+from commpress.plan.expert_way import ExpertWay, hop_seconds
 from commpress.plan.local_ways import PREFIX, local_way, simulate_local
 from commpress.plan.model import Model
+from commpress.plan.pair_links import PairLinks
 from commpress.plan.simulator import Simulated, simulate_calls, simulate_step
 from commpress.plan.ways import RINGS, buffer_by, step_by, widest
 from commpress.tiered_mem import parse_bytes
 
 HEAD = ["nodes", "ranks", "way", "ms", "exposed ms", "MB sent/rank", "MB out of node", "against plain"]
-WAYS = "plain,bf16-ring,int8,int4,sign"
 LEVELS = "/2"
+EXPERT_CODECS = ("none", "bf16", "int8", "int4")
 
 
 @dataclass
@@ -58,18 +40,12 @@ class Row:
     plain_seconds: float
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ways", default=WAYS, metavar="A,B", help=f"default {WAYS}")
-    parser.add_argument("--layered", action="store_true", help="also every codec in two levels")
-    parser.add_argument("--bytes", default="32MiB", metavar="SIZE", help="of float32 in one all-reduce (default 32MiB)")
-    parser.add_argument("--scaling", metavar="A,B", help="numbers of nodes of the first kind, one after the other")
-    cluster_options.add_cluster(parser)
-    cluster_options.add_model(parser)
-    harness.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     ways = options.ways.split(",")
+    if options.experts_per_token:
+        return experts(options)
     model = None
     if options.parameters or options.model or options.config:
         model = cluster_options.model_of(options)
@@ -86,12 +62,33 @@ def run(options: argparse.Namespace) -> int:
     if cluster.size < 2:
         raise InvalidArgument("a cluster of one rank sends nothing: give --nodes with at least two")
     numel = parse_bytes(options.bytes) // 4
-    clusters = [cluster] if not options.scaling else [scaled(cluster, n) for n in cluster_options.sizes(options.scaling)]
+    clusters = [cluster] if not options.scaling else [scaled(cluster, n) for n in counts("--scaling", options.scaling)]
     costs, start = cluster_options.costs_of(options), perf_counter()
     rows = [row for one in clusters if one.size > 1 for row in simulated(one, costs, ways, options, model, numel)]
     print(harness.render(HEAD, [cells(row) for row in rows]))
     print(f"simulated in {perf_counter() - start:.1f} s")
     return harness.deliver(options, rows, draw=partial(draw, title=title(options, model)))
+
+
+def experts(options: argparse.Namespace) -> int:
+    """Dispatch to experts and back in each codec, with what every token and node saves."""
+    cluster = cluster_options.cluster_of(options)
+    if cluster.size < 2 or min(options.tokens, options.width) < 1:
+        raise InvalidArgument("experts need --nodes with at least two ranks, and --tokens and --width of at least 1")
+    links, costs = PairLinks.of_cluster(cluster), cluster_options.costs_of(options)
+    rows: list[dict[str, Any]] = []
+    for codec in EXPERT_CODECS:
+        ranks, node = tuple(range(cluster.size)), tuple(int(n) for n in cluster.node_of)
+        way = ExpertWay(ranks, node, options.tokens, options.width, options.experts_per_token, options.experts, codec)
+        took = [hop_seconds([hops], links) + way.coded(costs) for hops in (way.forward, way.backward)]
+        leaving = [sum(links.leaving_of(*hop) for hop in hops) for hops in (way.forward, way.backward)]
+        rows.append({"codec": codec, "forward": took[0], "backward": took[1], "between": sum(leaving)})
+    table = [[str(r["codec"]), *(f"{r[of] * by:.4g}" for of, by in (("forward", 1e3), ("backward", 1e3), ("between", 1e-6)))]
+             for r in rows]  # fmt: skip
+    what = f"{options.tokens} tokens of width {options.width} a rank, {options.experts_per_token} experts each"
+    print(f"{what}, {cluster.size} ranks: a layer's routing, dispatch and combine, and their gradients")
+    print(harness.render(["codec", "forward ms", "backward ms", "MB/node"], table))
+    return harness.deliver(options, rows)
 
 
 def scaled(cluster: Cluster, nodes: int) -> Cluster:

@@ -1,10 +1,6 @@
 """Training steps of benchmarks: one small GPT per variant, equal weights and batches, rounds of a few steps, bytes counted."""
 
 import argparse
-import os
-import socket
-import struct
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from commpress.cli import harness
+from commpress.cli import harness, option_groups
+from commpress.cli.connections import sent_bytes
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.errors import InvalidArgument
 
+add_options = option_groups.add_training
 HELD_OUT = 400_000  # bytes at the end of the text that nobody trains on
 
 
@@ -37,18 +35,6 @@ class Load:
     def model(self) -> GPT:
         torch.manual_seed(self.seed)
         return GPT(width=self.width, layers=self.layers, length=self.length)
-
-
-def add_options(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
-    for name, default, metavar, what in (
-        ("rounds", rounds, "N", "of every variant"),
-        ("steps", steps, "N", "steps of each round"),
-        ("batch", batch, "N", "windows per rank and step"),
-        ("length", 64, "N", "bytes of text in a window"),
-        ("width", 384, "N", "of the model"),
-        ("layers", 6, "N", "of the model"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar=metavar, help=f"{what} (default {default})")
 
 
 def load_of(options: argparse.Namespace, *, seed: int = 0) -> Load:
@@ -109,45 +95,3 @@ def timed(trainees: Mapping[str, Trainee], load: Load) -> tuple[dict[str, torch.
 def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's own hook under another name: DDP refuses that name without NCCL, though Gloo adds bfloat16 as well."""
     return bf16_compress_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------- bytes on sockets
-
-HEADERS = 52  # IP and TCP with time stamps, per segment
-_REPEATED, _SEGMENTS, _BYTES = 100, 136, 200  # offsets of tcpi_total_retrans, _segs_out, _bytes_sent in struct tcp_info
-
-
-def sent_bytes() -> int | None:
-    """Bytes this process has sent on sockets that are open now, headers and acknowledgements included.
-
-    Segments sent again count once: a busy machine repeats some that were only acknowledged late. None where the system
-    does not tell (anything but Linux from 4.19 on). Unlike an interface's counters these hold nothing of other
-    processes. Over loopback segments are longer than on a network: there headers weigh more.
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        info = _tcp_info(int(name))
-        if info is None:
-            continue
-        if len(info) < _BYTES + 16:
-            return None
-        sent, sent_again = struct.unpack_from("=QQ", info, _BYTES)
-        (segments,), (again,) = (struct.unpack_from("=I", info, offset) for offset in (_SEGMENTS, _REPEATED))
-        total += sent - sent_again + HEADERS * (segments - again)
-    return total
-
-
-def _tcp_info(fd: int) -> bytes | None:
-    """The kernel's record of a connection; None if ``fd`` is something else or already closed."""
-    try:
-        if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-            return None
-        duplicate = os.dup(fd)
-    except OSError:
-        return None
-    with socket.socket(fileno=duplicate) as connection:
-        if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)

@@ -13,6 +13,8 @@ import torch
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.residual_state import check_fit, elastic_state, exact_state, residuals_of
 from commpress.errors import StateMismatch
+from commpress.optim.boxes import boxes_of, recut
+from commpress.optim.columns import is_cut, local
 from commpress.schedules import Facts
 from commpress.work import Steps
 
@@ -26,7 +28,7 @@ log = logging.getLogger("commpress")
 
 
 def exact(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
-    return _head(optimizer) | {
+    return _head(optimizer) | own_state(optimizer) | {
         name: exact_state(exchanges.residuals, optimizer.channel.transport, optimizer.steps_done) | exchanges.choices()
         for name, exchanges in _exchanges(optimizer)
     }
@@ -37,10 +39,10 @@ def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[di
     shared, part = (yield from optimizer.shared()), _head(optimizer)
     momentum = shared.get("exp_avg")
     if optimizer.channel.rank == 0:
-        for number, p in enumerate(optimizer._flat.parameters):
-            state["state"][number] = {key: value.clone() for key, value in optimizer.state[p].items()}
+        for i, (number, p) in enumerate(zip(optimizer.shared_numbers(), optimizer._flat.parameters, strict=True)):
+            state["state"][number] = {key: local(value).clone() for key, value in optimizer.state[p].items()}
             if momentum is not None:
-                state["state"][number]["exp_avg"] = optimizer._flat.view(momentum, number).clone()
+                state["state"][number]["exp_avg"] = optimizer._flat.view(momentum, i).clone()
         part["schedule"] |= shared
     else:
         state["state"], part["schedule"] = {}, {}
@@ -49,6 +51,8 @@ def elastic(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> Steps[di
             exchanges.residuals, optimizer.channel.transport, optimizer.steps_done, optimizer.channel.take()
         )
         part[name] = residuals | exchanges.choices()
+    if optimizer.columns is not None:
+        part["boxes"] = boxes_of(optimizer)
     return state | {"commpress": part}
 
 
@@ -57,15 +61,19 @@ def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> 
     if any("commpress" not in state for state in states):
         _load_adam(optimizer, states[0])
         return
+    if optimizer.columns is not None or any("boxes" in state["commpress"] for state in states):
+        states = recut(optimizer, states)
     check_entries(states[0], ("param_groups",), "the state")
     check_groups(optimizer, states[0]["param_groups"])
     residuals, head = _residuals(optimizer, [state["commpress"] for state in states])
+    own = own_in(optimizer, [state["commpress"] for state in states])
     state = next(state for state in states if state["commpress"] is head)
     _check(optimizer, state, whole=True)
     facts = Facts.of(head["facts"])
     _take_left(optimizer, head, residuals)
     optimizer.forget()
     _fill(optimizer, state)
+    take_own(optimizer, own)
     optimizer.steps_done, optimizer.facts = int(head["step"]), facts
     optimizer.tensors.follow(optimizer.steps_done)
     optimizer.resume(head["schedule"])
@@ -75,7 +83,34 @@ def load_rank(optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]])
     """This rank's own part, or all ranks', after a state of another rank gave what all share."""
     check_step(optimizer, parts)
     residuals, head = _residuals(optimizer, parts)
+    own = own_in(optimizer, parts)
     _take_left(optimizer, head, residuals)
+    take_own(optimizer, own)
+    optimizer.resume(head["schedule"])
+
+
+def common(optimizer: "ReplicatedOptimizer") -> dict[str, Any]:
+    """Part of the state of a rank that all have in common."""
+    head = _head(optimizer)
+    if "trips" in head["schedule"]:
+        head["schedule"]["trips"] = [0] * len(optimizer._flat.parameters)  # each rank's own
+    return head
+
+
+def load_common(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
+    """Take over another rank's ``common`` and torch's state; residuals stay."""
+    check_entries(state, ("param_groups", "commpress"), "the state")
+    head = state["commpress"]
+    check_entries(head, ("optimizer", "step", "facts", "schedule"), "the state that ranks share")
+    if head["optimizer"] != type(optimizer).__name__:
+        raise StateMismatch(f"the state is of {head['optimizer']}, this is a {type(optimizer).__name__}")
+    check_groups(optimizer, state["param_groups"])
+    _check(optimizer, state, whole=True)
+    optimizer.check_schedule(head["schedule"])
+    optimizer.forget()
+    _fill(optimizer, state)
+    optimizer.steps_done, optimizer.facts = int(head["step"]), Facts.of(head["facts"])
+    optimizer.tensors.follow(optimizer.steps_done)
     optimizer.resume(head["schedule"])
 
 
@@ -92,6 +127,35 @@ def own_of(parts: Sequence[dict[str, Any]], rank: int, size: int) -> Sequence[di
     """The one that this rank saved, if as many ranks saved exact ones; else all of them."""
     place = {"kind": "exact", "rank": rank, "size": size}
     return [part for part in parts if place.items() <= part["quantized"].items()] or parts
+
+
+def own_state(optimizer: "CompressedOptimizer") -> dict[str, Any]:
+    """Entry of a rank's state with what not all ranks hold, if there is such."""
+    return {} if optimizer.own is None else {"own": optimizer.own.state()}
+
+
+def own_in(optimizer: "CompressedOptimizer", parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """State that this rank saved of the parameters that not all hold; None in the state of another rank alone."""
+    if optimizer.own is None:
+        return None
+    transport = optimizer.channel.transport
+    mine = [part for part in own_of(parts, transport.rank, transport.size) if part["quantized"]["rank"] == transport.rank]
+    sizes = sorted({part["quantized"]["size"] for part in parts})
+    if len(parts) == 1 and sizes == [transport.size] and not mine:
+        return None  # each rank's own comes next
+    if sizes != [transport.size] or "own" not in mine[0]:
+        raise StateMismatch(
+            f"the state of {sizes} ranks has nothing of {optimizer.own.flat.names[0]!r}, which lies on this rank of "
+            f"{transport.size} alone: load this rank's own state_dict(), on as many ranks as saved it"
+        )
+    found: dict[str, Any] = mine[0]["own"]
+    optimizer.own.check(found)
+    return found
+
+
+def take_own(optimizer: "CompressedOptimizer", found: dict[str, Any] | None) -> None:
+    if optimizer.own is not None and found is not None:
+        optimizer.own.load(found)
 
 
 def check_closed(parts: Sequence[dict[str, Any]], size: int) -> None:
@@ -194,7 +258,9 @@ def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     """Momentum, variance and steps of torch's Adam: a run begun with it goes on with exact steps. One that torch's tools have
     carried from here to here goes on as it was, but for what compression left behind."""
     _check(optimizer, state)
-    counts = _steps_of_groups(state)
+    counts, own = _steps_of_groups(optimizer, state), None
+    if optimizer.own is not None:
+        own = optimizer.own.of_adam([state["state"].get(i, {}) for i in _numbers(optimizer, state, shared=False)])
     optimizer.forget()
     _fill(optimizer, state)
     optimizer.steps_done, optimizer.facts = max(counts), Facts()
@@ -203,15 +269,24 @@ def _load_adam(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     optimizer.tensors.follow(optimizer.steps_done, doubt=True)
     optimizer.resume(None)
     _take_left(optimizer, {}, {})
+    take_own(optimizer, own)
     for i in range(len(optimizer._taken)):
         optimizer._taken[i] = optimizer.tensors.own_steps(i, optimizer.steps_done)
 
 
-def _steps_of_groups(state: dict[str, Any]) -> list[int]:
+def _numbers(optimizer: "CompressedOptimizer", state: dict[str, Any], *, shared: bool) -> list[int]:
+    """The numbers that a state has for the parameters that all ranks hold, or for the others."""
+    every = [number for group in state["param_groups"] for number in group["params"]]
+    known = set(optimizer.shared_numbers())
+    return [number for i, number in enumerate(every) if (i in known) == shared]
+
+
+def _steps_of_groups(optimizer: "CompressedOptimizer", state: dict[str, Any]) -> list[int]:
     """Steps that each group has taken, which a group that came late has taken fewer of."""
     counts: list[int] = []
+    shared = set(_numbers(optimizer, state, shared=True))
     for number, group in enumerate(state["param_groups"]):
-        steps = {int(state["state"][i]["step"]) for i in group["params"] if i in state["state"]}
+        steps = {int(state["state"][i]["step"]) for i in group["params"] if i in state["state"] and i in shared}
         if len(steps) > 1:
             raise StateMismatch(
                 f"the parameters of group {number} have taken {sorted(steps)} steps, expected one number for all: give those "
@@ -227,15 +302,17 @@ def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bo
     check_entries(state, ("state", "param_groups"), "the state")
     groups, flat = state["param_groups"], optimizer._flat
     check_groups(optimizer, groups)
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = _numbers(optimizer, state, shared=True)
     own = [optimizer.state[p] for p in flat.parameters]
     for i, number in enumerate(numbers):
         saved = state["state"].get(number, {})
         if whole or saved:
             wanted = own[i].keys() - {"master"} if whole else ("step", "exp_avg", "exp_avg_sq")
-            check_entries(saved, sorted(wanted), f"the state of parameter {flat.names[i]!r} {tuple(flat.parameters[i].shape)}")
+            check_entries(saved, sorted(wanted), f"the state of parameter {flat.names[i]!r} {tuple(flat.shapes[i])}")
         for key, value in saved.items():
             into = own[i].get(key)
+            if into is not None and not is_cut(value):
+                into = local(into)
             if into is None or (torch.is_tensor(value) and value.shape != into.shape):
                 raise StateMismatch(
                     f"the state holds {key!r} of parameter {flat.names[i]!r} "
@@ -249,10 +326,10 @@ def _fill(optimizer: "ReplicatedOptimizer", state: dict[str, Any]) -> None:
     groups, flat = state["param_groups"], optimizer._flat
     take_groups(optimizer, groups)
     own = [optimizer.state[p] for p in flat.parameters]
-    for i, number in enumerate(number for group in groups for number in group["params"]):
+    for i, number in enumerate(_numbers(optimizer, state, shared=True)):
         for key, value in state["state"].get(number, {}).items():
             if own[i][key] is not value:
-                own[i][key].copy_(torch.as_tensor(value))
+                local(own[i][key]).copy_(torch.as_tensor(local(value)))
     if flat.shadowed and not any("master" in s for s in state["state"].values()):
         flat.adopt()
     flat.publish()

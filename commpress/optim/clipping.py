@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from commpress.errors import InvalidArgument
+from commpress.optim.held import norm_of
 from commpress.work import Steps
 
 if TYPE_CHECKING:
@@ -24,23 +25,30 @@ class Clipping:
             raise InvalidArgument(f"max_grad_norm is {max_norm!r}, expected a positive number or None")
         self.max_norm = max_norm
         self._local_norm = 0.0  # √(mean ‖g_i‖²) of this step
+        self.last = 1.0  # the factor of this step, for gradients that are not in its messages
 
-    def factor(self, norm: float) -> float:
-        return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+    def factor(self, norm: float, own: float = 0.0) -> float:
+        """Of gradients of this norm; ``own``: squares of those that not all ranks hold."""
+        self.last = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm_of(norm, own) + 1e-6))
+        return self.last
 
     def agreed(self, optimizer: "CompressedOptimizer", gain: float, *, exact: bool) -> Steps[float]:
         """The factor of this rank's gradients, ``gain`` included; an exact round clips their mean instead."""
         if self.max_norm is None:
             return gain
-        every = yield from optimizer.gathered([optimizer.squares(gain)])
-        self._local_norm = float(every[:, 0].mean()) ** 0.5
+        if optimizer.columns is not None:
+            gradients = [optimizer._flat.gradient(i) for i in range(len(optimizer._flat.parameters))]
+            self._local_norm = (yield from optimizer.squares_of_mesh(gradients, gain)) ** 0.5
+        else:
+            every = yield from optimizer.gathered([optimizer.squares(gain)])
+            self._local_norm = float(every[:, 0].mean()) ** 0.5
         if exact or not np.isfinite(self._local_norm):
             return gain
         return gain * self.of_local(optimizer, self._local_norm)
 
     def of_local(self, optimizer: "CompressedOptimizer", norm: float) -> float:
         """The factor where ranks' own gradients have this norm."""
-        return self.factor((optimizer.facts.norm_ratio or 1.0) * norm)
+        return self.factor((optimizer.facts.norm_ratio or 1.0) * norm, optimizer.own_squares)
 
     def clip(self, optimizer: "CompressedOptimizer", mean: torch.Tensor, norm: float | None = None) -> bool:
         """Clip the mean gradient as ``clip_grad_norm_`` does; False if its ``norm``, given if this is a part, is not finite."""
@@ -49,7 +57,7 @@ class Clipping:
         norm, facts = float(torch.linalg.vector_norm(mean)) if norm is None else norm, optimizer.facts
         if not np.isfinite(norm):
             return False
-        mean.mul_(self.factor(norm))
+        mean.mul_(self.factor(norm, optimizer.own_squares))
         if optimizer.channel.size > 1 and self._local_norm > 0:
             ratio = norm / self._local_norm
             facts.norm_ratio += (0.05 if facts.norm_ratio else 1.0) * (ratio - facts.norm_ratio)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from commpress.codecs import policy_of
-from commpress.collectives.allreduce import any_flag, exchange
+from commpress.collectives.allreduce import exchange
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
@@ -29,6 +29,7 @@ from commpress.kernels.cosine import ChunkedCosine
 from commpress.kernels.sparse_blocks import SparseBlocks
 from commpress.optim.checkpoint import check_groups, take_groups
 from commpress.optim.flat import Flat
+from commpress.optim.held import refuse_held
 from commpress.optim.optimizer import checksum, report_skipped, require_same
 from commpress.optim.optimizer_counters import OptimizerCounters
 from commpress.optim.parameters import named_parameters
@@ -88,6 +89,7 @@ class DeMo(torch.optim.Optimizer):
         self.counters = OptimizerCounters()
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._flat = flat = Flat(*named_parameters(self.param_groups))
+        refuse_held("DeMo", zip(flat.names, flat.parameters, strict=True), "sends a part of every momentum to all")
         self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
         self._delta, self._next = flat.new(), flat.new()
         self._transforms = [ChunkedCosine.of(p.shape, chunk) for p in flat.parameters]
@@ -188,8 +190,8 @@ class DeMo(torch.optim.Optimizer):
         what = f"demo/{self.topk}/{self.chunk}/{self.bits or 32}"
         frame = Frame(ALL_GATHER, transport.size, what, self._flat.numel, self.channel.take())
         mark = torch.full((1,), 0 if finite else NOT_FINITE, dtype=torch.uint8, device=device)
-        yield from exchange(transport.all_gather, inbox, outbox, frame, mark, transport, workspace)
-        rows = None if any_flag(inbox) else [part.clone() for part in inbox[:, HEADER:].split(self._sizes, dim=1)]
+        flags = yield from exchange(transport.all_gather, inbox, outbox, frame, mark, transport, workspace)
+        rows = None if flags & NOT_FINITE else [part.clone() for part in inbox[:, HEADER:].split(self._sizes, dim=1)]
         workspace.give_rows(outbox, inbox)
         return rows
 

@@ -11,6 +11,7 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.kernels.adam import Segments
+from commpress.optim.columns import local
 from commpress.optim.parameters import check_parameter
 
 ALIGN = 16  # elements: every parameter starts on a cache line
@@ -23,7 +24,7 @@ class Flat:
         self.parameters, self.names = list(parameters), list(names)
         self.device = parameters[0].device
         for p, name in zip(parameters, names, strict=True):
-            check_parameter(name, p)
+            check_parameter(name, p, cut=True)
             if p.device != self.device:
                 raise InvalidArgument(
                     f"parameter {name!r} is on {p.device} and {names[0]!r} on {self.device}: all parameters of one optimizer "
@@ -39,18 +40,20 @@ class Flat:
                 f"two parameters are called {alike!r}, and what compression leaves behind is kept by name: pass named "
                 "parameters under the names that the whole model gives them, or all without names"
             )
+        shards = [local(p) for p in parameters]
+        self.shapes = [shard.shape for shard in shards]  # of what this rank has
         self.places: list[tuple[int, int]] = []
         at = 0
-        for p in parameters:
-            self.places.append((at, p.numel()))
-            at += -(-p.numel() // ALIGN) * ALIGN
+        for shard in shards:
+            self.places.append((at, shard.numel()))
+            at += -(-shard.numel() // ALIGN) * ALIGN
         self.numel = at
         self._dtypes = [p.dtype for p in parameters]
-        self.shadowed = [i for i, p in enumerate(parameters) if p.dtype != torch.float32 or not p.is_contiguous()]
+        self.shadowed = [i for i, p in enumerate(shards) if p.dtype != torch.float32 or not p.is_contiguous()]
         self.master = self.new() if self.shadowed else None  # float32 weights of parameters that are not
         self._cast: torch.Tensor | None = None
         self._placed: dict[range | tuple[int, ...], Segments] = {}
-        self.weights: list[torch.Tensor] = [p.detach() for p in parameters]
+        self.weights: list[torch.Tensor] = [shard.detach() for shard in shards]
         self.adopt()
 
     def new(self) -> torch.Tensor:
@@ -68,6 +71,10 @@ class Flat:
             buffer[: before.numel()] = before
         return buffer
 
+    def shard(self, i: int) -> torch.Tensor:
+        """Values of a parameter as far as this rank has them: all of them, unless it is a DTensor."""
+        return local(self.parameters[i]).detach()
+
     def follow(self, before: "Flat") -> None:
         """Weights of the first parameters are those that ``before`` has of them, more exact than the parameters may be."""
         for i in before.shadowed:
@@ -75,7 +82,7 @@ class Flat:
 
     def view(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
         first, numel = self.places[i]
-        return buffer[first : first + numel].view(self.parameters[i].shape)
+        return buffer[first : first + numel].view(self.shapes[i])
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         return [self.view(buffer, i) for i in range(len(self.parameters))]
@@ -85,17 +92,18 @@ class Flat:
         for i in self.shadowed:
             assert self.master is not None
             self.weights[i] = self.view(self.master, i)
-            self.weights[i].copy_(self.parameters[i].detach())
+            self.weights[i].copy_(self.shard(i))
 
     def publish(self) -> None:
         """Parameters that are not float32 := their float32 weights."""
         for i in self.shadowed:
-            self.parameters[i].detach().copy_(self.weights[i])
+            self.shard(i).copy_(self.weights[i])
 
     def check(self) -> None:
         """Parameters are still where they were: ``module.to()`` may have moved them."""
         shadowed = set(self.shadowed)
-        for i, (p, dtype) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
+        for i, dtype in enumerate(self._dtypes):
+            p = self.shard(i)
             moved = i not in shadowed and p.data_ptr() != self.weights[i].data_ptr()
             if p.device != self.device or p.dtype != dtype or (moved and not p.is_contiguous()):
                 raise InvalidArgument(
@@ -103,7 +111,7 @@ class Flat:
                     "construct the optimizer after moving or converting the model"
                 )
             if moved:
-                self.weights[i] = p.detach()
+                self.weights[i] = p
                 self._placed.clear()
 
     def gradient(self, i: int, given: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -111,6 +119,7 @@ class Flat:
         g = self.parameters[i].grad if given is None else given
         if g is None:
             return None
+        g = local(g)
         if g.layout != torch.strided:
             g = g.to_dense()
         if g.dtype == torch.float32 and g.is_contiguous():

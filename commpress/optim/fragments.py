@@ -12,7 +12,7 @@ from commpress.collectives.allreduce import settle
 from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
-from commpress.errors import InvalidArgument
+from commpress.errors import CommunicationError, InvalidArgument
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.outer import Outer, State
 from commpress.work import Steps
@@ -154,15 +154,29 @@ class Flight:
     steps: Steps[bool] | None = None  # to be run, or ``future``, if it runs in the background; neither from a checkpoint
     future: torch.futures.Future[bool] | None = None
     taken: bool = True  # whether the mean, in ``fragment.work``, counts; once ``arrival`` has run
+    trained: tuple[int, int] = (0, 0)  # steps and tokens that its change came from
+    error: CommunicationError | None = None
 
     def arrival(self) -> Steps[bool]:
         """``taken``, once the mean is there."""
-        if self.future is not None:
-            self.taken = self.future.wait()
-        elif self.steps is not None:
-            self.taken = yield from self.steps
+        if self.error is not None:
+            raise self.error
+        try:
+            if self.future is not None:
+                self.taken = self.future.wait()
+            elif self.steps is not None:
+                self.taken = yield from self.steps
+        except CommunicationError as error:
+            self.error = error
+            raise
         self.steps = self.future = None
         return self.taken
+
+    def give_up(self) -> None:
+        """It never arrives anywhere: its change goes with the next exchange."""
+        self.fragment.steps, self.fragment.tokens = (
+            of + left for of, left in zip((self.fragment.steps, self.fragment.tokens), self.trained, strict=True)
+        )
 
 
 def cut(

@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.channel import Channel
+from commpress.collectives.transports.factory import initialized
 from commpress.errors import InvalidArgument
 from commpress.optim.local_weights import LocalWeights, WeightHolder
 from commpress.optim.masha import Masha
@@ -34,6 +35,13 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         self._frozen = [p for p in self.parameters if not p.requires_grad]
         self._holders = [each for each in self if isinstance(each, WeightHolder)]
         self._unaveraged = False  # it was checked
+
+    @property
+    def together(self) -> bool:
+        """True if some of them train with other ranks in every step: these have shards, or average gradients."""
+        held = any(isinstance(each, WeightHolder) and each.inner_channel is not None for each in self)
+        cut = any(_mesh(p) is not None for p in self.parameters)
+        return held or cut or any(isinstance(each, CompressedOptimizer) for each in self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -102,9 +110,9 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
 
     def check_unaveraged(self) -> None:
         """Raise ``InvalidArgument`` where DistributedDataParallel averages their gradients. Looks once: wrappers come late."""
-        if not self._unaveraged:
+        if not self._unaveraged and initialized():
             _refuse_ddp(self.parameters)
-            self._unaveraged = True
+        self._unaveraged = True
 
 
 def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", warmup: int) -> None:
@@ -127,10 +135,7 @@ def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", warmup: in
                 f"inner is {what} with float32 master weights beside the parameters, which would not follow Θ: use "
                 "commpress.Partitioned, or float32 parameters and no sharding"
             )
-    held = any(isinstance(optimizer, WeightHolder) and optimizer.inner_channel is not None for optimizer in optimizers)
-    cut = any(_mesh(p) is not None for p in optimizers.parameters)
-    together = held or cut or any(isinstance(optimizer, CompressedOptimizer) for optimizer in optimizers)
-    if isinstance(every, Seconds) and together:
+    if isinstance(every, Seconds) and optimizers.together:
         raise InvalidArgument(
             f"every is {every!r}, but the ranks inside a group train together (shards, or gradients that are averaged) and "
             "must count steps alike: give a number of steps or commpress.QSR"

@@ -52,6 +52,32 @@ def exact(local: "LocalUpdates") -> Steps[dict[str, Any]]:
     }
 
 
+def common(local: "LocalUpdates") -> dict[str, Any]:
+    """State that all ranks hold alike, with this rank's inner optimizers for who has none."""
+    inner = [optimizer.state_dict() for optimizer in local.inner]
+    return _shared(local) | {"kind": "shared", "inner": inner, "choices": local.exchanges.choices()}
+
+
+def load_common(local: "LocalUpdates", state: dict[str, Any]) -> None:
+    """Take over another rank's ``common``; residuals stay."""
+    if state.get("format") != FORMAT or state.get("kind") != "shared" or len(state["inner"]) != len(local.inner):
+        raise StateMismatch(
+            f"expected what LocalUpdates.shared_state() gave, format {FORMAT}, of {len(local.inner)} inner optimizers; this is "
+            f"of format {state.get('format')!r} and kind {state.get('kind')!r}"
+        )
+    shared = _shared_of(local, [state])
+    _forget_flight(local)
+    for optimizer, each in zip(local.inner, state["inner"], strict=True):
+        optimizer.load_state_dict(each)
+    _load_shared(local, shared)
+    local.exchanges.load_choices(state["choices"])
+    with local.inner.weights_rewritten():
+        for fragment in local.fragments:
+            fragment.steps = fragment.tokens = 0
+            with fragment.opened():
+                fragment.merge(0.0)
+
+
 def elastic(local: "LocalUpdates") -> Steps[dict[str, Any]]:
     """This rank's part: of the mean change, with what compression owes, its shard, and on rank 0 what all ranks share."""
     transport, changes = local.channel.transport, {}
@@ -191,6 +217,7 @@ def _forget_flight(local: "LocalUpdates") -> None:
 
 def _load_shared(local: "LocalUpdates", state: dict[str, Any]) -> None:
     local.steps_done, local.exchanged = int(state["steps"]), int(state["exchanged"])
+    local.finished = local.exchanged  # a mean under way is known too
     local.facts = Facts.of(state["facts"])
     local.schedule.load(state["round"])
     for fragment, weights, outer in zip(local.fragments, state["weights"], state["outer"], strict=True):
@@ -211,6 +238,7 @@ def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
         fragment.attach(local.exchanges)
         fragment.work.copy_(flight["mean"])
         local.flight = Flight(fragment, int(flight["due"]), taken=bool(flight["taken"]))
+        local.taken = local.flight.taken
 
 
 def _load_changes(local: "LocalUpdates", changes: dict[tuple[str, int], torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ class LocalCounters:
     waited: float = 0.0  # seconds in which training stood still for an exchange
     dropped: int = 0  # exchanges, or steps of the warm-up, in which some rank was not finite and was left out
     spread: float = 0.0  # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange of moves
+    lost_ranks: int = 0  # that died, and with each what it owed and had trained since its last exchange
     participants: int = 0  # ranks whose weight in it was above zero
 
     @property

@@ -21,14 +21,18 @@ import torch
 from commpress.checksum import checksum_of
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import settle
+from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.handover import Handover
 from commpress.collectives.scalars import square_sum
+from commpress.collectives.transports.factory import on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
-from commpress.optim import local_checkpoint
+from commpress.optim import local_checkpoint, local_handover
 from commpress.optim.exchange_header import ExchangeHeader, check_same
 from commpress.optim.fragments import Flight, Fragment, cut
+from commpress.optim.held import is_held
 from commpress.optim.inner_optimizers import InnerOptimizers, check_inner, check_ranks
 from commpress.optim.local_counters import LocalCounters
 from commpress.optim.local_weights import LocalWeights
@@ -59,6 +63,7 @@ class LocalUpdates(torch.optim.Optimizer):
     - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of the rank's own weights when it
       arrives.
     - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as FSDP2 over other ranks.
+      Experts that are divided among these ranks are not averaged: each rank trains its own, in every step.
     - ``warmup``: steps before the first round in which all ranks train as one: their gradients are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
     - ``keep``: "host" or "device": where Θ and the state of the outer step lie; or a TieredStore of this rank's own, which
@@ -112,7 +117,13 @@ class LocalUpdates(torch.optim.Optimizer):
         self.seed, self.counters, self.facts = seed, LocalCounters(), Facts()
         self._backgrounds = transport is None
         check_inner(self.inner, self.every, warmup)
-        parts = cut(self.inner.weights(), fragments)
+        ranks = ranks_of(group) if transport is None else tuple(range(transport.size))
+        trained = self.inner.weights()
+        shared = [each for each in trained if not is_held(each.name, each.parameter, ranks)]
+        self.apart = len(trained) - len(shared)  # parameters that not all of these ranks hold: each goes on with its own
+        if not shared:
+            raise InvalidArgument("inner trains nothing but experts that are divided among ranks: there is nothing to average")
+        parts = cut(shared, fragments)
         self.fragments = [self._fragment(i, part, prefix) for i, part in enumerate(parts)]
         if transport is None:
             self.channel = Channel.among(group, timeout=timeout, name="commpress-local")
@@ -126,17 +137,19 @@ class LocalUpdates(torch.optim.Optimizer):
         self.exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
         self._warmup = SharedWarmup(warmup, self.fragments, self.exact, self.channel, self.control)
         if isinstance(keep, TieredStore):
-            check_room(self.fragments, keep)
-            for fragment in self.fragments:  # once, to know how much they leave behind
-                fragment.attach(self.exchanges)
-                fragment.detach(self.exchanges)
-            check_room(self.fragments, keep)
+            check_room(self.fragments, keep, overlap=self.overlap > 0)
         self.steps_done, self.exchanged = 0, 0
+        self.finished, self.taken = 0, True  # exchanges whose outcome is known here, and that of the last
+        self.moved: int | None = None  # the fragment whose shared weights followed from the last exchange
+        self._decayed = -1  # the exchange for which residuals were
+        self.handover = Handover(self.channel)
         self.flight: Flight | None = None
         self._ended = False  # this rank has no more data
         self._all_ended = 0  # exchanges in a row in which every rank said so
         self.schedule = RoundSchedule(self.every, len(self.fragments), overlap=overlap)
         self._begin_round()
+        if transport is None:
+            on_reform(group, self)
 
     # ------------------------------------------------------------ parameters
 
@@ -267,12 +280,12 @@ class LocalUpdates(torch.optim.Optimizer):
         exchange = fragment.attach(self.exchanges)
         fragment.change()
         header = self._header(fragment)
-        fragment.steps = fragment.tokens = 0
+        trained, fragment.steps, fragment.tokens = (fragment.steps, fragment.tokens), 0, 0
         sequences = self.control.take(), self.channel.take(exchange.sequences)
         steps = self._exchange(fragment, exchange, header, sequences)
-        self.flight = Flight(fragment, self.steps_done + self.overlap, steps)
+        self.flight = Flight(fragment, self.steps_done + self.overlap, steps, trained=trained)
         if self.overlap and self._backgrounds and self.channel.size > 1:
-            self.flight.future = self.channel.submit(steps, device=fragment.device)
+            self.flight.future = self.channel.submit(steps, fragment.work)
         self.exchanged += 1
         if self.schedule.leave():
             self.counters.rounds += 1
@@ -307,8 +320,9 @@ class LocalUpdates(torch.optim.Optimizer):
         weights = [each.weight for each in headers]
         total = sum(weights)
         if total == 0:
-            return False
-        if self.feedback_decay != 1:
+            return self._finish(header, taken=False)
+        if self.feedback_decay != 1 and self._decayed != header.number:
+            self._decayed = header.number
             self.exchanges.residuals.decay({s.name for s in fragment.spans}, self.feedback_decay)
         outcomes = yield from self.outer.exchange(
             exchange, self.channel, fragment.work, fragment.weights, fragment.state,
@@ -322,16 +336,28 @@ class LocalUpdates(torch.optim.Optimizer):
         if any(squares):
             self.counters.participants = sum(weight > 0 for weight in weights)
             self.counters.spread = self.outer.spread(exchange, fragment.work, weights, squares)
+        return self._finish(header, taken=taken)
+
+    def _finish(self, header: ExchangeHeader, *, taken: bool) -> bool:
+        self.handover.settle(taken=taken)
+        self.finished, self.taken = header.number + 1, taken
         return taken
 
     def _arrive(self) -> Steps[None]:
         """Take in the mean change that is under way: move the shared weights, then the parameters."""
-        flight, self.flight = self.flight, None
+        flight, start = self.flight, monotonic()
         assert flight is not None
-        start = monotonic()
         taken = yield from flight.arrival()
+        self.flight = None
         self.counters.waited += monotonic() - start
-        fragment = flight.fragment
+        self.land(flight, taken=taken)
+        flight.fragment.detach(self.exchanges)
+        self.counters.exchanges += 1
+        self.counters.sent_bytes = self._sent_bytes()
+
+    def land(self, flight: Flight, *, taken: bool) -> None:
+        """Take the mean in, if it counts, and let parameters follow the shared weights."""
+        fragment, self.moved = flight.fragment, flight.fragment.number
         if taken:
             with fragment.opened(write=True):
                 self.outer.step(
@@ -339,12 +365,48 @@ class LocalUpdates(torch.optim.Optimizer):
                 )
         with self.inner.weights_rewritten(), fragment.opened():
             fragment.merge(self.alpha)
-        fragment.detach(self.exchanges)
-        self.counters.exchanges += 1
-        self.counters.sent_bytes = self._sent_bytes()
 
     def _sent_bytes(self) -> int:
         return self.channel.sent_bytes + self.control.sent_bytes
+
+    # ------------------------------------------------------------ other ranks
+
+    def reform(self, change: Change) -> Callable[[], None]:
+        """Go on among other ranks, those of the channels by now; collective. Call the result when all have come as far.
+
+        An exchange that was under way counts if some rank has finished it, else what was trained goes with the next. A round
+        begins on all ranks. Who is new needs ``load_shared_state``.
+        """
+        return run(self.reforming(change))
+
+    @torch.no_grad()
+    def reforming(self, change: Change) -> Steps[Callable[[], None]]:
+        """``reform`` as an algorithm that may wait."""
+        return (yield from local_handover.reform(self, change))
+
+    def begin_at(self, steps: int, exchanged: int) -> None:
+        """So much is done, on all ranks alike, and a round begins."""
+        self.steps_done, self.exchanged, self.finished = steps, exchanged, exchanged
+        self._all_ended = 0
+        self._warmup.begin_anew()
+        self._begin_round()
+
+    def hand_over(self, leaving: Sequence[int]) -> None:
+        """Let the others take over what these ranks owe, which are about to leave; collective over all, between exchanges."""
+        for fragment in self.fragments:
+            fragment.bring(self.exchanges)
+        self.channel.run(self.handover.leaving(leaving, {"": self.exchanges.residuals}))
+        for fragment in self.fragments:
+            fragment.put_back(self.exchanges)
+
+    def shared_state(self) -> dict[str, Any]:
+        """State that ranks hold alike, and this rank's inner optimizers to begin with."""
+        return local_checkpoint.common(self)
+
+    @torch.no_grad()
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Take over another rank's ``shared_state``; parameters are Θ then. What this rank's compression owes stays."""
+        local_checkpoint.load_common(self, state)
 
     # ------------------------------------------------------------ the end
 
@@ -411,6 +473,11 @@ class LocalUpdates(torch.optim.Optimizer):
     @torch.no_grad()
     def saving_elastically(self) -> Steps[dict[str, Any]]:
         """``elastic_state_dict`` as an algorithm that may wait."""
+        if self.apart:
+            raise InvalidArgument(
+                f"elastic_state_dict fits any number of ranks, but {self.apart} parameters are of experts that lie on this one "
+                "alone: save state_dict() on every rank, and load it on as many"
+            )
         if self.warms_up:
             self._end_warmup()
         if self.flight is not None:
@@ -424,6 +491,7 @@ class LocalUpdates(torch.optim.Optimizer):
         Where ``drain`` came before ``state_dict``, the states of all ranks fit another number of them too.
         """
         local_checkpoint.load(self, [state, *others])
+        self._decayed = -1  # what is owed now has not been, whichever exchange comes next
 
     # ------------------------------------------------------------ figures
 

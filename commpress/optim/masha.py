@@ -28,6 +28,7 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.optim.checkpoint import check_groups, take_groups
 from commpress.optim.flat import Flat
+from commpress.optim.held import refuse_held
 from commpress.optim.optimizer import checksum, report_skipped, require_same
 from commpress.optim.optimizer_counters import OptimizerCounters
 from commpress.optim.parameters import named_parameters
@@ -76,6 +77,7 @@ class Masha(torch.optim.Optimizer):
         self.counters = OptimizerCounters()
         super().__init__(params, {"lr": lr, "maximize": maximize})
         self._flat = flat = Flat(*named_parameters(self.param_groups))
+        refuse_held("Masha", zip(flat.names, flat.parameters, strict=True), "averages all that it trains")
         self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
         size, workspace = self.channel.size, self.channel.workspace
         self.exchanges = Exchanges(policy if size > 1 else policy_of("none"), size, workspace, seed=seed)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from commpress.collectives.handover import Standing
 from commpress.optim.freezing import FreezingOptimizer
 from commpress.optim.optimizer import RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
@@ -46,7 +47,8 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     - ``on_nonfinite``: "skip" the step on all ranks (default) or "raise"; nothing is changed either way.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal, where these are more than the ranks of
       ``process_group``: with tensor parallelism or pipelines the whole mesh. They take or skip a step together. Needs a
-      number as ``warmup_steps`` and no ``max_grad_norm``.
+      number as ``warmup_steps`` and no ``max_grad_norm``, unless parameters are DTensors: on a mesh of the ranks that have
+      other shards of them; ``process_group`` is then of those that have the same.
     - ``check_every``: steps between comparisons of the replicas; 0 never.
     - ``grad_scaler``: AMP's GradScaler, if there is one: it is told what all ranks agreed on.
 
@@ -54,6 +56,7 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     """
 
     schedule_entries = ("frozen_at", "trips")
+    clips_shards = True
 
     @property
     def frozen(self) -> bool:
@@ -107,7 +110,10 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
         elif not (yield from self.ends_warmup()):
             return
         if self.due():
-            self._freeze(self.ready(live))
+            ready = self.ready(live)
+            if self.columns is not None:  # shards of a tensor are frozen or live together
+                ready = yield from self.columns.all_of(ready, len(self._flat.parameters), self._flat.device)
+            self._freeze(ready)
 
     def variance_sum(self) -> Steps[float]:
         yield from ()
@@ -121,20 +127,44 @@ class OneBitAdam(FreezingOptimizer, ReplicatedOptimizer):
     def _freeze(self, ready: Sequence[int]) -> None:
         """Residuals of these are in units of p from here on."""
         self.tensors.freeze(ready, self.steps_done)
-        for i in ready:
+        self._owe_momentum(ready)
+        self.recut()
+
+    def _owe_momentum(self, frozen: Sequence[int]) -> None:
+        for i in frozen:
             share = 1 - self.tensors.group(i)["betas"][0]
             self.quantized.residuals.scale(self._flat.names[i], share / self.tensors.divisor(i), self.channel.rank)
-        self.recut()
 
     def wake(self, indices: Sequence[int]) -> Steps[None]:
         """One exact message brings what is owed into momentum; then these are live, and nothing is owed."""
         self.warn_woken(indices)
         for i in indices:
-            self._pay(i)
+            part = self._works[i].view(-1).zero_()
+            self.quantized.residuals.owed(self._flat.names[i], part, self.channel.rank, self.channel.size)
         if (yield from self.exact_mean(indices)):
             self._take_owed(indices)
+        self._let_wake(indices)
+
+    def _let_wake(self, indices: Sequence[int]) -> None:
+        self.quantized.residuals.clear([self._flat.names[i] for i in indices])
         self.tensors.thaw(indices, self.steps_done)
         self.recut()
+
+    def follow_waking(self, standing: Standing) -> None:
+        woken = standing.shared["woken"]
+        for i in woken:
+            self._momenta[i].copy_(standing.tensors[f"momentum {i}"])
+        if woken:
+            self._let_wake(woken)
+
+    @torch.no_grad()
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """As for all; of tensors that froze meanwhile momentum is owed here too, no gradients."""
+        warmed_up, before = self.frozen, self.tensors.frozen.tolist()
+        super().load_shared_state(state)
+        if self.frozen and not warmed_up:
+            self.full.residuals.move_to(self.quantized.residuals)
+        self._owe_momentum([i for i, frozen in enumerate(self.tensors.frozen.tolist()) if frozen and not before[i]])
 
     def _thaw_alone(self) -> None:
         """A state of several ranks goes on with one, which has nothing to compress: Adam from here on."""

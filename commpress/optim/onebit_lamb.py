@@ -21,12 +21,21 @@ tensor has scales of its own, and a power of two in front of a layer changes not
 from collections.abc import Container, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.errors import InvalidArgument
+from commpress.kernels import layer_shards
 from commpress.kernels.devices import lamb_arithmetic
 from commpress.kernels.lamb import LayerRule
+from commpress.optim.columns import alike, is_cut
+from commpress.optim.flat import Flat
+from commpress.optim.held import refuse_held
 from commpress.optim.onebit_adam import OneBitAdam
+from commpress.optim.optimizer import RoundKind
+from commpress.optim.parameters import named_parameters
+from commpress.work import Steps
 
 
 class OneBitLamb(OneBitAdam):
@@ -60,6 +69,11 @@ class OneBitLamb(OneBitAdam):
         self.coefficient = self.factor = self.fresh = self.course = torch.empty(0)
         super().__init__(params, lr, betas, eps, weight_decay, bias_correction=False, **options)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        why = "goes as far in each tensor as its norm says, which depends on how many experts lie on a rank"
+        refuse_held("OneBitLamb", zip(*reversed(named_parameters(self.param_groups[-1:])), strict=True), why)
+
     def exact(self, gradients: Sequence[torch.Tensor], among: Container[int] | None = None) -> None:
         if among is None and self.frozen:
             self._thaw_alone()
@@ -67,7 +81,9 @@ class OneBitLamb(OneBitAdam):
             at = [i for i in every if among is None or i in among]
             coefficient = self.coefficient[at]
             segments = self._flat.segments(at, gradients)
-            self.layers.exact(segments, self.momentum, self.variance, self.work, coefficient, self._rule(group))
+            self.layers.exact(
+                segments, self.momentum, self.variance, self.work, coefficient, self._rule(group), *self._known(at)
+            )
             self.coefficient[at] = coefficient
             self.tensors.count(at, self.steps_done + 1)
 
@@ -83,13 +99,48 @@ class OneBitLamb(OneBitAdam):
         at, rule, most = list(frozen), self._rule(group), self.tensors.bound(frozen[0])
         layers, divisors = self._flat.placed(frozen), self.tensors.divisors(at)
         if self.rates == "live":
-            self.layers.live(layers, self.work, self.variance, self.momentum, self.course, divisors, rule, most=most)
+            self.layers.live(
+                layers, self.work, self.variance, self.momentum, self.course, divisors, rule, *self._known(at), most=most
+            )
             return
         factor = self.factor[at]
         self.layers.frozen(
             layers, self.work, self.variance, self.momentum, self.fresh, divisors, self.coefficient[at], factor, rule, most=most
         )
         self.factor[at] = factor
+
+    # ------------------------------------------------------------ shards of layers
+
+    def measure(self, kind: RoundKind) -> Steps[None]:
+        """Norms of whole layers, of which ranks have shards: sums over the column in double, so rates are the same on all."""
+        if self.columns is None:
+            return
+        own = np.zeros(2 * len(self._works))
+        for group, at in self.groups():
+            rule, (live, frozen) = self._rule(group), self.tensors.part(at)
+            exact = tuple(at) if kind is RoundKind.EXACT else live
+            segments = self._flat.segments(exact, self._works)
+            own[_pairs(exact)] = layer_shards.exact_squares(segments, self.momentum, self.variance, rule)
+            if kind is RoundKind.COMPRESSED:
+                own[_pairs(frozen)] = layer_shards.live_squares(self._flat.placed(frozen), self.work, self.course, rule)
+        own *= np.repeat([self.columns.share(p) for p in self._flat.parameters], 2)
+        self._squares = (yield from self.columns.gathered(own.tolist(), self._flat.device)).sum(axis=0)
+
+    def _known(self, at: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """Squares of the norms of these layers, where they are not those of what this rank has."""
+        return () if self.columns is None else (self._squares[_pairs(at)],)
+
+    def _check_codecs(self, flat: Flat) -> None:
+        super()._check_codecs(flat)
+        cut = any(map(is_cut, flat.parameters))
+        if cut and self.rates == "frozen":
+            raise InvalidArgument("rates is 'frozen' and parameters are DTensors, expected 'live': leave rates= out")
+        whole = (self.codec.choose(name, numel) for name, (_, numel) in zip(flat.names, flat.places, strict=True))
+        if cut and (found := next((codec for codec in whole if isinstance(codec, WholeTensorCodec)), None)):
+            raise InvalidArgument(
+                f"codec is {found.spec!r} and parameters are DTensors, of which this rank has shards: choose a codec of rows "
+                "such as 'sign', or OneBitAdam"
+            )
 
     # ------------------------------------------------------------ state
 
@@ -103,7 +154,7 @@ class OneBitLamb(OneBitAdam):
                 self.factor[i] = 1.0
 
     def allocate(self, had: int) -> None:
-        self.layers = lamb_arithmetic(self._flat.device)
+        self.layers = layer_shards if self.columns is not None else lamb_arithmetic(self._flat.device)
         device, new = self._flat.device, len(self._flat.parameters) - had
         self.coefficient = torch.cat([self.coefficient.to(device), torch.zeros(new, device=device)])
         self.factor = torch.cat([self.factor.to(device), torch.ones(new, device=device)])
@@ -114,5 +165,10 @@ class OneBitLamb(OneBitAdam):
 
     def _average(self, i: int) -> dict[str, torch.Tensor]:
         if self.rates == "live":
-            return {"course": self._flat.view(self.course, i)}
+            return {"course": alike(self._flat.view(self.course, i), self._flat.parameters[i])}
         return {"fresh": self._flat.view(self.fresh, i)}
+
+
+def _pairs(at: Sequence[int]) -> list[int]:
+    """Places of two numbers for each of these parameters."""
+    return [2 * i + k for i in at for k in (0, 1)]

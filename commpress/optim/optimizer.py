@@ -4,7 +4,7 @@
 
 Note: nothing happens before everybody agrees. A round writes what it wants to communicate into ``work`` and leaves
 momentum, variance, parameters and residuals alone; only when every message of the step was finite on every rank are they
-replaced. A skipped step has changed nothing, on all ranks alike.
+replaced. A skipped step has changed nothing, on all ranks alike; nor has one that raised, on this rank.
 """
 
 import logging
@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import Enum
+from math import inf, isfinite
 from typing import Any, Literal
 
 import numpy as np
@@ -22,28 +23,32 @@ from commpress.codecs import Codec, Policy, codec_named, policy_of
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Same
 from commpress.codecs.whole_tensors import WholeTensorCodec
-from commpress.collectives.allreduce import Outcome
+from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.buckets import Span, share
+from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchanges
+from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.scalars import gathered
 from commpress.collectives.scatter import Scatter
+from commpress.collectives.transports.factory import on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
-from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient, check_counts
+from commpress.errors import CommunicationError, InvalidArgument, Mismatch, NonFiniteGradient, check_counts
 from commpress.feedback import check_feedback
 from commpress.kernels.devices import adam_arithmetic
 from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.clipping import Clipping
+from commpress.optim.columns import check_cut, columns_over, is_cut, settle_gradient
 from commpress.optim.flat import Flat
+from commpress.optim.held import HeldAdam, is_held
 from commpress.optim.optimizer_counters import OptimizerCounters
 from commpress.optim.parameters import named_parameters
 from commpress.optim.tensor_states import TensorStates
 from commpress.schedules import Facts
 from commpress.work import Steps
 
-ENDLESS = 1e9  # steps after which a bias correction is 1 in every bit
 SAME_GROUPS = (
     "Call add_param_group on every rank between the same two steps, with the same parameters in the same order."
 )
@@ -66,6 +71,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     """
 
     averages_gradients = True  # of all ranks, in ``step``: nobody else may
+    clips_shards = False  # ``max_grad_norm`` is of whole gradients, where parameters are DTensors
     _step_supports_amp_scaling = True  # gradients keep their scale until they are read
     full: Exchanges | Scatter  # how gradients cross the channel in exact rounds
     quantized: Exchanges | Scatter  # what crosses it in compressed ones
@@ -96,15 +102,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         timeout: timedelta | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown)
         check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         check_feedback(error_feedback)
         check_counts(check_every=check_every, seed=seed)
-        if agree_over is not None and max_grad_norm is not None:
-            raise InvalidArgument(
-                f"max_grad_norm is {max_grad_norm!r} and agree_over is given: groups that communicate apart would each clip by "
-                "a factor of its own, and weights that all of them hold would drift apart. Leave max_grad_norm out"
-            )
         check_on_nonfinite(on_nonfinite, propagates=False)
         self.codec, self.exact_codec = policy_of(codec, min_numel=min_numel), codec_named(exact_codec)
         finer = None if spiky_codec is None else codec_named(spiky_codec)
@@ -119,17 +122,34 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._counted = 0  # bytes that ``counters`` know of
         self.flat: Flat | None = None
         own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
+        self._ranks = ranks_of(process_group) if transport is None else tuple(range(transport.size))
+        self.own: HeldAdam | None = None  # steps of what not all ranks hold
         super().__init__(params, own | {"added_at": 0})
-        parameters, names = self.named_parameters()
-        flat = Flat(parameters, names)
+        flat = Flat(*self.named_parameters())
         self._check_codecs(flat)
+        among = {"process_group": process_group, "agree_over": agree_over, "timeout": timeout}
+        cut = any(map(is_cut, flat.parameters))
+        if agree_over is not None and max_grad_norm is not None and not (cut and self.clips_shards):
+            raise InvalidArgument(
+                f"max_grad_norm is {max_grad_norm!r} and agree_over is given: groups that communicate apart would each clip by "
+                "a factor of its own, and weights that all of them hold would drift apart. Leave max_grad_norm out, or use "
+                "OneBitAdam or OneBitLamb on parameters that are DTensors, which say who holds what"
+            )
+        # where ranks have shards of parameters
+        self.columns = columns_over(flat.parameters, flat.names, **among) if cut else None
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)  # where more must stay equal
         self._laid_out = list(self.param_groups)
         name = "commpress-optimizer"
         self.channel = (
             Channel.among(process_group, timeout=timeout, name=name) if transport is None else Channel(transport, name=name)
         )
+        self.handover = Handover(self.channel)
+        self._woken: list[int] = []  # tensors that the last round woke
+        self._reformed = False  # since the last step: replicas are compared
         self._place(flat)
+        self._place_own()
+        if transport is None:
+            on_reform(process_group, self)
 
     def _check_codecs(self, flat: Flat) -> None:
         """Refuse what no round can send, on however many ranks."""
@@ -166,11 +186,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _follow_groups(self) -> None:
         """Lay out anew if groups came, or others took their place: Lightning assigns ``param_groups`` when it goes on."""
         groups, before = self.param_groups, self._flat
-        count = sum(len(group["params"]) for group in groups)
         same = len(groups) == len(self._laid_out) and all(a is b for a, b in zip(groups, self._laid_out, strict=True))
-        if same and count == len(before.parameters):
+        had = len(before.parameters) + (0 if self.own is None else len(self.own))
+        if same and sum(len(group["params"]) for group in groups) == had:
             return
         parameters, names = self.named_parameters()
+        count = len(parameters)
         if count < len(before.parameters) or any(p is not q for p, q in zip(before.parameters, parameters, strict=False)):
             raise InvalidArgument(
                 f"param_groups holds {count} parameters, not those {len(before.parameters)} that the optimizer has state of, "
@@ -178,15 +199,42 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             )
         flat = Flat(parameters, names)
         self._check_codecs(flat)
+        cut = [(name, p) for name, p in zip(names, parameters, strict=True) if is_cut(p)]
+        if cut and self.columns is None:
+            raise InvalidArgument(
+                f"parameter {cut[0][0]!r} is a DTensor, and the optimizer was constructed without any: construct one for these"
+            )
+        if cut:
+            check_cut(cut, self.channel.group)
         flat.follow(before)
         for group in groups:
             group["added_at"] = min(int(group.get("added_at", self.steps_done)), self.steps_done)
         self._laid_out = list(groups)
         self._place(flat)
+        self._place_own()
 
     def named_parameters(self) -> tuple[list[torch.Tensor], list[str]]:
-        """All of them, group by group, and what they are called."""
-        return named_parameters(self.param_groups)
+        """Those that all ranks hold, group by group, and what they are called."""
+        parameters, names = named_parameters(self.param_groups)
+        shared = [i for i, p in enumerate(parameters) if not is_held(names[i], p, self._ranks)]
+        if parameters and not shared:
+            raise InvalidArgument(
+                f"params has {len(parameters)} parameters, all of experts that are divided among ranks: nothing of them is "
+                "sent, so give them to torch.optim.AdamW, or this optimizer the others too"
+            )
+        return [parameters[i] for i in shared], [names[i] for i in shared]
+
+    def shared_numbers(self) -> list[int]:
+        """The numbers, as torch counts over all groups, of the parameters that all ranks hold."""
+        known = self._flat.index
+        return [i for i, p in enumerate(p for group in self.param_groups for p in group["params"]) if id(p) in known]
+
+    def _place_own(self) -> None:
+        """Make the state of what not all ranks hold; what earlier ones have stays theirs."""
+        names, known = named_parameters(self.param_groups)[1], self._flat.index
+        every = [(group, p) for group in self.param_groups for p in group["params"]]
+        own = [(group, name, p) for (group, p), name in zip(every, names, strict=True) if id(p) not in known]
+        self.own = HeldAdam(own, self.state, self.own) if own else None
 
     @property
     def _flat(self) -> Flat:
@@ -199,13 +247,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.flat = self.grad_scaler = None
+        self.flat = self.grad_scaler = self.own = None
 
     def groups(self) -> Iterator[tuple[dict[str, Any], range | tuple[int, ...]]]:
         """Each group and the numbers of those of its parameters that are trained, the same on every rank."""
-        first = 0
+        first, known = 0, self._flat.index
         for group in self.param_groups:
-            every = range(first, first + len(group["params"]))
+            every = range(first, first + sum(id(p) in known for p in group["params"]))
             first = every.stop
             trained = tuple(i for i in every if self.is_trained(i))
             yield group, every if len(trained) == len(every) else trained
@@ -232,7 +280,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _count_shares(self) -> None:
         flat, size = self._flat, self.channel.size
-        shapes = {name: p.shape for name, p in zip(flat.names, flat.parameters, strict=True)}
+        shapes = dict(zip(flat.names, flat.shapes, strict=True))
         self.counters.shares = {n: share(s, self.tensors.choose(n, s.numel()), size) for n, s in shapes.items()}
 
     # ------------------------------------------------------------ what subclasses say
@@ -259,7 +307,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def replicated(self) -> list[torch.Tensor]:
         """The tensors that every rank holds alike."""
-        return [p.detach() for p in self._flat.parameters]
+        return [self._flat.shard(i) for i in range(len(self._flat.parameters))]
 
     # ------------------------------------------------------------ one step
 
@@ -287,12 +335,21 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """One step as an algorithm that may wait; returns whether it was taken, the same on every rank."""
         self._follow_groups()
         self._flat.check()
+        for p in self._flat.parameters if self.columns is not None else ():
+            settle_gradient(p)
         self.facts.see(self.steps_done, max(float(group["lr"]) for group in self.param_groups))
         kind = self.round()
         yield from self.before(kind)
         if self.channel.size > 1 and self._comparison_is_due():
             yield from self._compare_replicas()
-        taken = yield from self.take(kind)
+        try:
+            yield from self._agree_on_own(kind)
+            taken = yield from self.take(kind)
+        except CommunicationError:
+            self.tensors.remember(False)
+            raise
+        if taken:
+            self._step_own(kind)
         waking = self.tensors.waking()  # as headers have asked for it
         self.tensors.remember(taken)
         if taken:
@@ -303,6 +360,30 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if not taken:
             self._report_skipped()
         return taken
+
+    def _agree_on_own(self, kind: RoundKind) -> Steps[None]:
+        """Σ squares, over all ranks, of the gradients of what not all of them hold. In a step that sends nothing those of
+        others are taken to be like the own."""
+        if self.own is None:
+            return
+        squares = inf if self.overflowed else self.own.squares(self.gain())
+        if kind is RoundKind.LOCAL or self.channel.size == 1:
+            self.own.total = squares * self.channel.size
+        else:
+            self.own.total = float((yield from self.gathered([squares])).sum())
+
+    @property
+    def own_squares(self) -> float:
+        """Squares that ``_agree_on_own`` found, not finite if a gradient was not; 0 where all ranks hold all."""
+        return 0.0 if self.own is None else self.own.total
+
+    def _step_own(self, kind: RoundKind) -> None:
+        if self.own is None:
+            return
+        if kind is RoundKind.LOCAL and not isfinite(self.own.total):
+            self.counters.ignored_gradients += 1
+            return
+        self.own.step(self.gain() * self.clipping.last)
 
     def _key(self) -> int:
         """Seed of what is drawn in this step."""
@@ -345,13 +426,29 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def settled(self, outcomes: Sequence[Outcome], finite: bool = True) -> Steps[bool]:
         """Commit all of them if all ranks that must stay equal were finite, else discard them."""
-        finite = finite and all(outcome.finite for outcome in outcomes)
+        finite = finite and isfinite(self.own_squares) and all(outcome.finite for outcome in outcomes)
+        asked = any(outcome.asks for outcome in outcomes)
         if self.consensus is not None:
-            finite = yield from self.consensus.agreed(finite, self._flat.device)
-        for outcome in outcomes:
-            (outcome.commit if finite else outcome.discard)()
-        self._asked = finite and any(outcome.asks for outcome in outcomes)
+            every = yield from self.consensus.gathered([float(finite), float(asked)], self._flat.device)
+            finite = bool(every[:, 0].all())
+            if self.columns is not None:
+                asked = bool(every[:, 1].any())
+        settle(outcomes, taken=finite)
+        self.handover.settle(taken=finite)
+        self._woken = []
+        self._asked = finite and asked
         return finite
+
+    def squares_of_mesh(self, tensors: Sequence[torch.Tensor | None], gain: float = 1.0) -> Steps[float]:
+        """‖gain·g‖² of whole gradients, of which this rank has these shards; the mean over the ranks that have the same."""
+        assert self.columns is not None
+        assert self.consensus is not None
+        own = sum(
+            self.columns.share(p) * float(g.square().sum(dtype=torch.float64))
+            for p, g in zip(self._flat.parameters, tensors, strict=True) if g is not None
+        )  # fmt: skip
+        every = yield from self.consensus.gathered([own * gain * gain], self._flat.device)
+        return float(every.sum()) / self.channel.size
 
     @property
     def patience(self) -> int:
@@ -372,14 +469,26 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _agree_who_wakes(self, waking: np.ndarray) -> Steps[None]:
         """Wake the tensors that some rank meant when it asked for it in a header: not those that it means by now, for what
-        others ask for would decide then when these wake up, and tensor-parallel columns would part."""
+        others ask for would decide then when these wake up, and tensor-parallel columns would part.
+
+        The step before it stands whatever becomes of this: where a peer fails, the next one raises."""
         if not self._asked:
             return
         self._asked = False
-        every = yield from self.gathered(waking.tolist())
-        indices = np.flatnonzero(every.any(axis=0)).tolist()
+        try:
+            every = yield from self.gathered(waking.tolist())
+            if self.columns is not None:  # shards of a tensor are frozen or live together
+                asked: list[float] = np.atleast_1d(every.any(axis=0)).astype(float).tolist()
+                every = yield from self.columns.gathered(asked, self._flat.device)
+            indices = np.flatnonzero(every.any(axis=0)).tolist()
+            if indices:
+                yield from self.wake(indices)
+        except CommunicationError as error:
+            log.warning("step %d is done, but tensors that should wake up after it could not: %s", self.steps_done, error)
+            return
         if indices:
-            yield from self.wake(indices)
+            self.handover.settle(taken=True)
+            self._woken = indices
             self.counters.woken_tensors += len(indices)
 
     @property
@@ -388,12 +497,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @max_grad_norm.setter
     def max_grad_norm(self, norm: float | None) -> None:
-        if norm is not None and self.consensus is not None:
+        if norm is not None and self.consensus is not None and not (self.columns is not None and self.clips_shards):
             raise InvalidArgument(f"max_grad_norm is {norm!r}, expected None: the optimizer has agree_over, see there")
         self.clipping = Clipping(norm)
 
     def _comparison_is_due(self) -> bool:
-        came = any(group["added_at"] == self.steps_done for group in self.param_groups)
+        came = self._reformed or any(group["added_at"] == self.steps_done for group in self.param_groups)
         return self.check_every > 0 and (came or self.steps_done % self.check_every == 0)
 
     def _compare_replicas(self) -> Steps[None]:
@@ -408,6 +517,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             raise Mismatch(f"{mismatch} {SAME_GROUPS}", ranks=mismatch.ranks) from None
         _require_same_groups(every[:, 3:])
         require_same(every[:, :2], self.steps_done)
+        self._reformed = False
         if self.bucket_rounds is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
             log.warning(
                 "gradients are the same in every bit on all ranks: somebody averaged them already, so compression saves "
@@ -417,9 +527,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _layout(self) -> tuple[int, int, int]:
         """Numbers of groups and of parameters, and a sum of names, shapes and dtypes."""
         flat = self._flat
-        said = [(group["added_at"], len(group["params"])) for group in self.param_groups]
-        every = [(name, tuple(p.shape), p.dtype) for name, p in zip(flat.names, flat.parameters, strict=True)]
-        return len(said), len(every), zlib.crc32(repr((said, every)).encode())
+        said = [(group["added_at"], sum(id(p) in flat.index for p in group["params"])) for group in self.param_groups]
+        every = [(n, tuple(s), p.dtype) for n, s, p in zip(flat.names, flat.shapes, flat.parameters, strict=True)]
+        return len(said), len(every), zlib.crc32(repr((said, every, self.own is None)).encode())
 
     def _report_skipped(self) -> None:
         report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite)
@@ -429,6 +539,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             verdict = torch.tensor(float(not taken), device=self.grad_scaler._scale.device)
             self.grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {verdict.device: verdict}
 
+    # ------------------------------------------------------------ other ranks
+
+    def reform(self, change: Change) -> Callable[[], None]:
+        """Go on among other ranks, those of the channel by now; collective. Call the result when all have come as far."""
+        raise cannot_follow(self, "every rank has a part of its state")
+
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -437,6 +553,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's part of a state that fits any world size; collective, between steps. Rank 0's is the large one."""
+        if self.own is not None:
+            raise InvalidArgument(
+                f"elastic_state_dict fits any number of ranks, but {self.own.flat.names[0]!r} lies on this one alone: save "
+                "state_dict() on every rank, and load it on as many"
+            )
         return self.channel.run(self.elastic_steps())
 
     def check_schedule(self, schedule: dict[str, Any]) -> None:
@@ -484,6 +605,24 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def momentum_squares(self) -> float:
         """‖m/s‖² of all parameters."""
+
+
+DEEPSPEED = {  # its words, and ours
+    "freeze_step": "warmup_steps=", "var_freeze_step": "variance_updates=, which become ever rarer and do not end",
+    "var_update_scaler": "variance_updates=",
+    "local_step_scaler": "sync=", "local_step_clipper": "sync=", "comm_backend_name": "process_group=",
+    "cuda_aware": "process_group=", "deepspeed": "no engine: call step() yourself", "max_coeff": "coefficients=(low, high)",
+    "min_coeff": "coefficients=(low, high)", "factor_max": "factors=(low, high)", "factor_min": "factors=(low, high)",
+    "factor_threshold": "factor_change=", "coeff_beta": "coefficient_beta=",
+}  # fmt: skip
+
+
+def refuse_unknown(name: str, options: dict[str, Any]) -> None:
+    """Options that no optimizer of ours has; of DeepSpeed's words with ours."""
+    for word, value in options.items():
+        if word in DEEPSPEED:
+            raise InvalidArgument(f"{name} got {word}={value!r}, which is DeepSpeed's word; here it is {DEEPSPEED[word]}")
+        raise TypeError(f"{name}.__init__() got an unexpected keyword argument {word!r}")
 
 
 def check_numbers(group: dict[str, Any]) -> None:

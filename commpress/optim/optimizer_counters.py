@@ -18,6 +18,7 @@ class OptimizerCounters:
     skipped_steps: int = 0
     ignored_gradients: int = 0  # not finite, in a step without communication
     woken_tensors: int = 0  # whose variance was frozen too early (``optim.tensor_states``)
+    lost_ranks: int = 0  # that died, and with each what it owed; those that handed it over are not counted
     exact_bytes: int = 0
     compressed_bytes: int = 0
     local_bytes: int = 0  # zero, or something is wrong

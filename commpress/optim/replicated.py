@@ -1,7 +1,7 @@
 """Optimizers whose whole state is on every rank: momentum, variance and parameters side by side, as torch's Adam has them."""
 
 from abc import abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from math import isfinite
 from typing import Any
 
@@ -9,11 +9,14 @@ import torch
 
 from commpress.codecs import policy_of
 from commpress.collectives.allreduce import Outcome
+from commpress.collectives.change import Change
 from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.handover import Standing, cannot_follow
 from commpress.optim import checkpoint
+from commpress.optim.columns import alike
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import ENDLESS, CompressedOptimizer, RoundKind
-from commpress.torch_private import adam
+from commpress.optim.optimizer import CompressedOptimizer, RoundKind
+from commpress.torch_private import ENDLESS, adam
 from commpress.work import Steps
 
 
@@ -60,13 +63,14 @@ class ReplicatedOptimizer(CompressedOptimizer):
     def take(self, kind: RoundKind) -> Steps[bool]:
         taken = True
         if self.consensus is not None and (kind is RoundKind.LOCAL or self.channel.size == 1):  # nobody else asks
-            taken = yield from self.consensus.agreed(isfinite(self.squares()), self._flat.device)
+            finite = isfinite(self.squares()) and isfinite(self.own_squares)
+            taken = yield from self.consensus.agreed(finite, self._flat.device)
         if not taken:
             return False
         if kind is RoundKind.LOCAL:
             self.local(self.gain())
         elif self.channel.size == 1:
-            taken = self._alone()
+            taken = yield from self._alone()
         else:
             taken = yield from self._together(kind)
         if taken:
@@ -74,20 +78,32 @@ class ReplicatedOptimizer(CompressedOptimizer):
             self._taken += 1
         return taken
 
-    def _alone(self) -> bool:
+    def _alone(self) -> Steps[bool]:
         """World size 1: Adam, on the gradients as they are."""
-        if self.overflowed or not isfinite(self.squares()):
+        if self.overflowed or not isfinite(self.squares()) or not isfinite(self.own_squares):
             return False
         every = range(len(self._flat.parameters))
         gradients, gain = [self._flat.gradient(i) for i in every], self.gain()
-        if gain != 1.0 or self.clipping.max_norm is not None:
+        if gain != 1.0 or self.clipping.max_norm is not None or self.columns is not None:
             for _, at in self.groups():
                 self.take_gradients(at, None, gain)
-            if not self.clipping.clip(self, self.work):
+            if not (yield from self._clip()):
                 return False
             gradients = list(self._works)
+            yield from self.measure(RoundKind.EXACT)
         self.exact([self._zero(i) if g is None else g for i, g in enumerate(gradients)])
         return True
+
+    def _clip(self) -> Steps[bool]:
+        """Clip the mean gradient in ``work``; False if its norm is not finite."""
+        norm = None
+        if self.columns is not None and self.clipping.max_norm is not None:
+            norm = (yield from self.squares_of_mesh(self._works)) ** 0.5
+        return self.clipping.clip(self, self.work, norm)
+
+    def measure(self, kind: RoundKind) -> Steps[None]:
+        """Ask the ranks with other shards for what ``apply`` and ``exact`` must know of whole tensors."""
+        yield from ()
 
     def _zero(self, i: int) -> torch.Tensor:
         return torch.zeros_like(self._flat.weights[i])
@@ -104,8 +120,10 @@ class ReplicatedOptimizer(CompressedOptimizer):
                 self.begin(kind, group, [i for i in at if i in left], gain)
             outcomes = outcomes + (yield from self.reduce(kind, sorted(left)))
         finite = all(outcome.finite for outcome in outcomes)
-        if finite and kind is RoundKind.EXACT:
-            finite = self.clipping.clip(self, self.work)
+        if kind is RoundKind.EXACT and (finite or self.columns is not None):  # shards are clipped together, or not at all
+            finite = (yield from self._clip()) and finite
+        if self.columns is not None:
+            yield from self.measure(kind)
         taken = yield from self.settled(outcomes, finite)
         if taken:
             self.apply(kind)
@@ -138,9 +156,9 @@ class ReplicatedOptimizer(CompressedOptimizer):
 
     def exchange(self, kind: RoundKind, indices: Sequence[int]) -> Exchange:
         """The exchange by which these parameters cross the channel in a round of this kind."""
-        exchanges, parameters = self.full if kind is RoundKind.EXACT else self.quantized, self._flat.parameters
+        exchanges, shapes = self.full if kind is RoundKind.EXACT else self.quantized, self._flat.shapes
         return exchanges.of(
-            tuple(indices), lambda: (self.spans(indices), [parameters[i].shape for i in indices]), self._flat.device
+            tuple(indices), lambda: (self.spans(indices), [shapes[i] for i in indices]), self._flat.device
         )
 
     def reduce(self, kind: RoundKind, indices: Sequence[int]) -> Steps[list[Outcome]]:
@@ -185,7 +203,7 @@ class ReplicatedOptimizer(CompressedOptimizer):
         self._taken = torch.cat([self._taken, torch.zeros(count - had)]) if had else torch.zeros(count)
         self._taken_tensors = list(self._taken.unbind())
         self._momenta, self._works, self._variances = map(flat.views, (self.momentum, self.work, self.variance))
-        every = [group for group in self.param_groups for _ in group["params"]]
+        every = [group for group in self.param_groups for p in group["params"] if id(p) in flat.index]
         self.tensors.lay_out(flat, every, self.variance, self.channel.size)
         self._expose_state()
         if not had:
@@ -200,10 +218,80 @@ class ReplicatedOptimizer(CompressedOptimizer):
         """``state`` as torch's Adam has it, and whether it is frozen; views of what is kept side by side."""
         for i, p in enumerate(self._flat.parameters):
             state = self.state[p]
-            state.update(step=self._taken_tensors[i], exp_avg=self._momenta[i], exp_avg_sq=self._variances[i])
+            moments = {"exp_avg": self._momenta[i], "exp_avg_sq": self._variances[i]}
+            state.update(step=self._taken_tensors[i], **{name: alike(moment, p) for name, moment in moments.items()})
             state.update(self.tensors.views(i))
             if i in self._flat.shadowed:
-                state["master"] = self._flat.weights[i]
+                state["master"] = alike(self._flat.weights[i], p)
+
+    # ------------------------------------------------------------ other ranks
+
+    def reform(self, change: Change) -> Callable[[], None]:
+        """Go on among other ranks, those of the channel by now; collective. Call the result when all have come as far.
+
+        A step that was under way counts if it did so for others, or is left out. Who is new, or behind, then needs the weights
+        of one who is not, and ``load_shared_state``: the next step compares.
+        """
+        if self.consensus is not None:
+            raise cannot_follow(self, "agree_over names ranks that were")
+        return self.channel.run(self.reforming(change))
+
+    @torch.no_grad()
+    def reforming(self, change: Change) -> Steps[Callable[[], None]]:
+        """``reform`` as an algorithm that may wait."""
+        if self.bucket_rounds is not None:
+            self.bucket_rounds.drop()
+        stores = {"full": self.full.residuals, "quantized": self.quantized.residuals}
+        momenta = {f"momentum {i}": self._momenta[i] for i in self._woken}
+        standing = yield from self.handover.steps(
+            change, stores, self.channel.workspace, shared=self.common(), tensors=self.quantized.bases | momenta
+        )
+        finish = yield from self.closing(change, standing)
+
+        def follow() -> None:
+            self.channel.workspace.clear()
+            self.full.reform(self.channel.size)
+            self.quantized.reform(self.channel.size)
+            if standing.behind:
+                bases = {name: each for name, each in standing.tensors.items() if not name.startswith("momentum ")}
+                self.quantized.bases.update(bases)
+                if change.was is not None:
+                    self.follow_waking(standing)
+            finish()
+            self.tensors.ranks = self.channel.size
+            for i in range(len(self._flat.parameters)):
+                self.tensors.divide(i)
+            self.recut()
+            self._reformed, self._asked, self._woken = True, False, []
+            self.counters.lost_ranks = self.handover.lost
+
+        return self.handover.with_it(follow)
+
+    def common(self) -> dict[str, Any]:
+        """Numbers that all ranks have in common, and that the last round may have changed on some of them only."""
+        return {"woken": self._woken}
+
+    def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
+        """Make equal what ranks hold apart from each other: the result does, once all have come as far."""
+        yield from ()
+        return lambda: None
+
+    def follow_waking(self, standing: Standing) -> None:
+        """Tensors woke up elsewhere in the round that this rank could not finish."""
+
+    def hand_over(self, leaving: Sequence[int]) -> None:
+        """Let the others take over what these ranks owe, which are about to leave; collective over all, between steps."""
+        stores = {"full": self.full.residuals, "quantized": self.quantized.residuals}
+        self.channel.run(self.handover.leaving(leaving, stores))
+
+    def shared_state(self) -> dict[str, Any]:
+        """State that all ranks hold alike, weights that parameters do not show included; its tensors are those in use."""
+        return torch.optim.Optimizer.state_dict(self) | {"commpress": checkpoint.common(self)}
+
+    @torch.no_grad()
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Take over another rank's ``shared_state``, with its weights; what this rank's compression owes stays as it is."""
+        checkpoint.load_common(self, state)
 
     # ------------------------------------------------------------ checkpoints
 

@@ -25,8 +25,8 @@ from commpress.collectives.scatter import Scatter
 from commpress.errors import InvalidArgument
 from commpress.optim import sharded_checkpoint
 from commpress.optim.flat import Flat
-from commpress.optim.optimizer import ENDLESS, CompressedOptimizer, RoundKind
-from commpress.torch_private import adam
+from commpress.optim.optimizer import CompressedOptimizer, RoundKind
+from commpress.torch_private import ENDLESS, adam
 from commpress.work import Steps
 
 
@@ -83,7 +83,8 @@ class ShardedOptimizer(CompressedOptimizer):
         first, had = self.flat is None, len(self.parts)
         super()._place(flat)
         self.known = grown(self.known, flat.numel, flat.device)
-        self.tensors.lay_out(flat, [g for g in self.param_groups for _ in g["params"]], self.known, self.channel.size)
+        every = [group for group in self.param_groups for p in group["params"] if id(p) in flat.index]
+        self.tensors.lay_out(flat, every, self.known, self.channel.size)
         spans = self.spans(range(len(flat.places)))
         if first:
             self.full = self._scatter(policy_of(self.exact_codec, min_numel=256), feedback=self.error_feedback)
@@ -98,7 +99,7 @@ class ShardedOptimizer(CompressedOptimizer):
         for name in ("master", "momentum", "variance", "mean"):
             setattr(self, name, grown(getattr(self, name), self.full.numel, flat.device))
         for part in self.parts[had:]:
-            part.of(self.master).copy_(part.of_whole(flat.parameters[part.parameter].detach()))
+            part.of(self.master).copy_(part.of_whole(flat.shard(part.parameter)))
 
     def _scatter(self, policy: Policy, *, feedback: bool) -> Scatter:
         return Scatter([], policy, self.channel, self._flat.device, feedback=feedback)
@@ -117,7 +118,7 @@ class ShardedOptimizer(CompressedOptimizer):
     def take(self, kind: RoundKind) -> Steps[bool]:
         if kind is RoundKind.LOCAL:
             if self.consensus is not None and not (
-                yield from self.consensus.agreed(math.isfinite(self.squares()), self._flat.device)
+                yield from self.consensus.agreed(math.isfinite(self.squares() + self.own_squares), self._flat.device)
             ):
                 return False
             self.local()
@@ -132,7 +133,7 @@ class ShardedOptimizer(CompressedOptimizer):
             finite = yield from self._clip()
         taken = yield from self.settled(outcomes, finite)
         if taken:
-            self.update(kind)
+            yield from self.update(kind)
             yield from self._publish(scatter, whole=exact and self.exact_codec.lossless)
         return taken
 
@@ -141,12 +142,16 @@ class ShardedOptimizer(CompressedOptimizer):
         raise TypeError(f"{type(self).__name__}.round() said LOCAL: the class must have local(), a step that sends nothing")
 
     @abstractmethod
-    def update(self, kind: RoundKind) -> None:
+    def update(self, kind: RoundKind) -> Steps[None]:
         """Momentum, variance and master weights of the own rows, from ``mean``."""
 
     @abstractmethod
     def schedule(self, kind: RoundKind) -> Steps[None]:
         """Change for the steps to come what this one tells."""
+
+    def agree(self) -> Steps[None]:
+        """Ask others what ``sort`` must know."""
+        yield from ()
 
     @abstractmethod
     def sort(self) -> None:
@@ -155,7 +160,7 @@ class ShardedOptimizer(CompressedOptimizer):
     def _publish(self, scatter: Scatter, *, whole: bool) -> Steps[None]:
         """Parameters := master weights, or x := x + w − x as far as that can be said."""
         self.mean.zero_()
-        trained = [(i, self._flat.parameters[i]) for _, at in self.groups() for i in at]
+        trained = [(i, self._flat.shard(i)) for _, at in self.groups() for i in at]
         for i, p in trained:
             part = self.parts[i]
             w, change = part.of(self.master), part.of(self.mean)
@@ -262,6 +267,7 @@ class ShardedOptimizer(CompressedOptimizer):
         yield from self.rounded.gather(self.variance, self.work, key=0)
         self.known.copy_(self.work)
         self.unknown = False
+        yield from self.agree()
         self.sort()
         yield from self.agree_on_floor()
 

@@ -31,11 +31,13 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
     """
 
     schedule_entries = ("frozen_at",)
+    _ready: Sequence[int] = ()  # tensors that are to freeze
 
     def round(self) -> RoundKind:
         return RoundKind.EXACT if self.frozen_at is None else RoundKind.COMPRESSED
 
-    def update(self, kind: RoundKind) -> None:
+    def update(self, kind: RoundKind) -> Steps[None]:
+        yield from ()
         trained = [i for _, at in self.groups() for i in at]
         live, frozen = self.tensors.part(trained)
         self.adam(trained if kind is RoundKind.EXACT else live)
@@ -58,12 +60,18 @@ class ShardedOneBitAdam(FreezingOptimizer, ShardedOptimizer):
     def variances(self) -> list[torch.Tensor]:
         return [part.of(self.variance) for part in self.parts]
 
+    def agree(self) -> Steps[None]:
+        live, _ = self.tensors.part(range(len(self._flat.parameters)))
+        self._ready = self.ready(live) if self.due() else []
+        if self.columns is not None and self.due():  # shards of a tensor are frozen or live together
+            self._ready = yield from self.columns.all_of(self._ready, len(self._flat.parameters), self._flat.device)
+
     def sort(self) -> None:
         """Live tensors whose variance may stand still freeze. What is owed of them is owed in units of p."""
-        live, frozen = self.tensors.part(range(len(self._flat.parameters)))
+        _, frozen = self.tensors.part(range(len(self._flat.parameters)))
         for i in frozen:
             self.tensors.divide(i)
-        ready = self.ready(live) if self.due() else []
+        ready, self._ready = self._ready, []
         self.tensors.freeze(ready, self.steps_done)
         for i in ready:
             share = (1 - self.tensors.group(i)["betas"][0]) / self.tensors.divisor(i).float()

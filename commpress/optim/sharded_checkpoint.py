@@ -18,8 +18,11 @@ from commpress.optim.checkpoint import (
     check_groups,
     check_length,
     check_step,
+    own_in,
     own_of,
+    own_state,
     take_groups,
+    take_own,
 )
 from commpress.optim.tensor_states import STATE
 from commpress.schedules import Facts
@@ -37,7 +40,7 @@ LISTS = (*STATE, "trips", "lines")  # of what ``tensor_states`` knows
 
 def exact(optimizer: "ShardedOptimizer") -> dict[str, Any]:
     waiting = {name: buffer.clone() for name, buffer in optimizer.waiting().items()}
-    return _head(optimizer) | {"waiting": waiting} | {
+    return _head(optimizer) | own_state(optimizer) | {"waiting": waiting} | {
         name: exact_state(getattr(optimizer, name).residuals, optimizer.channel.transport, optimizer.steps_done)
         for name in SCATTERS
     }  # fmt: skip
@@ -94,7 +97,7 @@ def _head(optimizer: "ShardedOptimizer") -> dict[str, Any]:
     return {
         "optimizer": type(optimizer).__name__, "step": optimizer.steps_done, "facts": optimizer.facts.as_dict(),
         "schedule": optimizer.schedule_state(), "tensors": tensors, "shards": shards,
-        "shapes": [list(p.shape) for p in optimizer._flat.parameters],
+        "shapes": [list(shape) for shape in optimizer._flat.shapes],
     }  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> Non
     optimizer.check_waiting(head["schedule"], saved)
     for name in SCATTERS:
         getattr(optimizer, name).check(residuals.get(name, {}))
-    whole = _whole(optimizer, parts, partial=partial)
+    whole, own = _whole(optimizer, parts, partial=partial), own_in(optimizer, parts)
 
     optimizer.missing = (
         f"the loaded state is of rank {of['rank']} of {of['size']}, and this is rank {mine.rank} of {mine.size}, which owns "
@@ -131,6 +134,7 @@ def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> Non
         first = optimizer._flat.places[owned.parameter][0] + owned.begin
         for name, buffer in whole.items():
             owned.of(getattr(optimizer, name)).copy_(buffer[first : first + owned.numel])
+    take_own(optimizer, own)
     optimizer.steps_done, optimizer.facts = int(head["step"]), facts
     for name in STATE:
         getattr(optimizer.tensors, name).copy_(torch.tensor(head["tensors"][name]))
@@ -148,10 +152,10 @@ def _take(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> Non
 def _check_shapes(optimizer: "ShardedOptimizer", head: dict[str, Any]) -> None:
     flat = optimizer._flat
     check_length(head["shapes"], len(flat.parameters), "parameters")
-    for name, p, shape in zip(flat.names, flat.parameters, head["shapes"], strict=True):
-        if tuple(shape) != tuple(p.shape):
+    for name, mine, shape in zip(flat.names, flat.shapes, head["shapes"], strict=True):
+        if tuple(shape) != tuple(mine):
             raise StateMismatch(
-                f"the state holds parameter {name!r} with shape {tuple(shape)}, expected {tuple(p.shape)}: load the state of "
+                f"the state holds parameter {name!r} with shape {tuple(shape)}, expected {tuple(mine)}: load the state of "
                 "this model"
             )
     check_entries(head["tensors"], LISTS, "the state of tensors")
@@ -183,6 +187,6 @@ def _whole(
         if there != owned.numel:
             raise StateMismatch(
                 f"the state has {there} of the {owned.numel} elements of parameter {flat.names[owned.parameter]!r} "
-                f"{tuple(flat.parameters[owned.parameter].shape)} that this rank owns: load the states of all ranks"
+                f"{tuple(flat.shapes[owned.parameter])} that this rank owns: load the states of all ranks"
             )
     return whole

@@ -49,6 +49,10 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
     """
 
     schedule_entries = (*ENTRIES, "carried")
+    at_constant_rate = (
+        "Let the rate fall, with sync='linear', the default: parameters stand still inside a window, and one of several steps "
+        "at this rate may not be stable (ZeroOneAdam moves them, and takes sync=4). Or pass sync='every' if this is wanted"
+    )
 
     innovation: torch.Tensor  # q
     pending: torch.Tensor  # u
@@ -125,13 +129,13 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
             for group, carried in zip(self.param_groups, before, strict=True)
         ]
 
-    def update(self, kind: RoundKind) -> None:
+    def update(self, kind: RoundKind) -> Steps[None]:
         if kind is RoundKind.COMPRESSED:
             self._gather(self.windows.after(self.steps_done, self.param_groups), self._carry())
         elif self.windows.updates == self.steps_done:
             self.adam(i for _, at in self.groups() for i in at)
         else:
-            self._observe()
+            yield from self._observe()
 
     def longest(self, i: int) -> float:
         """The longest way of all steps of the window together."""
@@ -149,7 +153,7 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
                 m.mul_(1 / rate if rate > 0 else 0.0)
                 self.bound_momentum(part, m)
 
-    def _observe(self) -> None:
+    def _observe(self) -> Steps[None]:
         """An exact step after windows have begun: its variance counts, and an element without any begins with v̂ = g²."""
         for group, at in self.groups():
             beta1, beta2 = group["betas"]
@@ -162,6 +166,12 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
                 square = g.square()
                 v.div_(before).lerp_(square, (1 - beta2) / after).copy_(torch.where(seen, v, square)).mul_(after)
                 m.lerp_(g, 1 - beta1)
+        own = [float(part.of(self.variance).sum(dtype=torch.float64)) for part in self.parts]
+        for i, total in enumerate((yield from self.gathered(own)).sum(axis=0)):  # owners alone know v as it is now
+            self.tensors.divide(i, total=float(total))
+        for group, at in self.groups():
+            for part in self.owned(at):
+                m = part.of(self.momentum)
                 self.apply_step(part, m, step=rate_of(group, self.steps_done), decay=decay_of(group))
 
     def schedule(self, kind: RoundKind) -> Steps[None]:

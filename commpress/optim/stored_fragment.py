@@ -47,8 +47,12 @@ class StoredFragment(Fragment):
         return f"{self._prefix}/{what}"
 
     def names_in_store(self) -> list[str]:
-        residuals = [self._name("residuals")] if self._pieces else []
-        return [self._name("weights"), *(self._name(key) for key in self._stored), *residuals]
+        return [*self._shared_names(), *self._residual_names()]
+
+    def _residual_names(self) -> list[str]:
+        """Of residuals in pieces no longer than the weights, so that these need the largest room."""
+        numel = sum(sum(numels) for _, numels in self._pieces)
+        return [self._name(f"residuals/{i}") for i in range(-(-numel // self.numel))]
 
     def _store_state(self, state: dict[str, Any]) -> None:
         for key, value in state.items():
@@ -101,8 +105,8 @@ class StoredFragment(Fragment):
 
     def attach(self, exchanges: Exchanges) -> Exchange:
         if not self._attached:
+            self.bring(exchanges)  # first: they are the largest, and nothing that is borrowed divides the memory now
             self._borrow(write=False)
-            self.bring(exchanges)
             self._attached = True
         return super().attach(exchanges)
 
@@ -115,8 +119,11 @@ class StoredFragment(Fragment):
         """Residuals to ``exchanges``, unless they are there."""
         if self._attached or not self._pieces:
             return
-        with self.store.borrow(self._name("residuals"), write=False) as flat:
-            parts = iter(flat.clone().split([numel for _, numels in self._pieces for numel in numels]))
+        flat = torch.empty(sum(sum(numels) for _, numels in self._pieces))
+        for part, name in zip(flat.split(self.numel), self._residual_names(), strict=True):
+            with self.store.borrow(name, write=False) as kept:
+                part.copy_(kept)
+        parts = iter(flat.split([numel for _, numels in self._pieces for numel in numels]))
         exchanges.residuals.bring({key: tuple(next(parts) for _ in numels) for key, numels in self._pieces})
 
     def put_back(self, exchanges: Exchanges) -> None:
@@ -124,24 +131,34 @@ class StoredFragment(Fragment):
         if self._attached:
             return
         exchanges.forget(self.names)
-        residuals = exchanges.residuals.take({span.name for span in self.spans})
+        residuals, before = exchanges.residuals.take({span.name for span in self.spans}), self._residual_names()
         self._pieces = [(key, [tensor.numel() for tensor in kept]) for key, kept in residuals.items()]
-        if residuals:
-            self.store.put(self._name("residuals"), torch.cat([tensor.cpu() for kept in residuals.values() for tensor in kept]))
+        names = self._residual_names()
+        if names:
+            flat = torch.cat([tensor.cpu() for kept in residuals.values() for tensor in kept])
+            for name, part in zip(names, flat.split(self.numel), strict=True):
+                self.store.put(name, part)
+        for name in before[len(names) :]:
+            self.store.delete(name)
 
     @property
-    def room(self) -> int:
-        """Bytes of host memory that its exchange needs, with gaps between tensors."""
-        tensors = [4 * self.numel] * (1 + len(self._stored)) + [4 * sum(sum(numels) for _, numels in self._pieces)]
-        return sum(map(padded, tensors)) + padded(max(tensors))
+    def tensors(self) -> int:
+        """Number of those that are as long as the weights and borrowed at once."""
+        return 1 + len(self._stored)
 
 
-def check_room(fragments: Sequence[Fragment], store: TieredStore) -> None:
-    """Raise ``InvalidArgument`` if the store's host memory is too small for one of them."""
-    capacity = store.usage().host_capacity
-    for fragment in fragments:
-        if isinstance(fragment, StoredFragment) and fragment.room > capacity:
-            raise InvalidArgument(
-                f"keep is a store with {show_bytes(capacity)} of host memory, fragment {fragment.number} needs "
-                f"{show_bytes(fragment.room)} while it is exchanged: open it with a larger host=, or pass more fragments="
-            )
+def check_room(fragments: Sequence[Fragment], store: TieredStore, *, overlap: bool) -> None:
+    """Raise ``InvalidArgument`` if tensors of a fragment may find no room in the store's host memory.
+
+    n tensors that are borrowed leave up to n + 1 gaps, and the next finds room wherever they lie if one gap is as large as it.
+    With ``overlap`` a checkpoint reads another fragment while one is on its way.
+    """
+    stored = [f for f in fragments if isinstance(f, StoredFragment)]
+    rooms = {f.number: (2 * f.tensors * (1 + overlap) - 1) * padded(4 * f.numel) for f in stored}
+    most, capacity = max(rooms.values(), default=0), store.usage().host_capacity
+    if most > capacity:
+        number = next(number for number, room in rooms.items() if room == most)
+        raise InvalidArgument(
+            f"keep is a store with {show_bytes(capacity)} of host memory, fragment {number} needs {show_bytes(most)} "
+            "while it is exchanged: open it with a larger host=, or pass more fragments="
+        )

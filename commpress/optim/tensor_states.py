@@ -114,10 +114,10 @@ class TensorStates:
         codec, i = self.codec.choose(name, numel), self._index[name]
         if codec.lossless or self.frozen[i]:
             return codec
-        return EXACT if self.flat.parameters[i].dim() < 2 else self.finer or self.exact
+        return EXACT if len(self.flat.shapes[i]) < 2 else self.finer or self.exact
 
     def travels_whole(self, i: int) -> bool:
-        return travels_whole(self.choose(self.flat.names[i], self.flat.places[i][1]), self.flat.parameters[i].shape)
+        return travels_whole(self.choose(self.flat.names[i], self.flat.places[i][1]), self.flat.shapes[i])
 
     def may_freeze(self, i: int) -> bool:
         v = self.flat.view(self.variance, i)
@@ -163,7 +163,7 @@ class TensorStates:
 
     def name(self, i: int) -> str:
         """Name and shape for people: parameters that were given without names have numbers."""
-        return f"{self.flat.names[i]} {tuple(self.flat.parameters[i].shape)}"
+        return f"{self.flat.names[i]} {tuple(self.flat.shapes[i])}"
 
     # ------------------------------------------------------------ what is divided by
 
@@ -184,11 +184,12 @@ class TensorStates:
         steps = int(self.variance_steps[i])
         return (1 - self._group[i]["betas"][1] ** steps) / self.correction(i, steps) if steps else 1.0
 
-    def divide(self, i: int) -> None:
-        """Look at the variance of a parameter as it is now."""
+    def divide(self, i: int, *, total: float | None = None) -> None:
+        """Look at the variance of a parameter as it is now; ``total``: the sum of one that lies elsewhere."""
         v = self.flat.view(self.variance, i)
         k, group = 1 / self.correction(i, int(self.variance_steps[i])), self._group[i]
-        mean = float(v.sum(dtype=torch.float64)) / max(v.numel(), 1)  # in float64: the same whatever order it is summed in
+        total = float(v.sum(dtype=torch.float64)) if total is None else total  # the same whatever order it is summed in
+        mean = total / max(v.numel(), 1)
         reach = max(REACH, DEVIATIONS * math.sqrt(self.ranks)) / math.sqrt(self.share_of_variance(i))
         self.lines[i] = k, math.sqrt(self.floor * mean * k), group["eps"], reach
 

@@ -70,6 +70,10 @@ class SharedWarmup:
             yield from self._average(fragment, wanted, finite=finite, share=len(heads) / count if count else 0.0)
         self.averaged = step
 
+    def begin_anew(self) -> None:
+        """Other ranks: the next step compares weights again."""
+        self.averaged, self._checked = -1, False
+
     def _digests(self) -> list[float]:
         if self._checked:
             return []

@@ -130,6 +130,8 @@ class Windows:
 class WindowedOptimizer(CompressedOptimizer):
     """Optimizer that communicates at the end of windows, whole or sharded."""
 
+    at_constant_rate = "Pass sync=4 for one exchange in 4 steps at any rate, or sync='every' if this is what you want"
+
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, *, sync: Spans = "qsr", variance_updates: int | Updates = 16, warmup_steps: int = 0,
@@ -157,9 +159,8 @@ class WindowedOptimizer(CompressedOptimizer):
             if self._warned:
                 log.warning(
                     "step %d: the learning rate is constant at %g, and as long as it does not fall NO STEP IS LOCAL: sync "
-                    "follows the rate ('qsr', 'linear', 'rate'), so all ranks exchange momentum at every step. Pass sync=4 for "
-                    "one exchange in 4 steps at any rate, or sync='every' if this is what you want",
-                    self.steps_done, max(float(group["lr"]) for group in self.param_groups),
+                    "follows the rate ('qsr', 'linear', 'rate'), so all ranks exchange momentum at every step. %s",
+                    self.steps_done, max(float(group["lr"]) for group in self.param_groups), self.at_constant_rate,
                 )  # fmt: skip
         began = self.steps_done - self.windows.held
         if self.windows.held and any(group["added_at"] > began for group in self.param_groups):

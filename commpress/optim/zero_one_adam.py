@@ -25,7 +25,7 @@ v̂ = ḡ²: with the weight that is due to one of many updates, √v̂ would st
 come ever more rarely.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from math import isfinite
 from typing import Any
 
@@ -34,6 +34,9 @@ import torch
 from commpress.codecs import codec_named
 from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
+from commpress.collectives.change import Change
+from commpress.collectives.handover import Standing
+from commpress.collectives.scalars import gathered
 from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.optimizer import RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
@@ -254,6 +257,48 @@ class ZeroOneAdam(WindowedOptimizer, ReplicatedOptimizer):
         yield from self._agree_who_wakes(self.tensors.waking())
         self.counters.compressed_rounds += 1
         self.counters.compressed_bytes += self.sent_bytes()
+
+    # ------------------------------------------------------------ other ranks
+
+    def common(self) -> dict[str, Any]:
+        return super().common() | {"windows": self.windows.state()}
+
+    def closing(self, change: Change, standing: Standing) -> Steps[Callable[[], None]]:
+        """A window that is open ends here, with the exact mean of the displacements of those who have come furthest in it.
+
+        Who took fewer steps of it, because another rank asked for a change in its middle, is behind.
+        """
+        channel, taking = self.channel, not standing.behind
+        mine = [float(self.steps_done), float(self.held)] if taking else [-1.0, 0.0]
+        every = yield from gathered(mine, transport=channel.transport, sequence=channel.take())
+        furthest = int(every[:, 0].max())
+        taking &= self.steps_done == furthest
+        held = bool(every[every[:, 0] == furthest, 1].any())
+        count = int((every[:, 0] == furthest).sum())
+        if held:
+            for i, work in enumerate(self._works):
+                if taking:
+                    torch.div(self._flat.view(self.accumulated, i), self.tensors.divisor(i), out=work)
+                else:
+                    work.zero_()
+            yield from self.exact_mean(range(len(self._works)))
+            self.work *= channel.size / count
+
+        def close() -> None:
+            if held and taking:
+                self._gather(list(zip(self.windows.rates, self.windows.decays, strict=True)))
+                self._flat.publish()
+            self.windows.held = 0
+
+        return close
+
+    def follow_waking(self, standing: Standing) -> None:
+        if standing.shared["woken"]:
+            windows = standing.shared["windows"]
+            self.windows.wakes, self.windows.exact_until, self.windows.quiet_until = (
+                windows[name] for name in ("wakes", "exact_until", "quiet_until")
+            )
+            self.tensors.trips[:] = 0
 
     # ------------------------------------------------------------ checkpoints
 

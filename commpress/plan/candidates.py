@@ -27,6 +27,7 @@ from commpress.plan.ways import step_by, widest
 from commpress.work import Steps
 
 WAYS = (PLAIN, "bf16-ring", "int8", "int4", "sign", "powersgd-4")  # of DDP's gradients, from exact to coarse
+CHOSEN = (PLAIN, "int8", "int4")  # of these, those that are chosen unasked: the others may change a loss
 HOOK = {"bf16-ring"}  # torch's own hook: no codec of ours, so no plan can name it
 RARELY = 16  # steps between two rounds of 0/1 Adam late in a run
 SCRATCH = 10  # buckets that sharded candidates have in memory beside what they keep
@@ -100,8 +101,9 @@ def candidates(
     return sorted(checked, key=lambda c: (not c.fits, c.seconds))
 
 
-def recommended(found: Sequence[Candidate], ways: Sequence[str] = WAYS) -> Candidate:
-    """Of what a plan can say, the finest within ``MARGIN`` of the fastest; no compression, if that is within ``AT_ALL``."""
+def recommended(found: Sequence[Candidate], ways: Sequence[str] = CHOSEN) -> Candidate:
+    """Of what a plan can say in these ways, the finest within ``MARGIN`` of the fastest; no compression, if that is within
+    ``AT_ALL``."""
     order = {way: i for i, way in enumerate(dict.fromkeys([PLAIN, *ways]))}
     able = [c for c in found if c.codec in order and c.fits]
     if not able:
@@ -111,10 +113,13 @@ def recommended(found: Sequence[Candidate], ways: Sequence[str] = WAYS) -> Candi
     return min(near, key=lambda c: (order[c.codec], c.seconds))
 
 
-def advised(found: Sequence[Candidate], chosen: Candidate) -> tuple[Candidate, str]:
+def advised(found: Sequence[Candidate], chosen: Candidate, *, local_updates: bool = True) -> tuple[Candidate, str]:
     """Advice for this link, with its reason: ``chosen``, which keeps ranks alike, unless local updates, which change the loss,
-    save more than ``LOCAL_WORTH`` of its step. Of these near the fastest the finest whose loss is known, if there is one."""
+    are allowed and save more than ``LOCAL_WORTH`` of its step. Of these near the fastest the finest whose loss is known, if
+    there is one."""
     local = [c for c in found if c.local and c.fits]
+    if not local_updates:
+        return chosen, f"{chosen.call}: {1e3 * chosen.seconds:.4g} ms a step"
     if not local or min(c.seconds for c in local) > (1 - LOCAL_WORTH) * chosen.seconds:
         fastest = min((c.seconds for c in local), default=float("inf"))
         why = "local updates do not fit the memory" if not local else (

@@ -17,9 +17,9 @@ from commpress.plan.costs import CALL
 TCP = 1448 / 1538  # of an Ethernet frame of 1500 bytes, its gap and preamble included, this share is payload
 UNLIMITED = 1e18
 LEAST = 1e-5  # seconds of a latency, where measured processor time leaves less
-_RATE = re.compile(r"([\d.]+)\s*([kmg]?)(bit|B/s)", re.IGNORECASE)
+_RATE = re.compile(r"([\d.]+)\s*([kmgt]?)(bit|B/s)", re.IGNORECASE)
 _TIME = re.compile(r"([\d.]+)\s*(us|ms|s)")
-_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 

@@ -61,7 +61,7 @@ class SizedWorkspace(Workspace):
         free = self._free[rows, size, device]
         return free.pop() if free else _untouched(rows * size, torch.uint8).view(rows, size)  # type: ignore[return-value]
 
-    def residual(self, message: Message, device: torch.device) -> ErrorFeedback:
+    def residual(self, message: Message, device: torch.device, like: ErrorFeedback | None = None) -> ErrorFeedback:
         return no_residual()
 
 

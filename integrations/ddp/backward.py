@@ -20,8 +20,8 @@ class Backward:
 
         Note: who raises. DDP makes "RuntimeError: Unable to cast" of an exception in a future, so autograd is asked to call
         back before DDP looks at the futures. Where no node of the graph is being evaluated (the first step of a static
-        graph, a rank that has joined) it is too late for that: wait here. NonFiniteGradient comes after DDP has finished, so
-        that training may go on after it.
+        graph, a rank that has joined) it is too late for that: wait here. Errors come after DDP has finished, so that training
+        may go on after them, as after ``group.reform``.
         """
         if torch._C._current_autograd_node() is None:
             self._wait()
@@ -30,7 +30,10 @@ class Backward:
 
     def _wait(self) -> None:
         for future in self.submitted:
-            future.wait()
+            try:
+                future.wait()
+            except Exception as error:
+                self.round.fail(error)
         if self.round.error is None:
             return
         if torch._C._current_graph_task_id() < 0:

@@ -6,25 +6,29 @@ DDP a future. Backward goes on meanwhile.
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from commpress.codecs import Codec, Policy, policy_of
+from commpress.codecs import Codec, Policy, SignCodec, codec_named, policy_of
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
 from commpress.codecs.whole_tensors import LowRankCodec
 from commpress.collectives.allreduce import Outcome, Workspace
+from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.ef21 import check_codec
 from commpress.collectives.exchange import Exchange, Exchanges, Reduce
+from commpress.collectives.handover import Handover, cannot_follow
 from commpress.collectives.links import Links
 from commpress.collectives.residual_state import (
     Residuals,
@@ -38,13 +42,14 @@ from commpress.collectives.residual_state import (
 )
 from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.topology import Topology
-from commpress.errors import InvalidArgument, NonFiniteGradient, check_counts
+from commpress.collectives.transports.factory import can_reform, on_reform
+from commpress.errors import CommunicationError, InvalidArgument, NonFiniteGradient, check_counts
 from commpress.feedback import Key, ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
-from commpress.integrations.ddp.names import ParameterNames
+from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
 from commpress.integrations.ddp.plain import Plain, values_of
 from commpress.integrations.ddp.replanning import Replanning
-from commpress.integrations.ddp.trial import Trial, trial_of
+from commpress.integrations.ddp.trial import AUTO, Trial, trial_of
 from commpress.integrations.observe.counters import Counters, relative_errors
 from commpress.work import Steps, Work
 
@@ -56,22 +61,41 @@ BUCKET = (25 << 20) // 4  # elements of a bucket of DDP, for choices that need a
 
 def compress(
     ddp: DistributedDataParallel,
-    codec: str | Codec | Policy = "sign",
+    codec: str | Codec | Policy = "int8",
     *,
     plan: str | Path | Planned | None = None,
     min_numel: int = DEFAULT_MIN_NUMEL,
     exclude: tuple[str, ...] = (),
+    topology: Topology | str | Links | None = "auto",
+    mesh: DeviceMesh | None = None,
+    dims: Mapping[str, Any] | None = None,
     **options: Any,
-) -> "CompressedState":
+) -> Any:
     """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds residuals and counters.
 
-    ``codec="auto"`` tries no compression and several codecs for a few steps each and keeps the fastest. ``plan``: a file that
-    ``commpress plan`` wrote, or what it holds, in place of a codec. Where that is no compression, DDP gets no hook, as if this
-    had never been called, and counters stand still.
+    ``codec="auto"`` tries no compression, ``int8`` and ``int4`` for a few steps each and keeps the fastest; ``allow="sign"``
+    lets it try that too, and so for any codec or several. ``plan``: a file that ``commpress plan`` wrote, or what it holds, in
+    place of a codec. Where that is no compression, DDP gets no hook, as if this had never been called.
+
+    ``topology="auto"`` adds up inside a node, exactly, and compresses what leaves it, where the launcher says which ranks share
+    one; None reduces flat. Groups whose ranks may change, exact codecs and trials of low-rank codecs are flat unless ranks of
+    nodes are named, and so is a ``plan`` that does not name them.
 
     Tensors of fewer than ``min_numel`` elements, and those whose name matches a regular expression in ``exclude``, travel
     exactly. ``options`` are those of ``CompressedState``.
+
+    ``mesh`` with ``dims={"dp": "int8", "pp": "int4"}``: the codec of each dimension of a mesh by name, in place of ``codec``;
+    what is not named, such as tensor-parallel traffic, stays exact. ``ddp`` may then also be a model as it is, whose replicas
+    are made here, one under ``fully_shard``, or the stages of a pipeline or their schedule. All ranks that must stay together
+    agree. Returns the states by name (``integrations.ddp.mesh.MeshStates``). See ``docs/meshes.md``.
     """
+    if mesh is not None or dims is not None:
+        from commpress.integrations.ddp.mesh import compress_mesh  # which is built on this file
+
+        if plan is not None:
+            raise InvalidArgument("plan and mesh are both given: of a mesh name the codecs in dims=")
+        given = {"min_numel": min_numel, "exclude": exclude} | ({} if topology == AUTO else {"topology": topology})
+        return compress_mesh(ddp, mesh, dims, given | options)
     if not isinstance(ddp, DistributedDataParallel):
         raise InvalidArgument(
             f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel: wrap the model first, "
@@ -79,14 +103,16 @@ def compress(
         )
     if plan is not None:
         codec = plan if isinstance(plan, Planned) else load_plan(plan)
-        if codec.topology is not None:
-            options.setdefault("topology", codec.topology)
+        topology = codec.topology if topology == AUTO else topology
+    elif topology == AUTO and not _divides(codec, ddp, options):
+        topology = None
     state = CompressedState(
         codec,
         min_numel=min_numel,
         exclude=exclude,
-        named_parameters=ddp.module.named_parameters(),
+        named_parameters=averaged_parameters(ddp),
         process_group=ddp.process_group,
+        topology=topology,
         **options,
     )
     if state.compresses:
@@ -94,12 +120,21 @@ def compress(
     return state
 
 
+def _divides(codec: str | Codec | Policy, ddp: DistributedDataParallel, options: dict[str, Any]) -> bool:
+    """True if two levels take nothing away from what this run can do, so that "auto" may ask the launcher."""
+    if ddp.process_group.size() == 1 or can_reform(ddp.process_group) or codec == PLAIN:
+        return False
+    if trial := trial_of(codec, options.get("allow")):
+        return not any(isinstance(codec_named(way), LowRankCodec) for way in trial.ways[1:])
+    return not policy_of(codec).choose("", BUCKET).lossless
+
+
 def compressed_allreduce_hook(state: "CompressedState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average ``bucket`` over the ranks of ``state``, compressed; the future holds the bucket's own buffer."""
     if not isinstance(state, CompressedState):
         raise InvalidArgument(
             f"state is a {type(state).__name__}, expected a CompressedState: "
-            "ddp.register_comm_hook(commpress.CompressedState(codec='sign'), commpress.compressed_allreduce_hook)"
+            "ddp.register_comm_hook(commpress.CompressedState(codec='int8'), commpress.compressed_allreduce_hook)"
         )
     if not isinstance(bucket, dist.GradBucket):
         raise InvalidArgument(
@@ -134,11 +169,12 @@ class CompressedState:
     - ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the launcher says). Sums
       inside a node are then exact and only what crosses between nodes is compressed; see ``docs/hierarchy.md``. The
       ``Links`` that ``commpress probe`` measured decide whether that is faster than one level.
+    - ``allow``: coarser codecs that ``codec="auto"`` may try beside ``int8`` and ``int4``, such as "sign".
     """
 
     def __init__(
         self,
-        codec: str | Codec | Policy = "sign",
+        codec: str | Codec | Policy = "int8",
         *,
         min_numel: int = DEFAULT_MIN_NUMEL,
         exclude: tuple[str, ...] = (),
@@ -155,12 +191,14 @@ class CompressedState:
         seed: int = 0,
         replan_every: int = 0,
         topology: Topology | str | Links | None = None,
+        allow: str | Sequence[str] | None = None,
     ) -> None:
         self._saved: dict[str, Any] | None = None
         self._options: dict[str, Any] = {
             "codec": codec, "min_numel": min_numel, "exclude": exclude, "error_feedback": error_feedback,
             "on_nonfinite": on_nonfinite, "exact_steps": exact_steps, "measure_every": measure_every, "timeout": timeout,
             "checksum": checksum, "seed": seed, "replan_every": replan_every, "topology": topology,
+            "allow": allow,
         }  # fmt: skip
         self._given = {"agree_over": agree_over is not None, "grad_scaler": grad_scaler is not None}
         self.names = ParameterNames(named_parameters or ())
@@ -174,7 +212,7 @@ class CompressedState:
         self.exact_steps, self.measure_every, self.seed = exact_steps, measure_every, seed
         self.step = 0
         self.counters = Counters(choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else "")
-        self._trial = trial_of(codec)
+        self._trial, self._way = trial_of(codec, allow), ""  # what it came to
         self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
         policy = policy_of("none" if self._trial else codec, **self._limits)
         usual = min(sum(self.names.numels.values()) or BUCKET, BUCKET)
@@ -189,23 +227,31 @@ class CompressedState:
         if topology is not None:
             usually = policy_of(self._trial.ways[-1], **self._limits) if self._trial else policy
             self.channel.divide(topology, usual, usually.choose("", usual))
+        self._names_ranks = {
+            "topology": topology not in (None, AUTO) or self.channel.levels is not None, "agree_over": agree_over is not None,
+        }  # fmt: skip
         self.exchanges = Exchanges(
             policy, self.channel.size, self.channel.workspace, levels=self.channel.levels, feedback=bool(error_feedback),
             ef21=error_feedback == "ef21", seed=seed,
         )  # fmt: skip
-        group: Any = getattr(self.channel.inner, "group", process_group or dist.group.WORLD)  # the own one, or the user's
-        self._plain = Plain(group, self.counters)
-        self._owing = False  # the next step is the first after a trial, and has residuals to pay
+        self._plain = Plain(self._plain_group(), self.counters)
+        self._survives = can_reform(process_group)  # backwards that fail: another may follow
+        self._owing = False  # what is owed is to be paid in the next step, which sends exactly or nothing
         self._replanning = Replanning(replan_every, codec, policy, self.channel.size) if replan_every else None  # type: ignore[arg-type]
         self._backward: Backward | None = None
+        self.handover = Handover(self.channel)
+        self._finished = 0  # steps of which all is over
         self._told = False  # what was compressed
+        on_reform(process_group, self)
+        if self.channel.rank == 0 and self.channel.size > 1:
+            self._say_caveat(policy, usual)
         if self.channel.size == 1:
             log.warning("world size is 1: there is nothing to reduce, gradients pass through as they are")
 
     def _check(self, *, named: bool) -> None:
         """Refuse what makes no sense together, the same on every rank."""
         o, agree_over = self._options, self._given["agree_over"]
-        codec, trial, ef21 = o["codec"], trial_of(o["codec"]) is not None, o["error_feedback"] == "ef21"
+        codec, trial, ef21 = o["codec"], trial_of(o["codec"], o.get("allow")) is not None, o["error_feedback"] == "ef21"
         check_on_nonfinite(o["on_nonfinite"])
         check_feedback(o["error_feedback"], ef21=True)
         check_exclude(o["exclude"])
@@ -232,6 +278,15 @@ class CompressedState:
             if not any(re.search(pattern, name) for name in self.names.numels):
                 log.warning("exclude=%r matches no parameter: nothing is left out because of it", pattern)
 
+    def _say_caveat(self, policy: Policy, numel: int) -> None:
+        """Tell of codecs that leave so much behind that a run may end at another loss."""
+        ways = map(codec_named, self._trial.ways[1:]) if self._trial else [policy.choose("", numel)]
+        if any(isinstance(way, SignCodec) for way in ways):
+            log.warning(
+                "a codec of one bit sends the rest of a gradient later: compare the loss with an uncompressed run; "
+                "exact_steps= of a tenth of the run, and a finer codec for the output layer, bring it closer"
+            )
+
     def _check_stays(self, policy: Policy) -> None:
         """With a topology a matrix keeps residuals as a whole and rows slice by slice, so one cannot follow the other."""
         for name, numel in self.names.numels.items() or [("", BUCKET)]:
@@ -246,6 +301,10 @@ class CompressedState:
     def transport(self) -> Any:
         """To the other ranks, counted."""
         return self.channel.transport
+
+    def _plain_group(self) -> Any:
+        """The channel's own group, or the user's."""
+        return getattr(self.channel.inner, "group", self.process_group or dist.group.WORLD)
 
     @property
     def residuals(self) -> ResidualStore:
@@ -265,6 +324,7 @@ class CompressedState:
             self.reconnect()
         buffer = bucket.buffer()
         if self.channel.size == 1 and self.consensus is None:
+            self._pay(bucket, last=bucket.is_last())
             passed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             passed.set_result(buffer)
             return passed
@@ -273,58 +333,88 @@ class CompressedState:
         assert self._backward is not None
         backward, last = self._backward, bucket.is_last()
         self.step += last
-        if not self.compresses:
-            return self._reduce_plainly(bucket, last=last)
+        if not self.compresses and backward.round.error is None:
+            if not self._survives:
+                return self._reduce_plainly(bucket, last=last)
+            self._pay(bucket, last=last)
+            self.counters.plain_steps += last
         future = backward.round.begin(buffer)
         if last:
             backward.round.last()
-        steps, waits = self._steps(bucket, buffer, backward)
-        backward.submitted.append(self.channel.submit(steps, waits=waits, device=buffer.device))
+        try:
+            self._submit(bucket, buffer, backward)
+        except CommunicationError as error:  # of a group that is broken already
+            backward.round.fail(error)
         if last:
             self._backward = None
             backward.raise_errors()
         return future
 
+    def _submit(self, bucket: dist.GradBucket, buffer: torch.Tensor, backward: Backward) -> None:
+        if backward.round.error is not None:
+            raise backward.round.error
+        steps, waits = self._steps(bucket, buffer, backward)
+        backward.submitted.append(self.channel.submit(steps, buffer, waits=waits))
+
     def _begin_backward(self, device: torch.device) -> None:
         """Nothing is under way between two backwards, unless the last one was aborted."""
-        if self._backward is not None:
-            self._backward.round.abandon()
-        elif self._trial is not None and self.step >= self.exact_steps:
+        before, self._backward = self._backward, Backward(Round(self.step, consensus=self.consensus))
+        if before is not None:
+            before.round.abandon()
+        try:
+            self._decide(device, aborted=before is not None)
+        except CommunicationError as error:
+            self._backward.round.fail(error)
+
+    def _decide(self, device: torch.device, *, aborted: bool) -> None:
+        """Choose the way of this step, where that may change."""
+        if not aborted and self._trial is not None and self.step >= self.exact_steps:
             self._next_way(self._trial, device)
         if self._replanning is not None and self._replanning.measured:
             self.exchanges.use(self._replanning.decide(self._plain.group, device, self.step - 1))
             self.counters.choice = self._replanning.why
-        self._backward = Backward(Round(self.step, consensus=self.consensus))
 
     def _next_way(self, trial: Trial, device: torch.device) -> None:
         """The next step of the trial begins, or the first after it."""
         way = trial.begin(perf_counter())
         if way is None:
             way, self.counters.choice = trial.agreed(self._plain.group, device)
-            self._trial, self._owing = None, way == PLAIN
+            self._trial, self._way, self._owing = None, way, way == PLAIN
             log.info("codec='auto' goes on with %s", self.counters.choice)
+        self._go(way)
+
+    def _go(self, way: str) -> None:
         self.compresses = way != PLAIN
         if self.compresses:
             self.exchanges.use(policy_of(way, **self._limits))
 
     def _reduce_plainly(self, bucket: dist.GradBucket, *, last: bool) -> torch.futures.Future[torch.Tensor]:
         """A bucket of a step that torch's own all-reduce carries; the first such step after a trial carries what is owed."""
+        self._pay(bucket, last=last)
+        if last:
+            self._backward, self._finished = None, self.step
+        return self._plain.reduce(bucket, last=last)
+
+    def _pay(self, bucket: dist.GradBucket, *, last: bool) -> None:
+        """Add what is owed to the gradients, where it is due: their mean, or they themselves, will be exact."""
         if self._owing and self._plain.compressible(bucket):
+            scale = self.grad_scaler.get_scale() if self.grad_scaler else 1.0
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if (name := self.names.known(parameter)) is not None:
-                    self.exchanges.pay(name, gradient.view(-1), self.channel.rank)
-        if last:
-            self._owing, self._backward = False, None
-        return self._plain.reduce(bucket, last=last)
+                    owed = torch.zeros(gradient.numel(), device=gradient.device)
+                    self.exchanges.pay(name, owed, self.channel.rank)
+                    gradient.view(-1).add_(owed, alpha=scale)
+        self._owing &= not last
 
     def _steps(
         self, bucket: dist.GradBucket, buffer: torch.Tensor, backward: Backward
     ) -> tuple[Steps[None], int | None]:
         """The steps of one bucket, and how often they wait, where that is known."""
         step = backward.round.number
-        if self.channel.size == 1 or not self._plain.compressible(bucket):
-            waits = 1 if self.consensus is None else None
-            return self._averaged(buffer, self._plain.average(buffer), backward.round), waits
+        if self.channel.size == 1 or not self.compresses or not self._plain.compressible(bucket):
+            waits, begin = 1 if self.consensus is None else None, partial(self._plain.average, buffer)
+            work = None if self._survives else begin()
+            return self._averaged(buffer, lambda: work or begin(), backward.round), waits
         parameters, exact = tuple(map(id, bucket.parameters())), step < self.exact_steps
         exchange = self.exchanges.of(parameters, lambda: self.names.tensors(bucket), buffer.device, exact=exact)
         if self._replanning is not None and self._replanning.due(step - self.exact_steps):
@@ -354,16 +444,22 @@ class CompressedState:
         self.counters.bucket(bucket.numel(), exchange.messages, self.channel.size)
         yield from self._end(bucket, finite, outcomes, round)
 
-    def _averaged(self, bucket: torch.Tensor, work: Work, round: Round) -> Steps[None]:
-        """A bucket of a compressed step that torch's own all-reduce carries."""
-        yield work
-        yield from self._end(bucket, bool(torch.isfinite(values_of(bucket)).all()), [], round)
+    def _averaged(self, bucket: torch.Tensor, begin: Callable[[], Work], round: Round) -> Steps[None]:
+        """A bucket that torch's own all-reduce carries; what is not finite in a step without compression is left as it is.
+
+        Note: the thread. A call that begins on autograd's ends the backward when it fails, before DDP has finished it.
+        """
+        yield begin()
+        finite = not self.compresses or bool(torch.isfinite(values_of(bucket)).all())
+        yield from self._end(bucket, finite, [], round)
 
     def _end(self, bucket: torch.Tensor, finite: bool, outcomes: list[Outcome], round: Round) -> Steps[None]:
         """The means of a bucket are there; with the last of them its backward is taken or refused as a whole."""
         closed = yield from round.end(bucket, finite, outcomes)
         if not closed:
             return
+        self.handover.settle(taken=round.finite)
+        self._finished = round.number + 1
         if not round.finite:
             value = float("inf") if self.grad_scaler else float("nan") if self.on_nonfinite == "propagate" else 0.0
             for buffer in round.buffers:
@@ -395,6 +491,57 @@ class CompressedState:
                 round.number, effect, count, advice,
             )  # fmt: skip
 
+    # ------------------------------------------------------------ other ranks
+
+    def reform(self, change: Change) -> Callable[[], None]:
+        """Go on among other ranks, those of the channel by now; collective. Call the result when all have come as far.
+
+        The step that was under way counts if it did so for others, or is left out. Every rank then knows what all have in
+        common: steps, codecs, bases. A trial of codecs that was under way begins anew.
+        """
+        for option, names in self._names_ranks.items():
+            if names:
+                raise cannot_follow(self, f"{option} names ranks that were")
+        common = {
+            "step": self._finished, "trial": self._trial is not None, "way": self._way, "why": self.counters.choice,
+            "rules": dict(self._replanning.rules) if self._replanning is not None else {}, "brought": list(self.names.brought),
+        }  # fmt: skip
+        steps = self.handover.steps(
+            change, {"": self.residuals}, self.channel.workspace, shared=common, tensors=self.exchanges.bases
+        )
+        standing = self.channel.run(steps)
+
+        def follow() -> None:
+            self._follow(standing.shared)
+            if standing.behind:
+                self.exchanges.bases.update(standing.tensors)
+            if change.was is None and not self.names.numels:
+                self.names.expect(standing.shared["brought"])
+            self.counters.lost_ranks = self.handover.lost
+
+        return self.handover.with_it(follow)
+
+    def _follow(self, common: dict[str, Any]) -> None:
+        """Begin as all others do from here on."""
+        self.step = self._finished = common["step"]
+        self._backward = None
+        self.channel.workspace.clear()
+        self.exchanges.reform(self.channel.size)
+        self._plain.group = self._plain_group()
+        if common["trial"]:
+            self._trial = trial_of(self._options["codec"], self._options.get("allow"))
+        elif self._trial is not None or self._way != common["way"]:
+            self._trial, self._way, self.counters.choice = None, common["way"], common["why"]
+            self._go(self._way)
+        self._owing = self.channel.size == 1 or self._way == PLAIN
+        if self._replanning is not None:
+            self._replanning.ranks = self.channel.size
+            self.exchanges.use(self._replanning.load(common["rules"]))
+
+    def hand_over(self, leaving: Sequence[int]) -> None:
+        """Let the others take over what these ranks owe, which are about to leave; collective over all, between steps."""
+        self.channel.run(self.handover.leaving(leaving, {"": self.residuals}))
+
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -403,6 +550,14 @@ class CompressedState:
             return dict(self._saved["state"])
         state = exact_state(self.residuals, self.transport, self.step, str(self.channel.levels or ""))
         return state | self._saved_choices()
+
+    def rank_state(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint that fits any world size if the parts of all ranks are loaded; collective.
+
+        In two levels it holds both forms: what a rank keeps there belongs to its node, so the exact form alone would not do.
+        """
+        own = self.state_dict()
+        return own if self.channel.levels is None else own | {"elastic": self.elastic_state_dict()}
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the total residual R, for a resume at any world size; collective, between steps."""
@@ -476,6 +631,9 @@ class CompressedState:
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """From this rank's ``state_dict``, or at any world size from all ranks' states, of either kind, in any order."""
         levels = self.channel.levels
+        saved_as = (self.channel.size, str(levels or ""))
+        if all("elastic" in state and (state["size"], state["nodes"]) != saved_as for state in states):
+            states = tuple(state["elastic"] for state in states)
         if levels is None:
             step, residuals = residuals_of(states, self.transport, ef21=self.residuals.ef21)
         else:
@@ -493,10 +651,11 @@ class CompressedState:
             check_fit({key: kept for key, kept in residuals.items() if key not in rows}, numels)
         self.exchanges.load_choices(states[0])
         self.residuals.load(residuals)
-        self.step = step
+        self.step = self._finished = step
         if self._replanning is not None:
             self.exchanges.use(self._replanning.load(states[0].get("rules", {})))
 
     def _saved_choices(self) -> dict[str, Any]:
         rules = {"rules": dict(self._replanning.rules)} if self._replanning is not None else {}
         return self.exchanges.choices() | rules
+

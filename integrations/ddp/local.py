@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.errors import InvalidArgument
 from commpress.optim.inner_optimizers import ALONE
+from commpress.work import future_on
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:
@@ -25,7 +26,6 @@ def keep_local(ddp: DistributedDataParallel) -> None:
 
 def _own_gradients(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
-    future: torch.futures.Future[torch.Tensor]
-    future = torch.futures.Future() if buffer.device.type == "cpu" else torch.futures.Future(devices=[buffer.device])
+    future = future_on(buffer.device)
     future.set_result(buffer)
     return future

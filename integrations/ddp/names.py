@@ -4,10 +4,23 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.buckets import Span
 from commpress.collectives.exchange import Tensors
+from commpress.collectives.transports.factory import ranks_of
 from commpress.errors import InvalidArgument, StateMismatch
+from commpress.optim.held import is_held, refuse_averaging
+
+
+def averaged_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters that ``ddp`` averages; raises ``InvalidArgument`` if some of them are not the same on all its ranks."""
+    found = [(name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
+    refuse_averaging(found, ranks_of(ddp.process_group))
+    held = [(name, p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore]
+    for name, p in held:
+        is_held(name, p, ranks_of(ddp.process_group))  # raises where nobody would average it
+    return found
 
 
 class ParameterNames:

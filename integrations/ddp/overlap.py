@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.allreduce import Outcome
 from commpress.errors import InvalidArgument
+from commpress.integrations.ddp.names import averaged_parameters
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
 from commpress.work import Steps
@@ -47,7 +48,7 @@ def overlap(
             "ShardedZeroOneAdam; other optimizers need averaged gradients: commpress.compress(ddp)"
         )  # fmt: skip
     has = optimizer.flat.index if optimizer.flat else {}
-    missing = [name for name, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in has]
+    missing = [name for name, p in averaged_parameters(ddp) if p.requires_grad and id(p) not in has]
     if missing:
         raise InvalidArgument(
             f"the optimizer does not have {len(missing)} parameters of ddp, such as {missing[0]!r}, so nobody would average "
@@ -122,7 +123,7 @@ class BucketRounds:
                     o.begin(kind, group, mine, gain, {i: gradients[i] for i in mine})
             self._kind = kind
             waits = o.exchange(kind, indices).waits
-            self._futures[indices] = o.channel.submit(o.reduce(kind, indices), waits=waits, device=o.flat.device)
+            self._futures[indices] = o.channel.submit(o.reduce(kind, indices), bucket.buffer(), waits=waits)
 
     def _round(self) -> RoundKind:
         o = self.optimizer
@@ -138,6 +139,10 @@ class BucketRounds:
         """All that was started is void: parameters came, or a window was closed. ``step`` sends it anew."""
         for key in list(self._futures):
             self._discard(key)
+
+    def drop(self) -> None:
+        """Nothing that was started comes back: the ranks are others. What it proposed is settled by who knows of it."""
+        self._futures.clear()
 
     def _discard(self, key: tuple[int, ...]) -> None:
         for outcome in self._futures.pop(key).wait():

@@ -88,4 +88,5 @@ class Replanning:
         for codec in rules.values():
             codec_named(codec)
         self.rules = dict(rules)
+        self._errors.clear()
         return self.policy()

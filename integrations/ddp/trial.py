@@ -4,6 +4,7 @@ Which way a step goes is a pure function of its number, so ranks need not ask ea
 their steps took, once: a step counts as its slowest rank, all ranks see the same seconds and so decide alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 
 from commpress.codecs import codec_named
 from commpress.codecs.planned import PLAIN
+from commpress.errors import InvalidArgument
 
 AUTO = "auto"
-WAYS = (PLAIN, "int8", "int4", "sign")  # from the most exact to the coarsest
+WAYS = (PLAIN, "int8", "int4")  # from the most exact to the coarsest; what may change a loss is tried only if asked for
 UNTIMED = 3  # first steps: DDP rebuilds its buckets, memory is touched, kernels are compiled
 MARGIN = 0.03  # of its seconds that a coarser way must save over a finer one to be worth it
 
@@ -71,14 +73,19 @@ class Trial:
         return chosen, f"{chosen}, because a step took {measured}"
 
 
-def trial_of(codec: object) -> Trial | None:
-    """Of 'auto', or of 'auto:int8,sign' to try only these beside no compression; None of any other codec."""
+def trial_of(codec: object, allow: str | Sequence[str] | None = None) -> Trial | None:
+    """Of 'auto', with what ``allow`` names beside the usual codecs, or of 'auto:int8,sign' to try only these beside no
+    compression; None of any other codec."""
     if not isinstance(codec, str) or not (codec == AUTO or codec.startswith(AUTO + ":")):
+        if allow is not None:
+            raise InvalidArgument(f"allow is {allow!r}, but codec is {codec!r}: it is for codec='auto', which tries several")
         return None
     _, colon, names = codec.partition(":")
-    if not colon:
-        return Trial()
-    ways = tuple(dict.fromkeys([PLAIN, *(name.strip() for name in names.split(","))]))
+    more = allow.split(",") if isinstance(allow, str) else list(allow or ())
+    named = names.split(",") if colon else [*WAYS[1:], *more]
+    if colon and more:
+        raise InvalidArgument(f"allow is {allow!r}, but codec is {codec!r}, which names all that is tried: leave allow out")
+    ways = tuple(dict.fromkeys([PLAIN, *(name.strip() for name in named)]))
     for way in ways[1:]:
         codec_named(way)
     return Trial(ways)

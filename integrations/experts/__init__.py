@@ -1,5 +1,7 @@
 """Layers whose experts lie on different ranks."""
 
 from commpress.integrations.experts.dispatch import AllToAll
+from commpress.integrations.experts.expert_exchange import ExpertExchange
+from commpress.integrations.experts.lsh import LSH
 
-__all__ = ["AllToAll"]
+__all__ = ["LSH", "AllToAll", "ExpertExchange"]

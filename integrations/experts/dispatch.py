@@ -66,7 +66,7 @@ class AllToAll:
 
     def counts(self, in_splits: Sequence[int]) -> list[int]:
         """Numbers of rows that each rank will send here, when each says how many it sends to whom."""
-        device = self._device()
+        device = device_of(self.channel.inner)
         sent = torch.tensor([int(n) for n in in_splits], dtype=torch.int64, device=device)
         received = torch.empty_like(sent)
         self.channel.run(all_to_all(received, sent, transport=self.transport, way=self.way, sequence=self.channel.take()))
@@ -90,11 +90,6 @@ class AllToAll:
         self.channel.run(steps)
         return out
 
-    def _device(self) -> torch.device:
-        inner = self.channel.inner
-        nccl = isinstance(inner, TorchTransport) and not inner.point_to_point and dist.get_backend(inner.group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
@@ -115,3 +110,10 @@ class _Exchange(torch.autograd.Function):
         rows = gradients[0].contiguous()
         back = exchange.send(rows, ctx.in_splits, ctx.out_splits, exchange.gradient_codec, ctx.sequence)
         return back, None, None, None
+
+
+def device_of(transport: Transport) -> torch.device:
+    """The device on which messages lie that belong to no tensor."""
+    if isinstance(transport, TorchTransport) and not transport.point_to_point and dist.get_backend(transport.group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -12,9 +12,11 @@ from commpress.codecs import Codec, codec_named, policy_of
 from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket, settle
 from commpress.collectives.buckets import Message, Span, messages
 from commpress.collectives.channel import Channel
+from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import Deal, Part, deals, reduce_rows
 from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.round import check_on_nonfinite
+from commpress.collectives.transports.factory import on_reform
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback
 from commpress.integrations.fsdp.policies import check_dtype
@@ -23,7 +25,7 @@ from commpress.integrations.observe.counters import Counters
 log = logging.getLogger("commpress")
 
 
-class FlatShardState:
+class FlatShardState(Divided):
     """State of ``compressed_reduce_scatter_hook`` between calls: ``fsdp.register_comm_hook(state, hook)`` on the root.
 
     Construct it on every rank of ``process_group`` (default: all). torch tells the hook neither which unit a gradient is of
@@ -54,6 +56,7 @@ class FlatShardState:
         self._seen: list[int] = []  # of the backward under way
         self._error: NonFiniteGradient | None = None
         self._plans: dict[tuple[int, bool], tuple[Any, list[ErrorFeedback | None]]] = {}
+        on_reform(None, self)
 
     def reduce(self, gradient: torch.Tensor, shard: torch.Tensor | None) -> None:
         check_dtype(gradient, "a flat gradient")

@@ -12,21 +12,26 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from commpress.codecs import Codec, Policy
-from commpress.codecs.whole_tensors import SketchCodec, WholeTensorCodec
+from commpress.codecs.family import EXACT
+from commpress.codecs.whole_tensors import SketchCodec, WholeTensorCodec, travels_whole
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.consensus import AgreeOver, consensus_over
+from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import Deal
 from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.topology import Topology
+from commpress.collectives.transports.factory import on_reform
 from commpress.collectives.transports.transport import Divisible
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ResidualStore, check_feedback
-from commpress.integrations.fsdp.param_groups import ParamGroup, param_groups_of
-from commpress.integrations.fsdp.policies import policy_for
+from commpress.integrations.experts.moe import experts_of
+from commpress.integrations.fsdp.param_groups import ParamGroup, column_mesh, param_groups_of
+from commpress.integrations.fsdp.policies import policy_for, residual_codec
 from commpress.integrations.fsdp.prefetch import AT_ONCE, DeferredReductions, Prefetcher
 from commpress.integrations.fsdp.shard_checkpoint import elastic_residuals, exact_residuals, load_elastic, load_exact
 from commpress.integrations.fsdp.shard_gradients import CompressedReduceScatter, Hop
+from commpress.integrations.fsdp.shard_memory import memory_of
 from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Difference
 from commpress.integrations.observe.counters import Counters
 from commpress.work import run
@@ -41,11 +46,12 @@ def compress_fsdp(
     gradients: str | Codec | Policy | None = "int8",
     weights: str | Codec | Policy | Difference | None = "int8",
     *,
-    inside: str | Codec | None = None,
+    inside: str | Codec | Policy | None = None,
     topology: Topology | None = None,
     hadamard: bool = False,
     min_numel: int = MIN_NUMEL,
     error_feedback: bool = True,
+    residuals: str | Codec = "none",
     on_nonfinite: Literal["skip", "propagate", "raise"] = "skip",
     agree_over: AgreeOver | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
@@ -64,13 +70,17 @@ def compress_fsdp(
       used by role: tensors of fewer than ``min_numel`` elements, norms and biases travel exactly, embeddings and the last
       Linear with at least 8 bits. ``weights=Difference("int4")`` sends changes of weights.
     - ``inside`` with ``topology``: gradients take two hops, inside the node with that codec, between nodes with ``gradients``;
-      ``hadamard`` rotates blocks of 64 before the second, which spreads outliers.
-    - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the whole model on each rank.
+      ``hadamard`` rotates blocks of 64 before the second, which spreads outliers. Codecs of whole tensors (PowerSGD, sketches)
+      take exact sums of nodes: ``inside="none"`` for what they compress.
+    - ``error_feedback``: keep what quantising gradients leaves behind, 4 bytes per parameter of the whole model on each rank;
+      with ``inside="none"`` and ``topology``, of a node's share of it. ``residuals``: the codec in which it is kept, "none"
+      (float32), "bf16", or "shift8", a byte that is right on average. ``ShardedState.memory`` says what all of it takes.
     - ``on_nonfinite``: gradients of a group of parameters (one ``fully_shard``) in which a rank has NaN or infinity become
       zeros on all ranks ("skip"), NaN ("propagate", for whoever tests them), or zeros and an error after backward ("raise"). No
       residual changes.
     - ``agree_over``: a process group or DeviceMesh of all ranks that must stay equal and run backward together, where these are
-      more than share a group: they decide about each group together. Not the stages of a pipeline.
+      more than share a group: they decide about each group together. Not the stages of a pipeline. Default: with parameters cut
+      by tensor parallelism too, their mesh.
     - ``grad_scaler``: pass AMP's, so that residuals are kept in unscaled units, infinities reach it, and no group's residuals
       change in a step that it skips.
     - ``regather``: send weights again before backward. Otherwise they are kept from forward to backward as they came, encoded,
@@ -79,12 +89,12 @@ def compress_fsdp(
     """
     return ShardedState(
         model, gradients, weights, inside=inside, topology=topology, hadamard=hadamard, min_numel=min_numel,
-        error_feedback=error_feedback, on_nonfinite=on_nonfinite, agree_over=agree_over, grad_scaler=grad_scaler,
-        regather=regather, overlap=overlap, timeout=timeout, checksum=checksum, seed=seed,
+        error_feedback=error_feedback, residuals=residuals, on_nonfinite=on_nonfinite, agree_over=agree_over,
+        grad_scaler=grad_scaler, regather=regather, overlap=overlap, timeout=timeout, checksum=checksum, seed=seed,
     )  # fmt: skip
 
 
-class ShardedState:
+class ShardedState(Divided):
     """Channels, residuals, counters and options that the communication objects of all parameter groups share.
 
     See ``compress_fsdp``. For each set of ranks that shares a group there is a channel for gradients, and one beside it for
@@ -97,11 +107,12 @@ class ShardedState:
         gradients: str | Codec | Policy | None,
         weights: str | Codec | Policy | Difference | None,
         *,
-        inside: str | Codec | None,
+        inside: str | Codec | Policy | None,
         topology: Topology | None,
         hadamard: bool,
         min_numel: int,
         error_feedback: bool,
+        residuals: str | Codec,
         on_nonfinite: str,
         agree_over: AgreeOver | None,
         grad_scaler: torch.amp.GradScaler | None,
@@ -118,13 +129,17 @@ class ShardedState:
             raise InvalidArgument("inside and topology belong together: the codec inside a node, and who shares one")
         if hadamard and inside is None:
             raise InvalidArgument("hadamard is for the second of two hops: pass inside= and topology= as well")
+        for layer in experts_of(model):
+            layer.check_parameters()
         self.param_groups = param_groups_of(model)
         check_feedback(error_feedback)
         self.model, self.on_nonfinite, self.error_feedback = model, on_nonfinite, error_feedback
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.seed, self.hadamard = seed, hadamard
         self.step, self.gradients, self.weights = 0, Counters(), Counters()
-        self.residuals, self.residuals_between = ResidualStore(), ResidualStore()
+        self.kept_in = residual_codec(residuals)
+        coded: dict[str, Any] = {} if self.kept_in.lossless else {"kind": self.kept_in.kind, "block": self.kept_in.block}
+        self.residuals, self.residuals_between = ResidualStore(**coded), ResidualStore(**coded)
         self.reducing: dict[tuple[int, ...], Channel] = {}  # by ranks
         self.gathering: dict[tuple[int, ...], Channel] = {}
         self.hops: list[Channel] = []  # inside a node and between nodes
@@ -134,6 +149,7 @@ class ShardedState:
         self._summary_logged, self._pipeline_logged = False, False
         self._error: NonFiniteGradient | None = None
         self.device = self.param_groups[0].parameters[0].device
+        on_reform(None, self)
         if all(each.ranks == 1 for each in self.param_groups):
             log.warning("all shards are on one rank: there is nothing to reduce or gather, so nothing is compressed")
 
@@ -143,7 +159,10 @@ class ShardedState:
         weight_policy = None if codec is None else policy_for(model, codec, min_numel=min_numel)
         inside_policy = None if inside is None else policy_for(model, inside, min_numel=0)
         self._check_codecs(gradient_policy, inside_policy, weight_policy)
+        if agree_over is None:  # columns of tensor parallelism decide together
+            agree_over = column_mesh(self.param_groups)
         self.consensus = consensus_over(agree_over, self.param_groups[0].group, timeout=timeout)
+        divided: set[tuple[int, ...]] = set()  # in two levels, for whole tensors
         for each in self.param_groups:
             ranks = tuple(dist.get_process_group_ranks(each.group))
             if ranks not in self.reducing:
@@ -158,6 +177,10 @@ class ShardedState:
                 hops = [Hop(channel, gradient_policy, self.residuals)]
                 if topology is not None and inside_policy is not None:
                     hops = self._two_hops(each, channel, gradient_policy, inside_policy, topology)
+                    if ranks not in divided and any(_whole_gradients(each, gradient_policy)):
+                        numel = sum(part.numel for part in each.parts(trainable=True))
+                        channel.divide(topology, numel, EXACT)
+                        divided.add(ranks)
                 self.reducers[each] = CompressedReduceScatter(each, self, channel, hops)
                 each.module.set_custom_reduce_scatter(self.reducers[each])
             if weight_policy is not None:
@@ -181,23 +204,32 @@ class ShardedState:
     # ------------------------------------------------------------ setting up
 
     def _check_codecs(self, gradients: Policy | None, inside: Policy | None, weights: Policy | None) -> None:
-        """Codecs of whole tensors are for gradients in one hop, the same on any number of ranks."""
-        rows = {"inside": inside, "weights": weights, **({} if inside is None else {"gradients": gradients})}
-        for name, parameter in ((n, p) for each in self.param_groups for n, p in zip(each.names, each.parameters, strict=True)):
-            for option, policy in rows.items():
-                codec: object = None if policy is None else policy.choose(name, parameter.numel())
+        """Codecs of whole tensors are for gradients, of which nodes send exact sums; the same on any number of ranks."""
+        for name, shape in (pair for each in self.param_groups for pair in each.shapes.items()):
+            for option, policy in (("inside", inside), ("weights", weights)):
+                codec: object = None if policy is None else policy.choose(name, shape.numel())
                 if isinstance(codec, WholeTensorCodec):
-                    why = "a rank has rows of weights only" if option == "weights" else "two hops carry rows"
-                    cure = "leave inside= and topology= out, or " if option == "gradients" else ""
+                    why = "a rank has rows of weights only" if option == "weights" else "inside a node rows travel"
                     raise InvalidArgument(
-                        f"{option} is {codec.spec!r} for {name!r}. It compresses whole tensors, and {why}: {cure}choose a "
-                        "codec of rows such as 'int4'"
+                        f"{option} is {codec.spec!r} for {name!r}. It compresses whole tensors, and {why}: choose a codec of "
+                        "rows such as 'int4'"
                     )
-            codec = None if gradients is None else gradients.choose(name, parameter.numel())
+            codec = None if gradients is None else gradients.choose(name, shape.numel())
             if isinstance(codec, SketchCodec) and self.device.type != "cpu":
                 raise InvalidArgument(
                     f"gradients is {codec.spec!r} for {name!r}, which is on {self.device}: the sketch has CPU kernels only, "
                     "use 'topk-64' there"
+                )
+            if not self.kept_in.lossless and travels_whole(codec, shape):
+                raise InvalidArgument(
+                    f"residuals is {self.kept_in.spec!r}, and gradients of {name!r} have a codec that compresses whole "
+                    "tensors, whose residuals are float32: leave residuals out, or choose a codec of rows such as 'int4'"
+                )
+            within = None if inside is None else inside.choose(name, shape.numel())
+            if within is not None and not within.lossless and travels_whole(codec, shape):
+                raise InvalidArgument(
+                    f"inside is {within.spec!r} for {name!r}, which is compressed whole between nodes, out of exact sums: pass "
+                    "inside='none', or a policy with 'none' for it (commpress.ByName), or a codec of rows as gradients"
                 )
 
     def _two_hops(
@@ -345,6 +377,16 @@ class ShardedState:
             else:
                 log.info("compressing: %s", self._shares())
 
+    def memory(self) -> dict[str, int]:
+        """Bytes that compression keeps on this rank between steps, by what they are for; before the first step as after it.
+
+        "residuals": of gradients. "proposed": what a backward puts in their place; equal groups of parameters share it, two at
+        once. "scratch": one message in floats, for residuals in a codec. "weights": as they came, or copies for differences;
+        those of the root group, which torch may decide not to gather twice, count until it has.
+        """
+        kept_in, together = self.kept_in if self.error_feedback else None, self.grad_scaler is not None and self._shared_verdict
+        return memory_of(list(self.reducers.values()), self.gatherers, kept_in, together=together)
+
     # ------------------------------------------------------------ not finite
 
     def not_finite(self, reducer: CompressedReduceScatter, shard: torch.Tensor) -> None:
@@ -397,3 +439,10 @@ class ShardedState:
         """Gather all weights next time, with ``Difference`` exactly, as after loading others. On every rank."""
         for gatherer in self.gatherers:
             gatherer.forget()
+
+
+def _whole_gradients(param_group: ParamGroup, policy: Policy) -> list[str]:
+    """Names of parameters whose gradients travel as whole tensors."""
+    trained = [name for name, p in zip(param_group.names, param_group.parameters, strict=True) if p.requires_grad]
+    shapes = {name: param_group.shapes[name] for name in trained}
+    return [name for name, shape in shapes.items() if travels_whole(policy.choose(name, shape.numel()), shape)]

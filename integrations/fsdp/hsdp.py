@@ -16,12 +16,14 @@ from commpress.collectives.buckets import Span
 from commpress.collectives.channel import Channel
 from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchanges, Tensors
+from commpress.collectives.handover import Divided
 from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.round import check_on_nonfinite
+from commpress.collectives.transports.factory import on_reform
 from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import check_feedback
 from commpress.integrations.fsdp.fsdp2 import MIN_NUMEL
-from commpress.integrations.fsdp.param_groups import ParamGroup, param_groups_of
+from commpress.integrations.fsdp.param_groups import ParamGroup, column_mesh, param_groups_of
 from commpress.integrations.fsdp.policies import check_dtype, policy_for
 from commpress.integrations.observe.counters import Counters
 
@@ -53,13 +55,19 @@ def compress_hsdp(
     """
     check_on_nonfinite(on_nonfinite)
     group = replicate.get_group() if isinstance(replicate, DeviceMesh) else replicate
+    param_groups = param_groups_of(model)
+    if agree_over is None and (mesh := column_mesh(param_groups)) is not None:
+        raise InvalidArgument(
+            f"agree_over is None and parameters are cut by tensor parallelism too, on {mesh}: pass the whole mesh, replicas "
+            "included, as in agree_over=mesh"
+        )
     return ReplicatedState(
-        param_groups_of(model), group, policy_for(model, gradients, min_numel=min_numel), error_feedback=error_feedback,
+        param_groups, group, policy_for(model, gradients, min_numel=min_numel), error_feedback=error_feedback,
         on_nonfinite=on_nonfinite, agree_over=agree_over, timeout=timeout, checksum=checksum, seed=seed,
     )  # fmt: skip
 
 
-class ReplicatedState:
+class ReplicatedState(Divided):
     """State that the hooks of all groups of parameters share. See ``compress_hsdp``."""
 
     def __init__(
@@ -87,6 +95,7 @@ class ReplicatedState:
         for each in param_groups:
             if any(p.requires_grad for p in each.parameters):
                 each.module.set_all_reduce_hook(_Average(each, self))
+        on_reform(None, self)
 
     def average(self, of: "_Average", shard: torch.Tensor) -> None:
         check_dtype(shard, f"the gradients of {of.param_group.name}")

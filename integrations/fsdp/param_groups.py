@@ -5,6 +5,7 @@ rank r's slice of every parameter, in the order of ``FSDPParamGroup.fsdp_params`
 saying what lies where; that order is read here, once, and every later call is compared with it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from commpress.collectives.reduce_scatter import Part
 from commpress.errors import InvalidArgument
-from commpress.torch_private import fsdp_groups
+from commpress.torch_private import fsdp_groups, fsdp_mesh, fsdp_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,12 @@ class ParamGroup:
         return self.inner._reshard_after_forward and not self.inner._use_post_forward_mesh
 
     @property
+    def gathered_dtype(self) -> torch.dtype:
+        """Of its parameters in forward and backward."""
+        dtype: torch.dtype = self.inner.mp_policy.param_dtype or self.parameters[0].dtype
+        return dtype
+
+    @property
     def gradients_in_use(self) -> bool:
         """True if somebody takes its gradients as soon as they are reduced, before backward ends."""
         hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters)
@@ -63,16 +70,32 @@ class ParamGroup:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if trainable and not parameter.requires_grad:
                 continue
-            width = _width(parameter, self.ranks)
-            parts.append(Part(name, at, width, parameter.numel()))
+            shape = self.shapes[name]
+            width = _width(parameter, shape, self.ranks)
+            parts.append(Part(name, at, width, shape.numel()))
             at += width
         return parts
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of what its ranks share out: of a parameter that tensor parallelism has cut, of the column's part."""
+        return dict(zip(self.names, fsdp_shapes(self.inner), strict=True))
+
+    def columns_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of a parameter, out of all, that this group's ranks share out."""
+        parameter = self.parameters[self.names.index(name)]
+        coordinate, mesh = parameter.device_mesh.get_coordinate(), parameter.device_mesh.mesh
+        assert coordinate is not None
+        for number, placement in enumerate(parameter.placements[1:], 1):
+            if isinstance(placement, Shard):
+                cuts = _cuts(whole.shape[placement.dim], mesh.shape[number])
+                whole = whole.tensor_split(cuts, placement.dim)[coordinate[number]]
+        return whole
 
     def slices(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
         """Views of each rank's slice of a parameter in ``whole``, which holds all its elements in order."""
         parameter = self.parameters[self.names.index(name)]
-        (placement,) = parameter.placements
-        chunks = whole.view(parameter.shape).chunk(self.ranks, placement.dim if isinstance(placement, Shard) else 0)
+        chunks = whole.view(self.shapes[name]).chunk(self.ranks, _dim(parameter))
         return [*chunks, *[whole[:0]] * (self.ranks - len(chunks))]
 
     @cached_property
@@ -103,7 +126,7 @@ def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
                     f"a parameter of shape {tuple(unknown[0].shape)} in a sharded {type(module).__name__} is not among "
                     "model.named_parameters(): pass the whole model, in sharded state (between steps)"
                 )
-            one = ParamGroup(module, tuple(names[id(p)] for p in parameters), parameters[0].device_mesh, group)
+            one = ParamGroup(module, tuple(names[id(p)] for p in parameters), fsdp_mesh(group), group)
             _check(one)
             found.append(one)
     if not found:
@@ -115,22 +138,40 @@ def param_groups_of(model: torch.nn.Module) -> list[ParamGroup]:
 
 def _check(param_group: ParamGroup) -> None:
     for name, parameter in zip(param_group.names, param_group.parameters, strict=True):
-        if parameter.device_mesh.ndim != 1:
+        if param_group.mesh.ndim != 1 or not hasattr(parameter.placements[0], "dim"):
             raise InvalidArgument(
-                f"{name} lies on a mesh of {parameter.device_mesh.ndim} dimensions {parameter.device_mesh.mesh_dim_names}, "
-                "expected one that only shards. For hybrid sharding use fully_shard(module, mesh=mesh['shard']) and "
-                "commpress.compress_hsdp(model, mesh['replicate']); tensor parallelism is not supported"
+                f"{name} is placed {parameter.placements} on a mesh of {parameter.device_mesh.ndim} dimensions "
+                f"{parameter.device_mesh.mesh_dim_names}, expected fully_shard over one that only shards. For hybrid sharding "
+                "use fully_shard(module, mesh=mesh['shard']) and commpress.compress_hsdp(model, mesh['replicate'])"
+            )
+        if any(type(placement) is not Shard and not placement.is_replicate() for placement in parameter.placements[1:]):
+            raise InvalidArgument(
+                f"{name} is placed {parameter.placements}, expected tensor parallelism that only shards and replicates: leave "
+                "its module out of fully_shard"
             )
         if hasattr(parameter.to_local(), "fsdp_pre_all_gather"):
             raise InvalidArgument(f"{name} has an all-gather of its own (fsdp_pre_all_gather), which cannot be compressed")
 
 
-def _width(parameter: DTensor, ranks: int) -> int:
+def column_mesh(param_groups: Sequence[ParamGroup]) -> DeviceMesh | None:
+    """The mesh of all ranks that have parts of the same parameters, where tensor parallelism has cut some; else None."""
+    found = [p.device_mesh for each in param_groups for p in each.parameters if p.device_mesh.ndim > 1]
+    return found[0] if found else None
+
+
+def _dim(parameter: DTensor) -> int:
+    """The dimension that is sharded; with tensor parallelism on the same one torch's placement is not a Shard."""
+    placement: Any = parameter.placements[0]
+    return int(placement.dim)
+
+
+def _cuts(size: int, ranks: int) -> list[int]:
+    """Places at which ``torch.chunk`` cuts."""
+    return [min(i * -(-size // ranks), size) for i in range(1, ranks)]
+
+
+def _width(parameter: DTensor, shape: torch.Size, ranks: int) -> int:
     """Elements of every row; dimension 0 is cut into ⌈size / ranks⌉, others only where they divide."""
-    (placement,) = parameter.placements
-    if not isinstance(placement, Shard) or placement.dim != 0:
-        return parameter.numel() // ranks
-    rest = 1
-    for size in parameter.shape[1:]:
-        rest *= size
-    return -(-parameter.shape[0] // ranks) * rest
+    if _dim(parameter) != 0:
+        return shape.numel() // ranks
+    return -(-shape[0] // ranks) * shape[1:].numel()

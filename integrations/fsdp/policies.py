@@ -1,12 +1,13 @@
 """Policies of sharded models: codecs by role, and exact ones in the width of the tensors."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from commpress.codecs import Codec, Policy, by_role, codec_named, policy_of
-from commpress.codecs.family import EXACT, NAMES
+from commpress.codecs.family import EXACT, NAMES, BitsCodec, BlockCodec, CastCodec
 from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.errors import InvalidArgument
 
@@ -30,23 +31,42 @@ def policy_for(model: nn.Module, codec: str | Codec | Policy, *, min_numel: int)
     return policy_of(by_role(model, codec, embedding=finer, output=finer), min_numel=min_numel)
 
 
+class _Width(CastCodec):
+    """bfloat16 of bfloat16, which leaves nothing behind."""
+
+    feedback: ClassVar[bool] = False
+
+
 @dataclass(frozen=True)
 class Lossless:
-    """``policy``, but what it sends exactly travels in the width of the tensors: bfloat16 loses nothing of bfloat16."""
+    """``policy``, but what it sends exactly travels in the width of the tensors: bfloat16 loses nothing of bfloat16.
+
+    ``scaled``: what is encoded is a multiple of them (GradScaler), which that width may not hold: then residuals are kept.
+    """
 
     policy: Policy
     dtype: torch.dtype
+    scaled: bool = True
 
     def choose(self, name: str, numel: int) -> Codec:
         codec = self.policy.choose(name, numel)
-        return WIDTHS[self.dtype] if codec.lossless else codec
+        if not codec.lossless:
+            return codec
+        width = WIDTHS[self.dtype]
+        return width if self.scaled or width.lossless else _Width(width.number)
 
 
-WIDTHS: dict[torch.dtype, Codec] = {
-    torch.float32: EXACT,
-    torch.bfloat16: NAMES["bf16"],
-    torch.float16: NAMES["fp16"],
-}
+WIDTHS = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float16: CastCodec("fp16")}
+
+
+def residual_codec(residuals: str | Codec) -> Codec:
+    """The codec in which residuals are kept; of eight bits at least, for what it leaves out is lost."""
+    codec = codec_named(residuals)
+    if isinstance(codec, WholeTensorCodec) or not isinstance(codec, (BlockCodec, BitsCodec, CastCodec)) or bits(codec) < COARSE:
+        raise InvalidArgument(
+            f"residuals is {codec.spec!r}, expected 'none' (float32), 'bf16', or eight bits, as 'shift8' has, right on average"
+        )
+    return codec
 
 
 def check_dtype(tensor: torch.Tensor, what: str) -> None:

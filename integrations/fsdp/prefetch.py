@@ -49,14 +49,14 @@ class DeferredReductions:
         self._running: deque[torch.futures.Future[Any]] = deque()
         self._pending: defaultdict[int, list[tuple[torch.futures.Future[Any], Callable[[Any], None]]]] = defaultdict(list)
 
-    def submit(self, channel: Channel, steps: Steps[Any], take: Callable[[Any], None]) -> None:
-        """``take`` gets the result of ``steps`` when the backward under way ends."""
+    def submit(self, channel: Channel, steps: Steps[Any], *tensors: torch.Tensor, take: Callable[[Any], None]) -> None:
+        """``take`` gets the result of ``steps``, which use ``tensors``, when the backward under way ends."""
         task = torch._C._current_graph_task_id()
         if task not in self._pending:
             Variable._execution_engine.queue_callback(partial(self._end, task))
         while len(self._running) >= AT_ONCE:
             self._running.popleft().wait()
-        future = channel.submit(steps)
+        future = channel.submit(steps, *tensors)
         self._running.append(future)
         self._pending[task].append((future, take))
 

@@ -14,6 +14,7 @@ from commpress.collectives.powersgd import RowsOnly
 from commpress.collectives.reduce_scatter import deals, reduce_rows
 from commpress.errors import StateMismatch
 from commpress.feedback import Key, ResidualStore
+from commpress.integrations.fsdp.param_groups import column_mesh
 from commpress.integrations.fsdp.whole_parameters import WholeParameters
 from commpress.kernels.pieces import NUMEL, RESIDUAL
 from commpress.work import run
@@ -31,6 +32,7 @@ def exact_residuals(state: Any) -> dict[str, Any]:
         "calls": [reducer.calls for reducer in state.reducers.values()],
         "residuals": _plain(state.residuals),
         "between": _plain(state.residuals_between),
+        **({"kept_in": state.kept_in.spec} if not state.kept_in.lossless else {}),
         **_choices(state),
         "weights": {g.param_group.names[0]: g.own_row() for g in state.gatherers if g.difference and g.own_row() is not None},
     }
@@ -44,11 +46,24 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
             f"{_layout(state)[:2]} of {_layout(state)[2:]}: load each rank's own file into the same model, or save with "
             "elastic_state_dict() to change the world size"
         )
+    if saved.get("kept_in", "none") != state.kept_in.spec:
+        raise StateMismatch(
+            f"the state was saved with residuals={saved.get('kept_in', 'none')!r}, this run keeps them in "
+            f"{state.kept_in.spec!r}: pass the same residuals=, or save with elastic_state_dict()"
+        )
+    if not state.kept_in.lossless:
+        for store, name in ((state.residuals, "residuals"), (state.residuals_between, "between")):
+            store.load_codes({_key(k): v for k, v in saved[name].items()})
+        return _load_steps(state, saved)
     reduced = {key: torch.zeros_like(reduced) for key, _, reduced in state.residuals.places()}  # zeros of whole tensors
     residuals = {_key(k): v for k, v in saved["residuals"].items()}
     _load_choices(state, saved)
     state.residuals.load({key: (sent, reduced.get(key, _NONE)) for key, sent in residuals.items()})
     state.residuals_between.load({_key(k): (v, _NONE) for k, v in saved["between"].items()})
+    _load_steps(state, saved)
+
+
+def _load_steps(state: Any, saved: dict[str, Any]) -> None:
     state.step = saved["step"]
     for reducer, calls in zip(state.reducers.values(), saved["calls"], strict=True):
         reducer.calls = calls
@@ -61,8 +76,9 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
     held: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for (name, offset), sent, _ in state.residuals.places():
         held.setdefault(name, []).append((offset, sent))
-    if state.residuals_between.places():
+    if state.residuals_between.places() or _in_levels(state):
         raise StateMismatch("residuals of two hops have no elastic form: save with state_dict()")
+    _check_whole(state, "save with state_dict()")
     result: dict[str, DTensor] = {}
     for reducer in state.reducers.values():
         param_group, parts = reducer.param_group, reducer.parts
@@ -108,6 +124,9 @@ def elastic_residuals(state: Any) -> dict[str, Any]:
 
 def load_elastic(state: Any, saved: dict[str, Any]) -> None:
     _check(state, saved, "elastic")
+    if _in_levels(state):
+        raise StateMismatch("residuals of two hops have no elastic form: load what state_dict() gave, or leave topology= out")
+    _check_whole(state, "load what state_dict() gave")
     residuals: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
     for reducer in state.reducers.values():
         missing = [part.name for part in reducer.parts if part.name not in saved["residuals"]]
@@ -118,7 +137,8 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
             reducer.in_rows, RowsOnly(reducer.hops[0].policy), rank=channel.rank, ranks=channel.size,
             feedback=state.error_feedback,
         )  # fmt: skip
-        values = {part.name: saved["residuals"][part.name].full_tensor().float().reshape(-1) for part in reducer.parts}
+        every = {part.name: saved["residuals"][part.name].full_tensor().float() for part in reducer.parts}
+        values = {name: reducer.param_group.columns_part(name, whole).reshape(-1) for name, whole in every.items()}
         for part in reducer.in_rows:  # their offsets count elements in the order of ranks
             slices = reducer.param_group.slices(part.name, values[part.name])
             values[part.name] = torch.cat([each.reshape(-1) for each in slices])
@@ -136,6 +156,14 @@ def load_elastic(state: Any, saved: dict[str, Any]) -> None:
     state.residuals.load(residuals)
     state.step = saved["step"]
     state.forget_weights()
+
+
+def _check_whole(state: Any, cure: str) -> None:
+    """Columns of tensor parallelism have a basis and quanta each, for shards that another mesh cuts otherwise."""
+    if _whole(state) and column_mesh(state.param_groups) is not None:
+        raise StateMismatch(
+            f"PowerSGD and sketches have no elastic form under tensor parallelism: {cure}, or choose a codec of rows"
+        )
 
 
 def _choices(state: Any) -> dict[str, dict[str, Any]]:
@@ -158,7 +186,14 @@ def _whole(state: Any) -> list[WholeParameters]:
     return [reducer.whole for reducer in state.reducers.values() if reducer.whole is not None]
 
 
+def _in_levels(state: Any) -> bool:
+    """True if residuals of whole tensors belong to nodes."""
+    return state.error_feedback and any(whole.exchanges.levels is not None for whole in _whole(state))
+
+
 def _plain(store: ResidualStore) -> dict[str, torch.Tensor]:
+    if store.kind is not None:
+        return {f"{name}@{offset}": codes.clone() for (name, offset), codes in store.codes().items()}
     return {f"{name}@{offset}": sent.clone() for (name, offset), sent, _ in store.places()}
 
 

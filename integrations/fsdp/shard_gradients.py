@@ -59,7 +59,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         self.parts = param_group.parts(trainable=True)
         self.stride = sum(part.width for part in self.parts)
         self.calls = 0
-        policy, shapes = hops[-1].policy, {n: p.shape for n, p in zip(param_group.names, param_group.parameters, strict=True)}
+        policy, shapes = hops[-1].policy, param_group.shapes
         whole = [p for p in self.parts if travels_whole(policy.choose(p.name, p.numel), shapes[p.name])]
         self.in_rows = [part for part in self.parts if part not in whole]
         self.whole = None
@@ -107,10 +107,11 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         steps = self._reduced(input_tensor, out, output_tensor.dtype, legs, key, factor, sequence, vote, round)
         if deferred is not None:
             output_tensor.zero_()
-            deferred.submit(self.channel, steps, partial(self._add, out, output_tensor.dtype, legs))
+            take = partial(self._add, out, output_tensor.dtype, legs)
+            deferred.submit(self.channel, steps, input_tensor, out, take=take)
             return
         alone = self.owner.deferred is None  # else behind those under way, whose buffers it shares
-        finite = self.channel.run(steps) if alone else self.channel.submit(steps).wait()
+        finite = self.channel.run(steps) if alone else self.channel.submit(steps, input_tensor, out).wait()
         if not finite:
             self.owner.not_finite(self, output_tensor)
         elif out is not output_tensor:
@@ -161,7 +162,8 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             means = workspace.borrow(self.whole.numel, torch.float32, device)
             jobs.append(self.whole.steps(gradients, means, sequence=sequence, key=key, gain=gain))
             sequence += self.whole.exchange.sequences
-        outcomes = [outcome for found in (yield from overlapped(jobs, limit=2)) for outcome in found]
+        limit = 2 if self.channel.levels is None else 1  # in levels ranks may wait differently often: see ``two_level``
+        outcomes = [outcome for found in (yield from overlapped(jobs, limit=limit)) for outcome in found]
         finite = all(outcome.finite for outcome in outcomes)
         if finite and factor != gain:
             out.mul_(factor / gain)
@@ -223,6 +225,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             counters.messages += len(self.whole.exchange.messages)
             counters.compressed_elements += self.whole.numel
         self.owner.reduced()
+
     def _check(self, input_tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         check_dtype(input_tensor, f"the gradients of {self.param_group.name}")
         if group.size() != self.param_group.ranks:
@@ -244,10 +247,9 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
             legs = []
             for hop in self.hops:
                 options: dict[str, Any] = {"stride": self.stride, "feedback": self.owner.error_feedback}
-                policy, rank = Lossless(RowsOnly(hop.policy), dtype), hop.channel.rank
+                policy, rank = Lossless(RowsOnly(hop.policy), dtype, self.owner.grad_scaler is not None), hop.channel.rank
                 if hop.own:
-                    policy = hop.policy  # type: ignore[assignment]
-                    plan = second_hop(self.in_rows, policy, hop.own, rank=rank, **options)
+                    plan = second_hop(self.in_rows, RowsOnly(hop.policy), hop.own, rank=rank, **options)
                 else:
                     plan = deals(self.in_rows, policy, rank=rank, ranks=hop.channel.size, bases=hop.rows, **options)
                 feedbacks = [hop.residuals.attach(deal.every.keys, deal.every.pieces, device) for deal in plan]

@@ -82,7 +82,7 @@ class CompressedAllGather(_AllGather):  # type: ignore[misc,valid-type]
         sequence = self.channel.take(2 + 2 * len(self._plan(input_tensor.dtype)))
         job = steps(input_tensor, output_tensor, sequence, self.owner.key(), backward, fresh)
         if self.owner.background:
-            return _Pending(self.channel.submit(job))
+            return _Pending(self.channel.submit(job, input_tensor, output_tensor))
         self.channel.run(job)
         return None
 

@@ -1,4 +1,7 @@
-"""Parameters whose codec is of whole tensors (PowerSGD, sketches): averaged whole on every rank, which keeps its slices."""
+"""Parameters whose codec is of whole tensors (PowerSGD, sketches): averaged whole on every rank, which keeps its slices.
+
+Over a channel of two levels nodes send exact sums of their ranks, as under DDP with a topology.
+"""
 
 from collections.abc import Sequence
 
@@ -32,10 +35,9 @@ class WholeParameters:
     ) -> None:
         self.param_group, self.parts, self.channel = param_group, parts, channel
         self.device = param_group.parameters[0].device
-        parameters = dict(zip(param_group.names, param_group.parameters, strict=True))
-        self.shapes = [parameters[part.name].shape for part in parts]
+        self.shapes = [param_group.shapes[part.name] for part in parts]
         self.exchanges = Exchanges(
-            policy, channel.size, channel.workspace, residuals=residuals, feedback=feedback, seed=seed
+            policy, channel.size, channel.workspace, levels=channel.levels, residuals=residuals, feedback=feedback, seed=seed
         )
         self.exchange = self.exchanges.of(self.names, self._tensors, self.device)
 

@@ -35,6 +35,7 @@ class Counters:
     encode_seconds: float = 0.0
     wire_seconds: float = 0.0  # waiting for peers and the network, part of it hidden behind backward
     decode_seconds: float = 0.0
+    lost_ranks: int = 0  # ranks that died, and with each what it owed; those that handed it over are not counted
     choice: str = ""  # what codec="auto" or a plan chose, and why
     errors: dict[str, float] = field(default_factory=dict)  # parameter → ‖c − Q(c)‖ / ‖c‖, last measured
 

@@ -46,14 +46,31 @@ HELP = {
     "exchanges": "Exchanges of one fragment in them.",
     "dropped": "Exchanges in which some rank's change was not finite and was left out.",
     "waited_seconds": "Seconds in which training stood still for an exchange.",
+    "faults": "Times that ranks were lost.",
+    "lost": "Ranks that were lost.",
+    "joined": "Ranks that have joined.",
+    "pause_seconds": "Seconds in which the group was formed anew.",
+    "ranks": "Ranks that there are.",
+    "participation": "Ranks in committed steps, of as many as there ever were.",
+    "goodput": "Share of the time without pauses.",
     "spread": "Spread of the ranks' changes around their mean, relative to it, in the last exchange.",
     "participants": "Ranks that counted in the last exchange.",
     "shared_weights": "Hash of the shared weights, the same on every rank.",
     "step_seconds": "Seconds of the last step.",
     "compression_error": "Relative error of one encoding, by group of parameters.",
     "bits": "Bits that an optimizer sends of each element in a compressed round, by group of parameters.",
+    "expert_choices": "Choices of experts that this rank's tokens made.",
+    "expert_dropped": "Choices beyond an expert's capacity.",
+    "expert_duplicated": "Copies of tokens that did not have to cross to other nodes.",
+    "expert_inside_bytes": "Bytes this rank sent for experts inside its node.",
+    "expert_between_bytes": "Bytes this rank sent for experts to other nodes.",
+    "expert_tokens": "Tokens that came to an expert of this rank since the last sample.",
+    "imbalance": "Choices that went to the fullest rank, relative to the mean.",
+    "expert_error": "Relative error of sending means of similar tokens to experts.",
     "owed_norm": "Norm of what compression has left behind on this rank, by group of parameters.",
 }
+
+FAMILIES = {"error": "compression_error", "owed": "owed_norm"}  # figures by group whose families have another name
 
 
 class MetricsEndpoint:
@@ -107,9 +124,12 @@ class MetricsEndpoint:
                 yield self._family(GaugeMetricFamily, "spread", [({}, last.spread)])
                 yield self._family(GaugeMetricFamily, "participants", [({}, last.participants)])
                 yield self._family(InfoMetricFamily, "shared_weights", [({}, {"hash": last.shared_weights})])
-            for name, groups in (("compression_error", last.errors), ("bits", last.bits), ("owed_norm", last.owed)):
+            for name in ("ranks", "participation", "goodput") if last.ranks else ():
+                yield self._family(GaugeMetricFamily, name, [({}, getattr(last, name))])
+            for name, groups in last.by_group.items():
                 if groups:
-                    yield self._family(GaugeMetricFamily, name, [({"group": g}, v) for g, v in groups.items()])
+                    of = [({"group": g}, v) for g, v in groups.items()]
+                    yield self._family(GaugeMetricFamily, FAMILIES.get(name, name), of)
 
     def _family(self, kind: type[Any], name: str, values: list[tuple[dict[str, str], Any]]) -> Metric:
         family = kind(f"commpress_{name}", HELP[name], labels=[*self._labels, *values[0][0]])

@@ -12,7 +12,7 @@ added to the step itself.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -20,6 +20,7 @@ from typing import Any
 
 from commpress.errors import InvalidArgument
 from commpress.feedback import ResidualStore
+from commpress.integrations.experts.expert_exchange import ExpertExchange
 from commpress.integrations.observe.watch import workspaces_of
 from commpress.optim.local_updates import LocalUpdates
 
@@ -38,6 +39,15 @@ class StepMetrics:
     Of ``LocalUpdates``: ``rounds`` of all fragments and ``exchanges`` of one, ``dropped``, those in which a rank's change was
     not finite, ``waited_seconds`` in which training stood still, and of the last exchange ``spread`` (of the ranks' changes
     around their mean, relative to it), ``participants`` and ``shared_weights``, a hash that all ranks have alike.
+
+    Of experts: choices of this rank's tokens, those ``dropped`` beyond a capacity, copies that did not have to cross to other
+    nodes (``duplicated``), and bytes sent inside the node and between nodes, which ``wire_bytes`` does not have in it.
+    ``expert_tokens`` came to each expert here, by its number; ``imbalance`` is the fullest rank's share relative to the mean,
+    ``expert_errors`` that of means of similar tokens (``LSH``), both by exchange, as last measured.
+
+    Of ``commpress.elastic``: ``faults``, ranks ``lost`` and ``joined``, ``pause_seconds`` in which the group was formed anew;
+    the ``ranks`` that there are, and of the whole run ``participation`` (ranks in committed steps, of as many as there ever
+    were) and ``goodput`` (share of the time without pauses).
     """
 
     step: int
@@ -58,36 +68,56 @@ class StepMetrics:
     exchanges: int = 0
     dropped: int = 0
     waited_seconds: float = 0.0
+    expert_choices: int = 0
+    expert_dropped: int = 0
+    expert_duplicated: int = 0
+    expert_inside_bytes: int = 0
+    expert_between_bytes: int = 0
+    faults: int = 0
+    lost: int = 0
+    joined: int = 0
+    pause_seconds: float = 0.0
+    ranks: int = 0
+    participation: float = 1.0
+    goodput: float = 1.0
     spread: float = 0.0
     participants: int = 0
     shared_weights: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     owed: dict[str, float] = field(default_factory=dict)
     bits: dict[str, float] = field(default_factory=dict)
+    expert_tokens: dict[str, float] = field(default_factory=dict)
+    imbalance: dict[str, float] = field(default_factory=dict)
+    expert_errors: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
+    @property
+    def by_group(self) -> dict[str, dict[str, float]]:
+        return {
+            "error": self.errors, "owed": self.owed, "bits": self.bits, "expert_tokens": self.expert_tokens,
+            "imbalance": self.imbalance, "expert_error": self.expert_errors,
+        }  # fmt: skip
+
     def scalars(self) -> dict[str, float]:
         """Flat: ``wire_bytes``, ``error/blocks.0`` and so on."""
         numbers = {name: value for name, value in asdict(self).items() if name not in NO_SCALARS}
-        groups = {
-            f"{figure}/{name}": value
-            for figure, of in (("error", self.errors), ("owed", self.owed), ("bits", self.bits))
-            for name, value in of.items()
-        }
+        groups = {f"{figure}/{name}": value for figure, of in self.by_group.items() for name, value in of.items()}
         return numbers | {"ratio": self.ratio} | groups
 
 
-NO_SCALARS = ("step", "shared_weights", "errors", "owed", "bits")
+NO_SCALARS = ("step", "shared_weights", "errors", "owed", "bits", "expert_tokens", "imbalance", "expert_errors")
 Sink = Callable[[StepMetrics], object]
-TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:18]  # logical_bytes … waited_seconds: what adds up
+TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:27]  # logical_bytes … pause_seconds: what adds up
 
 
 class Metrics:
     """``state`` is what ``compress`` or ``compress_fsdp`` returned, or an optimizer of ours; ``to`` gets every sample.
 
+    - ``experts``: an ``ExpertExchange``, or several by name.
+    - ``elastic``: the loop that ``commpress.elastic`` returned.
     - ``every``: steps from one sample to the next.
     - ``norms_every``: steps between measurements of ``owed``; 0 never.
     - ``group``: parameter name → group; by default the first number in it and what stands before: "blocks.0".
@@ -98,13 +128,23 @@ class Metrics:
         state: Any = None,
         *,
         store: Any = None,
+        experts: ExpertExchange | Mapping[str, ExpertExchange] | None = None,
+        elastic: Any = None,
         to: Sequence[Sink] = (),
         every: int = 1,
         norms_every: int = NORMS_EVERY,
         group: Callable[[str], str] | None = None,
     ) -> None:
-        if state is None and store is None:
-            raise InvalidArgument("state and store are both None, expected one of them: there is nothing to measure")
+        self.experts = {"experts": experts} if isinstance(experts, ExpertExchange) else dict(experts or {})
+        if state is None and store is None and not self.experts and elastic is None:
+            raise InvalidArgument(
+                "state, store, experts and elastic are all None, expected one of them: there is nothing to measure"
+            )
+        if elastic is not None and not hasattr(elastic, "counters"):
+            raise InvalidArgument(f"elastic is a {type(elastic).__name__}, expected what commpress.elastic returned")
+        odd = [type(each).__name__ for each in self.experts.values() if not isinstance(each, ExpertExchange)]
+        if odd:
+            raise InvalidArgument(f"experts has a {odd[0]}, expected ExpertExchange, or several of them by name")
         if state is not None and not hasattr(state, "counters") and not hasattr(state, "gradients"):
             raise InvalidArgument(
                 f"state is a {type(state).__name__}, expected what commpress.compress or compress_fsdp returned, an "
@@ -112,13 +152,13 @@ class Metrics:
             )
         if every < 1 or norms_every < 0:
             raise InvalidArgument(f"every is {every} and norms_every {norms_every}, expected at least 1 and 0")
-        self.state, self.store, self.to = state, store, list(to)
+        self.state, self.store, self.elastic, self.to = state, store, elastic, list(to)
         self.every, self.norms_every, self.group = every, norms_every, group or by_layer
         self.steps_done = 0
         self.last: StepMetrics | None = None
         self._owed: dict[str, float] = {}
         self._hash = ""  # of the shared weights of local updates
-        self._seen, self._since, self._at = self._totals(), 0, perf_counter()
+        self._seen, self._came, self._since, self._at = self._totals(), expert_tokens(self.experts), 0, perf_counter()
 
     def step(self) -> StepMetrics | None:
         """The step is over. Returns the sample, if this step ends one, after every sink has had it."""
@@ -128,13 +168,16 @@ class Metrics:
             self._owed = owed(self.state, self.group)
         if self._since < self.every:
             return None
-        totals, now = self._totals(), perf_counter()
+        totals, now, came = self._totals(), perf_counter(), expert_tokens(self.experts)
         passed = {name: totals[name] - self._seen[name] for name in totals}
         sample = StepMetrics(
             self.steps_done, self._since, now - self._at, **passed, **self._of_rounds(passed["exchanges"]),
-            errors=errors(self.state, self.group), owed=self._owed, bits=bits(self.state, self.group),
+            **self._of_elastic(), errors=errors(self.state, self.group), owed=self._owed, bits=bits(self.state, self.group),
+            expert_tokens={name: tokens - self._came.get(name, 0) for name, tokens in came.items()},
+            imbalance={name: each.counters.imbalance for name, each in self.experts.items()},
+            expert_errors={name: each.lsh.error for name, each in self.experts.items() if each.lsh is not None},
         )  # fmt: skip
-        self._seen, self._since, self._at = totals, 0, now
+        self._seen, self._came, self._since, self._at = totals, came, 0, now
         self.last = sample
         for sink in self.to:
             sink(sample)
@@ -161,10 +204,22 @@ class Metrics:
             for workspace in workspaces_of(self.state):
                 totals["encode_seconds"] += workspace.encode_seconds
                 totals["decode_seconds"] += workspace.decode_seconds
+        for each in self.experts.values():
+            for name in ("choices", "dropped", "duplicated", "inside_bytes", "between_bytes"):
+                totals[f"expert_{name}"] += getattr(each.counters, name)
         if self.store is not None:
             totals["disk_read_bytes"], totals["disk_written_bytes"] = self.store.traffic()
             totals["stalls"], totals["stall_seconds"] = self.store.counters.misses, self.store.counters.stall_seconds
+        if self.elastic is not None:
+            totals |= {name: getattr(self.elastic.counters, name) for name in ("faults", "lost", "joined", "pause_seconds")}
         return totals
+
+    def _of_elastic(self) -> dict[str, Any]:
+        """Figures of a loop that outlives its ranks."""
+        if self.elastic is None:
+            return {}
+        counters = self.elastic.counters
+        return {"ranks": self.elastic.size, "participation": counters.participation, "goodput": counters.goodput}
 
 
 def of_local(local: LocalUpdates) -> dict[str, Any]:
@@ -176,6 +231,15 @@ def of_local(local: LocalUpdates) -> dict[str, Any]:
         "wire_seconds": local.channel.waited, "rounds": counters.rounds, "exchanges": counters.exchanges,
         "dropped": counters.dropped, "waited_seconds": counters.waited,
     }  # fmt: skip
+
+
+def expert_tokens(experts: Mapping[str, ExpertExchange]) -> dict[str, float]:
+    """Tokens that came to each expert of this rank: "experts/3", by exchange and number."""
+    return {
+        f"{name}/{number}": tokens
+        for name, each in experts.items()
+        for number, tokens in zip(each.counters.experts.tolist(), each.counters.tokens_here, strict=True)
+    }
 
 
 def _counters(state: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from commpress.errors import CommunicationError, Mismatch, PeerFailure
-from commpress.integrations.process_group.records import GAVE_UP, Record, unpack
+from commpress.integrations.process_group.records import GAVE_UP, REFORM, Record, unpack
 
 _NAMED = 63  # ranks below it fit into the record of one who gives up
 _KINDS: dict[int, type[CommunicationError]] = {0: CommunicationError, 1: Mismatch, 2: PeerFailure}
@@ -79,19 +79,31 @@ class Blame:
             ranks=(peer,) if mine or direct else blamed,
         )
 
+    def reforms(self, peer: int | None, record: Record | None) -> CommunicationError:
+        """A peer wants to agree on who goes on; it may say whom it misses."""
+        blamed = tuple(r for r in range(_NAMED) if record is not None and record.give >> r & 1 and r != self.rank)
+        who = "a peer" if peer is None else self._name(peer)
+        why = f" after the failure of {self._names(blamed)}" if blamed else ""
+        kind = PeerFailure if blamed else CommunicationError
+        return kind(f"rank {self.rank}: {who} reforms the group{why}. Call reform() here too.", ranks=blamed)
+
     def _names(self, ranks: Sequence[int]) -> str:
         return ", ".join(map(self._name, ranks))
 
 
-def give_up_record(error: CommunicationError) -> Record:
-    """The record by which a rank that gives up tells its peers why."""
+def give_up_record(error: CommunicationError, *, reforms: bool = False) -> Record:
+    """The record by which a rank that gives up, or ``reforms`` the group, tells its peers why."""
     kind = 1 if isinstance(error, Mismatch) else 2 if isinstance(error, PeerFailure) else 0
-    return Record(kind=GAVE_UP, reduction=kind, give=sum(1 << r for r in error.ranks if r < _NAMED))
+    give = sum(1 << r for r in error.ranks if r < _NAMED)
+    return Record(kind=REFORM if reforms else GAVE_UP, reduction=kind, give=give)
 
 
 def again(error: CommunicationError) -> CommunicationError:
     """For every call after the failure."""
-    return type(error)(f"this group failed before: {error} Destroy it and build a new one.", ranks=error.ranks)
+    return type(error)(
+        f"this group failed before: {error} group.reform() goes on with those who are left; or destroy it and build a new one.",
+        ranks=error.ranks,
+    )
 
 
 def grace_of(timeout: timedelta) -> float:

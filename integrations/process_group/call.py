@@ -48,7 +48,7 @@ class GroupWork(dist.Work):
             _chain(self.inner.get_future(), self._future)
 
     def fail(self, error: Exception) -> None:
-        self.error, self.settled = error, True
+        self.error, self.settled, self.issue = error, True, _issued
         if self._future is not None:
             self._future.set_exception(error)
 

@@ -2,7 +2,7 @@
 
 They carry records of 64 bytes and nothing else. One that closes without a record of leave is a death: the kernel closes
 it whatever the process was doing. The door stays open: a peer that doubts whether this process still runs connects to it
-and asks.
+and asks, and so do members and newcomers that want to agree on who goes on (``agreement``).
 """
 
 import contextlib
@@ -14,7 +14,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from commpress.collectives.transports.meeting import PING, Meeting, close_in_children, welcome, welcomed
+from commpress.collectives.transports.heartbeat import Awaited
+from commpress.collectives.transports.meeting import PING, Meeting, close_in_children, own_door, welcomed
+from commpress.collectives.transports.membership import Epoch, Membership, first_key
 from commpress.integrations.process_group.records import RECORD
 
 _HANGUP = select.POLLRDHUP if hasattr(select, "POLLRDHUP") else 0
@@ -74,30 +76,29 @@ class ControlConnection:
 
 
 class ControlConnections:
-    """All of one rank of one group; made by all ranks together."""
+    """All of one rank in one epoch of a group; made by all its ranks together."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self.rank, self.size = rank, size
-        self._meeting = Meeting(rank, size)
-        self.door = self._meeting.door
-        store.set(f"control/{rank}", self._meeting.here)
+    def __init__(self, membership: Membership, epoch: Epoch, timeout: timedelta) -> None:
+        rank, size = epoch.places.index(membership.here), len(epoch.places)
+        self.rank, self.size, self.door = rank, size, membership.door
+        self._membership = membership
+        awaited = Awaited(rank, epoch.places, lambda: membership.keys)
+        self._meeting = Meeting(
+            rank, size, door=membership.door, epoch=epoch.key, others=membership.answer, check=awaited.check
+        )  # fmt: skip
+        self._meeting.learn(epoch.places)
         try:
-            self._meeting.learn([store.get(f"control/{peer}").decode() for peer in range(size)])
             connections = self._meeting.connect_all(time.monotonic() + timeout.total_seconds())
-        except BaseException:
-            self._meeting.close()
-            raise
+        finally:
+            awaited.close()
         self.by_rank = {peer: ControlConnection(connection) for peer, connection in connections.items()}
         close_in_children(self)
 
     # ------------------------------------------------------------ is it still running?
 
-    def answer(self) -> None:
-        """Tell whoever asks that this process runs; called when somebody is at the door."""
-        for kind, _, connection in self.door.arrivals():
-            with connection:
-                if kind == PING:
-                    welcome(connection)
+    def answer(self) -> bool:
+        """Hear who is at the door: tell whoever asks that this process runs. True if a member wants to agree on who goes on."""
+        return self._membership.listen()
 
     def silent(self, seconds: float) -> tuple[int, ...]:
         """The peers whose processes do not answer within ``seconds``: stopped, or their machine is gone."""
@@ -124,7 +125,19 @@ class ControlConnections:
         for connection in self.by_rank.values():
             connection.send(records)
             connection.socket.close()
-        self._meeting.close()
+
+
+def first_epoch(store: dist.Store, rank: int, size: int) -> Membership:
+    """The beginning of a group, by all its ranks together: they tell each other in ``store`` where their doors are."""
+    door = own_door(size)
+    try:
+        store.set(f"control/{rank}", door.here)
+        places = [store.get(f"control/{peer}").decode() for peer in range(size)] if size > 1 else [door.here]
+    except BaseException:
+        door.close()
+        raise
+    key = first_key(places[0])
+    return Membership(door, Epoch(0, key, key, tuple(places)))
 
 
 class Polls:

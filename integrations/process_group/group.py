@@ -18,9 +18,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.constants import default_pg_timeout
 
-from commpress.errors import InvalidArgument
-from commpress.integrations.process_group.call import GroupWork, profiling
-from commpress.integrations.process_group.control_connections import ControlConnections
+from commpress.collectives.change import Change
+from commpress.collectives.transports.agreement import Terms
+from commpress.collectives.transports.gloo import let_go
+from commpress.collectives.transports.membership import Membership, contact_of
+from commpress.errors import CommunicationError
+from commpress.integrations.process_group.call import FutureWork, GroupWork, profiling
+from commpress.integrations.process_group.control_connections import ControlConnections, first_epoch
 from commpress.integrations.process_group.group_options import GroupOptions, group_options_from
 from commpress.integrations.process_group.guard import Guard
 from commpress.integrations.process_group.inner import (
@@ -33,7 +37,20 @@ from commpress.integrations.process_group.inner import (
 )  # fmt: skip
 from commpress.integrations.process_group.records import Record, all_to_all, call, counts, receiving, sending
 from commpress.integrations.process_group.reducer import GroupReducer
-from commpress.torch_private import AllgatherOptions
+from commpress.integrations.process_group.reform import (
+    Reformation,
+    Registry,
+    announce,
+    appointed_terms,
+    cause_of,
+    check_reconfigures,
+    check_reform,
+    fail_subgroups,
+    leave_subgroups,
+    stop,
+    terms_of,
+)
+from commpress.torch_private import RECONFIGURES, AllgatherOptions, is_default
 
 Tensors = list[torch.Tensor]
 
@@ -44,6 +61,7 @@ class ProcessGroup(dist.ProcessGroup):
     ``pg_options``: the all-reduces that may be compressed; None reads ``COMMPRESS_GROUP_OPTIONS``, without which all are exact.
     ``name``: what it answers for its backend; as a stand-in for Gloo, Gloo's.
     ``inner``: what carries the data: torch's own Gloo and NCCL, or MPI.
+    ``formed``: False for a group that has no members, and no calls, before ``reconfigure`` names them.
     """
 
     def __init__(
@@ -57,7 +75,9 @@ class ProcessGroup(dist.ProcessGroup):
         global_ranks: Sequence[int] | None = None,
         name: str = "gloo",
         inner: Literal["torch", "mpi"] = "torch",
+        formed: bool = True,
     ) -> None:
+        self._rank, self._size, self._formed = rank, size, formed
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.pg_options, self._called = group_options_from(pg_options), name
         self._store, self._timeout, self._global_ranks = store, timeout, list(global_ranks or range(size))
@@ -65,15 +85,35 @@ class ProcessGroup(dist.ProcessGroup):
         self._inner: Any
         self._inner, self._abort = make(dist.PrefixStore("data", store), rank, size, timeout, self)
         self.options = self._get_backend(torch.device("cpu")).options
-        self._guard: Guard | None = None
+        self.guard: Guard | None = None
+        self.registry, self.stores = Registry(), [store]  # what goes on with the group; who is told of its members
+        self.change: Change | None = None  # the last one
+        self.held_store: tuple[tuple[str, int] | None, Any] | None = None  # of the epochs: where it is, None: at this process
+        self._parts: list[Any] = []  # to be closed with the group
+        self._membership: Membership | None = None
+        connections = None
         if size > 1:
-            connections = ControlConnections(dist.PrefixStore("guard", store), rank, size, timeout)
-            self._guard = Guard(connections, timeout=timeout, abort=self._abort, name=self._peer_names())
-            weakref.finalize(self, self._guard.close)
-        private = partial(private_transport, self._inner, dist.PrefixStore("compressed", store), rank, size, timeout)
-        self.reducer = GroupReducer(self.pg_options, rank, size, private)
-        weakref.finalize(self, self.reducer.close)
+            self._membership = first_epoch(dist.PrefixStore("guard", store), rank, size)
+            connections = ControlConnections(self._membership, self._membership.epoch, timeout)
+        self.reducer = GroupReducer(self.pg_options, rank, size, self._private())
+        self.registry.on_reform(self.reducer)
+        self._connect(connections)
+        weakref.finalize(self, _close, self._parts)
         self._backward: tuple[int, list[GroupWork]] = (-1, [])
+
+    def _private(self) -> Callable[[], Any]:
+        store = dist.PrefixStore("compressed", self._store)
+        return partial(private_transport, self._inner, store, self._rank, self._size, self._timeout)
+
+    def _connect(self, connections: ControlConnections | None) -> None:
+        """Guard the calls, if there are others."""
+        self.guard = None
+        if connections is not None:
+            self.guard = Guard(
+                connections, timeout=self._timeout, abort=self._abort, name=self._peer_names(),
+                reforms=partial(_reforms, weakref.ref(self)),
+            )  # fmt: skip
+        self._parts[:] = [part for part in (self.guard, self.reducer, self._membership) if part is not None]
 
     @property
     def timeout(self) -> timedelta:
@@ -206,20 +246,21 @@ class ProcessGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Gloo's own, which names who is missing by itself."""
+        self._check_formed()
         self._inner.monitored_barrier(timeout, wait_all_ranks)
 
     # ------------------------------------------------------------ point to point
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> GroupWork:
-        work = GroupWork(self._guard, lambda work: self._inner.send(tensors, peer, tag), tensors)
+        work = GroupWork(self.guard, lambda work: self._inner.send(tensors, peer, tag), tensors)
         return self._point_to_point(work, sending(tensors[0], tag), peer)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> GroupWork:
-        work = GroupWork(self._guard, lambda work: self._inner.recv(tensors, peer, tag), tensors)
+        work = GroupWork(self.guard, lambda work: self._inner.recv(tensors, peer, tag), tensors)
         return self._point_to_point(work, receiving(tensors[0], tag), peer)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
-        if self._guard is None:
+        if self.guard is None:
             return self._started(GroupWork(None, lambda work: self._inner.recv_anysource(tensors, tag), tensors))
         # a profiler knows this call by its own name; Gloo finds the source
         profiled = profiling() and self.communicator is None
@@ -227,15 +268,15 @@ class ProcessGroup(dist.ProcessGroup):
         def issue(work: GroupWork) -> Any:
             return self._inner.recv_anysource(tensors, tag) if profiled else self._inner.recv(tensors, work.source, tag)
 
-        work = GroupWork(self._guard, issue, tensors)
-        self._guard.any_source(receiving(tensors[0], tag), work)
+        work = GroupWork(self.guard, issue, tensors)
+        self.guard.any_source(receiving(tensors[0], tag), work)
         return self._left_to_guard(work)
 
     def _point_to_point(self, work: GroupWork, record: Record, peer: int) -> GroupWork:
-        if self._guard is None or peer == self.rank() or at_once(self._inner, work.tensors):
+        if self.guard is None or peer == self.rank() or at_once(self._inner, work.tensors):
             return self._started(work)
         ready(work.tensors)
-        self._guard.point_to_point(record, peer, work)
+        self.guard.point_to_point(record, peer, work)
         return self._left_to_guard(work)
 
     # ------------------------------------------------------------ names of torch before 2.13
@@ -280,8 +321,8 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any,
     ) -> GroupWork:
         """Describe the call to the peers; wait for their agreement here, unless the caller wants to go on meanwhile."""
-        work = GroupWork(self._guard, issue, tensors)
-        if self._guard is None:
+        work = GroupWork(self.guard, issue, tensors)
+        if self.guard is None:
             return self._started(work)
         work.early = at_once(self._inner, tensors)
         work.sliced = not work.early
@@ -290,10 +331,10 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             inner = issue(work)
             work.issue = lambda work: inner
-        self._guard.collective(record, expected, work)
+        self.guard.collective(record, expected, work)
         if not getattr(opts, "asyncOp", True) or profiling():
             if not work.settled:
-                self._guard.settle(work)
+                self.guard.settle(work)
             if work.error is not None:
                 raise work.error
             return work
@@ -305,16 +346,20 @@ class ProcessGroup(dist.ProcessGroup):
 
         A profiler sees only what the profiled thread issues: while one runs, it is issued by whoever waits for it.
         """
-        if self._guard is not None and not work.settled and not profiling():
-            self._guard.nudge()
+        if self.guard is not None and not work.settled and not profiling():
+            self.guard.nudge()
         return work
 
-    @staticmethod
-    def _started(work: GroupWork) -> GroupWork:
+    def _started(self, work: GroupWork) -> GroupWork:
+        self._check_formed()
         work.start()
         if work.error is not None:
             raise work.error
         return work
+
+    def _check_formed(self) -> None:
+        if not self._formed:
+            raise CommunicationError("this group is not formed: call dist._reconfigure(uuid, handles) with all handles first")
 
     def _queue_for_autograd(self, work: GroupWork) -> None:
         """Inside a backward: have it wait for this call, so that an error comes out as what it is.
@@ -374,12 +419,131 @@ class ProcessGroup(dist.ProcessGroup):
 
     splitGroup = split_group  # what C++ looks for
 
-    supports_reconfigure = False  # the backends inside say True from torch 2.14 on, and know nothing of the guard
+    # ------------------------------------------------------------ other ranks
 
-    def reconfigure(self, *_: Any) -> Any:
-        raise InvalidArgument("a group of commpress keeps its ranks: make a new one with dist.new_group for others")
+    def rank(self) -> int:
+        return self._rank
 
-    get_reconfigure_handle = reconfigure
+    def size(self) -> int:
+        return self._size
+
+    getRank, getSize = rank, size  # what C++ looks for
+
+    def reform(
+        self, timeout: timedelta | None = None, *, say: bytes = b"", age: int = 0, join: Any = None, minimum: int = 1
+    ) -> Change:
+        """Go on with those who are left and with newcomers, in this process, with this object; collective over all of them.
+
+        Returns the same change on each, or raises one named error on each within ``timeout``, by default the group's.
+        Afterwards ranks are numbered anew, and so do all collectives of torch and all channels work among them. What was under
+        way has failed. Groups of some ranks (``new_group``, ``split_group``, meshes) are destroyed: make them anew.
+
+        - ``say``: bytes that all get to know.
+        - ``age``: steps trained so far. Where two groups meet the older goes on, the ranks of the other are newcomers.
+        - ``join``: a member's ``contact`` or a store that the members use, on those who want to become members.
+        - ``minimum``: members without which nobody goes on.
+        """
+        limit = check_reform(self, timeout, say, age, minimum, join)
+        terms = terms_of(self, say=say, age=age, join=join, minimum=minimum)
+        return self._reform(terms, limit)
+
+    def _reform(self, terms: Terms, limit: timedelta) -> Change:
+        error = cause_of(self)
+        stop(self, error)
+        if is_default(self):
+            leave_subgroups(error)
+        return Reformation(self, limit).run(terms)
+
+    @property
+    def membership(self) -> Membership:
+        """This process's part in the agreements of the group; a group of one begins to listen when it is first asked for."""
+        if self._membership is None:
+            self._membership = first_epoch(dist.HashStore(), self._rank, self._size)
+            self._parts.append(self._membership)
+        return self._membership
+
+    @property
+    def contact(self) -> str:
+        """The text by which this member takes newcomers in: ``reform(join=contact)``."""
+        return contact_of(self.membership.here)
+
+    @property
+    def waiting(self) -> int:
+        """Newcomers at this member's door, for it to ``reform``."""
+        if self.guard is None:
+            self.membership.listen()
+        return self.membership.waiting
+
+    def announce(self, store: dist.Store) -> None:
+        """Tell ``store`` too, now and after each change, who the members are: one whose host may outlive the first one's."""
+        self.stores.append(store)
+        announce(self)
+
+    def enroll(self, channel: Any) -> None:
+        """Have ``channel`` connected anew when the ranks change; weakly."""
+        self.registry.enroll(channel)
+
+    def on_reform(self, owner: Any) -> None:
+        """Have ``owner.reform(change)`` called when the ranks have changed and channels are connected; weakly.
+
+        It may communicate; what it changes, it leaves to a function that it returns, which is called when all have come as far.
+        """
+        self.registry.on_reform(owner)
+
+    def hand_over(self, leaving: Sequence[int]) -> None:
+        """Have the others take over what these ranks owe, which are about to ``leave``; collective over all of them."""
+        for owner in self.registry.owners:
+            if hasattr(owner, "hand_over"):
+                owner.hand_over(leaving)
+
+    def leave(self) -> None:
+        """Go for good: nobody waits for this rank any more, and every call of it fails."""
+        stop(self, CommunicationError("this rank has left the group: destroy it, or build a new one"))
+        self._close()
+
+    def enter(
+        self, rank: int, size: int, store: dist.Store, inner: Any, abort: Callable[[], object],
+        connections: ControlConnections | None,
+    ) -> None:  # fmt: skip
+        """Work among other ranks from here on; for ``Reformation``."""
+        self._rank, self._size, self._store, self._global_ranks = rank, size, store, list(range(size))
+        old = [self._inner, self._abort]
+        self._inner, self._abort = inner, abort
+        let_go(old)
+        self.reducer.connect(rank, size, self._private())
+        self._connect(connections)
+
+    def abort_inner(self) -> None:
+        """End what Gloo has under way."""
+        self._abort()
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """True from torch 2.14 on, but over MPI: then ``dist._reconfigure`` gives the group other ranks."""
+        return RECONFIGURES and self.communicator is None
+
+    def get_reconfigure_handle(self) -> str:
+        """The text by which the others find this member: its ``contact``."""
+        check_reconfigures(self)
+        return self.contact
+
+    def reconfigure(self, options: Any) -> GroupWork:
+        """Form the group of exactly the members that torch's ``ReconfigureOptions`` name, by the way of ``reform``.
+
+        It is done, or has failed with an error that names who is missing, when this returns.
+        """
+        check_reconfigures(self)
+        limit = check_reform(self, options.timeout, b"", 0, 1, None)
+        terms = appointed_terms(self, options)
+        self._formed = True
+        try:
+            self._reform(terms, limit)
+        except BaseException:
+            self._formed = False
+            raise
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result([])
+        return self._started(GroupWork(None, lambda work: FutureWork(done, []), []))
 
     def shutdown(self) -> None:
         self._close()
@@ -392,13 +556,23 @@ class ProcessGroup(dist.ProcessGroup):
         self._abort()
 
     def _close(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
-        self.reducer.close()
+        _close(self._parts)
 
     def _peer_names(self) -> Callable[[int], str]:
         ranks = self._global_ranks
         return lambda r: f"rank {r}" if ranks[r] == r else f"rank {r} (global rank {ranks[r]})"
+
+
+def _close(parts: list[Any]) -> None:
+    while parts:
+        parts.pop(0).close()
+
+
+def _reforms(group: "weakref.ref[ProcessGroup]", error: CommunicationError) -> None:
+    """A peer reforms the group: have nobody here wait for it in a group of some of the ranks."""
+    here = group()
+    if here is not None and is_default(here):
+        fail_subgroups(error)
 
 
 def _wait_all(works: list[GroupWork]) -> None:

@@ -28,7 +28,7 @@ class GroupOptions:
       metric, a vote are computed outside and never touched. ``only="everything"`` compresses those too.
     """
 
-    codec: str | Codec = "sign"
+    codec: str | Codec = "int8"
     min_numel: int = 1 << 16
     ops: Sequence[Any] = ("sum", "avg")
     only: Literal["gradients", "everything"] = "gradients"
@@ -59,7 +59,7 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
         return text
     if not isinstance(text, str):
         raise InvalidArgument(
-            f"pg_options is a {type(text).__name__}, expected commpress.GroupOptions such as GroupOptions(codec='sign'), or "
+            f"pg_options is a {type(text).__name__}, expected commpress.GroupOptions such as GroupOptions(codec='int8'), or "
             "their text"
         )
     if text.strip() in ("", "exact"):

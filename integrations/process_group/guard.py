@@ -7,7 +7,8 @@ Note: who reads the connections. Whoever waits for a call reads for all (the lea
 pending that nobody waits for, the guard's own thread leads. It also watches for connections that close, answers peers that ask
 whether this process still runs, and aborts the transport when a peer is gone.
 
-Note: after a failure the group is broken for good: the ranks are out of step. Destroy it and build another.
+Note: after a failure the ranks are out of step, and this guard is of no more use. ``reform`` makes another, or whoever
+destroys the group and builds a new one.
 """
 
 import threading
@@ -20,7 +21,17 @@ from commpress.integrations.process_group.blame import Blame, again, give_up_rec
 from commpress.integrations.process_group.call import GroupWork, profiling
 from commpress.integrations.process_group.control_connections import ControlConnections, Events, Polls
 from commpress.integrations.process_group.pending_calls import PendingCollectives, PendingPairs, opposite
-from commpress.integrations.process_group.records import ANY_SOURCE, CALL, GAVE_UP, LEAVE, RECV, SEND, Record, unpack
+from commpress.integrations.process_group.records import (
+    ANY_SOURCE,
+    CALL,
+    GAVE_UP,
+    LEAVE,
+    RECV,
+    REFORM,
+    SEND,
+    Record,
+    unpack,
+)
 
 FIRST = 0.02  # seconds to wait for one peer only
 LINGER = 0.5  # seconds that data under way may still take after a peer was found dead
@@ -30,10 +41,19 @@ class Guard:
     """Decides when the calls of one rank may be issued, and what it means when one fails."""
 
     def __init__(
-        self, connections: ControlConnections, *, timeout: timedelta, abort: Callable[[], object], name: Callable[[int], str]
+        self,
+        connections: ControlConnections,
+        *,
+        timeout: timedelta,
+        abort: Callable[[], object],
+        name: Callable[[int], str],
+        reforms: Callable[[CommunicationError], object] = lambda error: None,
     ) -> None:
+        """``reforms`` is told when a peer wants to agree on who goes on."""
         self.rank, self.seconds, self.grace = connections.rank, timeout.total_seconds(), grace_of(timeout)
         self.failure: CommunicationError | None = None
+        self.reforming: set[int] = set()  # peers that agree anew on who is in the group
+        self._reforms = reforms
         self._connections, self._abort, self._blame = connections, abort, Blame(connections.rank, name)
         self._peers = connections.by_rank
         self._changed = threading.Condition()  # re-entrant: a future may call back into the group
@@ -157,6 +177,9 @@ class Guard:
                     self._collectives.received(peer, data)
                 elif kind == LEAVE:
                     connection.left = True
+                elif kind == REFORM and (record := unpack(data)):
+                    connection.left = True
+                    self._reform(peer, record)
                 elif kind == ANY_SOURCE and (record := unpack(data)):
                     (self._any_source.add if record.give else self._any_source.discard)(peer)
                 elif kind == GAVE_UP and (record := unpack(data)):
@@ -232,6 +255,15 @@ class Guard:
         silent = [peer for peer in late if peer not in others]
         self._fail(self._blame.expired(work, self.seconds, silent, others))
 
+    def _reform(self, peer: int | None, record: Record | None) -> None:
+        """Stop, because a peer wants to agree on who goes on."""
+        if peer is not None:
+            self.reforming.add(peer)
+        if self.failure is None and not self._closed:
+            self._fail(self._blame.died(sorted(self._dead)) if self._dead else self._blame.reforms(peer, record), tell=False)
+        if self.failure is not None and not self._closed:
+            self._reforms(self.failure)
+
     def _fail_by_notice(self) -> None:
         self._fail(self._blame.notice(*self._notices[0], [*self._unsettled]), tell=False)
 
@@ -301,8 +333,9 @@ class Guard:
                 if self._ended():
                     return
                 due = self._look(events)
-            if polls.door in events:
-                self._connections.answer()
+            if polls.door in events and self._connections.answer():
+                with self._changed:
+                    self._reform(None, None)
             if due:
                 self._abort()
 
@@ -342,8 +375,23 @@ class Guard:
     def _peers_of(self, events: Events) -> list[int]:
         return [self._polls.peers[fd] for fd in events if fd in self._polls.peers]
 
+    def stop(self, error: CommunicationError, *, reforms: bool = False) -> None:
+        """Fail what is under way with ``error``, or what was said before, and all that comes; the thread stays.
+
+        ``reforms``: this rank goes to agree on who is in the group. The peers are told, the thread ends.
+        """
+        with self._changed:
+            if self.failure is None:
+                self._fail(error, tell=False)
+            failure = self.failure
+        if reforms and failure is not None:
+            self._end(give_up_record(failure, reforms=True))
+
     def close(self) -> None:
         """Tell the peers, end the thread, hang up."""
+        self._end(Record(kind=LEAVE))
+
+    def _end(self, last: Record) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -355,5 +403,10 @@ class Guard:
         self.nudge()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
-        self._connections.close(Record(kind=LEAVE).pack())
+        self._abort = _nothing  # holds the groups inside, which an error with its frames must not keep
+        self._connections.close(last.pack())
         self._polls.close()
+
+
+def _nothing() -> None:
+    """There is nothing more to abort."""

@@ -9,32 +9,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commpress.collectives.transports import interface
 from commpress.collectives.transports.factory import own_connections
-from commpress.collectives.transports.gloo import Connections, connections_of, outlive, yielding
+from commpress.collectives.transports.gloo import Connections, connections_of, gloo_group, outlive, yielding
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.collectives.transports.torch import TorchTransport
 from commpress.collectives.transports.transport import Transport
 from commpress.integrations.process_group.blame import grace_of
 from commpress.integrations.process_group.mpi_group import MpiGroup
-from commpress.torch_private import abort, begin_sequence, refusing_backend
+from commpress.torch_private import abort, begin_sequence, refusing_backend, set_timeout
 
 _UNSET = timedelta(milliseconds=-1)
 Abort = Callable[[], object]  # end what is under way
 
 
 def torch_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup
+    store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup, *, within: timedelta | None = None
 ) -> tuple[dist.ProcessGroup, Abort]:
-    """torch's own group with Gloo and, where there is CUDA, NCCL; ``group`` hands out the same backends."""
+    """torch's own group with Gloo and, where there is CUDA, NCCL; ``group`` hands out the same backends.
+
+    ``within``: the time that ranks have to connect, where they do so anew. torch keeps the backends that a group hands out:
+    then it goes on with its first ones, which end every call with an error.
+    """
+    interface.name_interface()
     limit = timeout - timedelta(seconds=grace_of(timeout))
     kinds = dist.ProcessGroup.BackendType
     inner = dist.ProcessGroup(store, rank, size)
     inner._set_default_backend(kinds.GLOO)
-    make: Callable[..., Any] = partial(dist.ProcessGroupGloo, dist.PrefixStore("cpu", store), rank, size, timeout=limit)
+    prefixed = dist.PrefixStore("cpu", store)
+    make: Callable[..., Any] = partial(gloo_group, prefixed, rank, size, within or limit)
     gloo, connections = connections_of(partial(yielding, make), size - 1)
     owner = weakref.ref(group)
-    outlive(gloo, lambda: owner() is not None)
+    outlive(gloo, lambda: owner() is not None and inner_of(owner()) is inner)
+    if within is not None:
+        set_timeout(gloo, limit)
     backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
@@ -43,9 +52,16 @@ def torch_group(
     for device, (kind, backend) in backends.items():
         begin_sequence(backend)
         inner._register_backend(torch.device(device), kind, backend)
-        group._register_backend(torch.device(device), kind, backend)
-    group._set_default_backend(kinds.GLOO)
+        if within is None:
+            group._register_backend(torch.device(device), kind, backend)
+    if within is None:
+        group._set_default_backend(kinds.GLOO)
     return inner, partial(_abort, inner, connections)
+
+
+def inner_of(group: Any) -> Any:
+    """The group that carries the data of this one."""
+    return getattr(group, "_inner", None)
 
 
 def _abort(inner: dist.ProcessGroup, connections: Connections) -> None:
@@ -93,7 +109,7 @@ def private_transport(inner: Any, store: dist.Store, rank: int, size: int, timeo
         return MpiTransport(inner.communicator, timeout=timeout)
 
     if not own_connections():
-        make: Callable[..., Any] = partial(dist.ProcessGroupGloo, store, rank, size, timeout=timeout)
+        make: Callable[..., Any] = partial(gloo_group, store, rank, size, timeout)
         gloo, connections = connections_of(partial(yielding, make), size - 1)
         return _PrivateTransport(gloo, timeout=timeout, point_to_point=True, connections=connections)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 RECORD = 64
-CALL, LEAVE, GAVE_UP, ANY_SOURCE = 1, 2, 3, 6  # kinds, 4 and 5 are greetings; ANY_SOURCE: waits to receive so, or no longer
+CALL, LEAVE, GAVE_UP, ANY_SOURCE, REFORM = 1, 2, 3, 6, 9  # kinds; ANY_SOURCE: waits to receive so, or no longer
 _LAYOUT = struct.Struct("<2sBBBBxxIiqqI24s4x")
 _MAGIC = b"ca"
 

@@ -1,9 +1,10 @@
 """Hugging Face: a Trainer callback and an Accelerate handler.
 
-    Trainer(..., callbacks=[Compress(codec="sign")])                                              gradients, any optimizer
+    Trainer(..., callbacks=[Compress(codec="int8")])                                              gradients, any optimizer
     Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}), callbacks=[Compress()])    momentum
     Trainer(..., callbacks=[LocalTraining(every=30)])                                             once in 30 steps
-    DistributedCompression(codec="sign").attach(accelerator)                                      gradients, Accelerate
+    Trainer(..., callbacks=[DividedExperts()])                                                    experts of each rank
+    DistributedCompression(codec="int8").attach(accelerator)                                      gradients, Accelerate
     accelerator.prepare(model, LocalUpdates(optimizer, every=30), loader)                         once in 30 steps, Accelerate
 """
 
@@ -24,7 +25,9 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.hook import CompressedState, compress
 from commpress.integrations.ddp.local import keep_local
 from commpress.integrations.ddp.overlap import averages, overlap
+from commpress.integrations.experts.moe import clip_grad_norm_, experts_of
 from commpress.integrations.observe.metrics import NORMS_EVERY, Metrics, Sink, StepMetrics
+from commpress.integrations.trainers.expert_files import bare, load_experts, save_experts
 from commpress.integrations.trainers.rank_files import load_ranks, save_rank
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer
@@ -48,7 +51,7 @@ class Compress(TrainerCallback):
     of ``commpress.Metrics``: each gets every step's figures.
     """
 
-    def __init__(self, codec: Any = "sign", *, metrics: Sequence[Sink] = (), **options: Any) -> None:
+    def __init__(self, codec: Any = "int8", *, metrics: Sequence[Sink] = (), **options: Any) -> None:
         self.codec, self.options, self.sinks = codec, options, metrics
         self.state: CompressedState | CompressedOptimizer | None = None
         self._optimizer: CompressedOptimizer | None = None
@@ -59,6 +62,7 @@ class Compress(TrainerCallback):
         self._scaler: torch.amp.GradScaler | None = None
         self._metrics: Metrics | None = None
         self._since: Counter[str] = Counter()  # the last log: sums
+        self._experts = DividedExperts()
 
     # ------------------------------------------------------------ attaching
 
@@ -71,12 +75,13 @@ class Compress(TrainerCallback):
         self._optimizer = optimizer if averages(optimizer) else None
         if isinstance(optimizer, CompressedOptimizer) and self._resume is not None:
             self._load(optimizer)
+        if self._optimizer is not None and args.max_grad_norm and dist.is_initialized() and dist.get_world_size() > 1:
+            self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
+            args.max_grad_norm = 0  # gradients are local: the Trainer would clip each rank by a factor of its own
+        self._experts.on_train_begin(args, state, control, **things)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             log.warning("there is one rank: nothing is compressed")
             return
-        if self._optimizer is not None and args.max_grad_norm:
-            self._clip, self._optimizer.max_grad_norm = args.max_grad_norm, args.max_grad_norm
-            args.max_grad_norm = 0  # gradients are local: the Trainer would clip each rank by a factor of its own
         self._handle = things["model"].register_forward_pre_hook(self._attach)
 
     @torch.compiler.disable  # sockets, threads and files are nothing to trace
@@ -102,6 +107,9 @@ class Compress(TrainerCallback):
 
     # ------------------------------------------------------------ while training
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        self._experts.on_pre_optimizer_step(args, state, control, **things)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         """Agree before something is saved or evaluated."""
         if self._handle is not None and self.state is None:
@@ -114,10 +122,11 @@ class Compress(TrainerCallback):
             self._optimizer.synchronize()
 
     def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        self._experts.on_save(args, state, control, **things)
         if isinstance(self._optimizer, CompressedOptimizer):  # the rest is in the Trainer's own file, the same for all ranks
             save_rank({"commpress": self._optimizer.rank_state()}, _folder(args, state))
         elif isinstance(self.state, CompressedState):
-            save_rank(self.state.state_dict(), _folder(args, state))
+            save_rank(self.state.rank_state(), _folder(args, state))
 
     def _load(self, into: CompressedState | CompressedOptimizer) -> None:
         assert self._resume is not None
@@ -144,10 +153,45 @@ class Compress(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if isinstance(self._optimizer, WindowedOptimizer):
             self._optimizer.synchronize()
+        self._experts.on_train_end(args, state, control, **things)
         if self._clip is not None:
             args.max_grad_norm = self._clip
         if self.state is not None and state.is_world_process_zero:
             log.info(self.state.counters.summary())
+
+
+class DividedExperts(TrainerCallback):
+    """Save and load the experts of each rank of a Trainer, and clip all ranks by one factor.
+
+    For a model that ``commpress.moe.parallelise`` has divided, with an optimizer of torch; ``Compress`` does the same. A
+    Trainer itself saves the model and the optimizer of rank 0, and clips each rank by the norm that it sees. Beside these lies
+    ``experts-<rank>.pt``, which ``resume_from_checkpoint`` finds on as many ranks.
+    """
+
+    def __init__(self) -> None:
+        self._clip: float | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if not experts_of(things["model"]):
+            return
+        if args.max_grad_norm:
+            self._clip, args.max_grad_norm = args.max_grad_norm, 0
+        if state.global_step:
+            load_experts(things["model"], bare(things), _folder(args, state))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if self._clip is not None:
+            scaler = getattr(things["optimizer"], "scaler", None)
+            if scaler is not None:
+                scaler.unscale_(bare(things))
+            clip_grad_norm_(things["model"].parameters(), self._clip)
+
+    def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        save_experts(things["model"], bare(things), _folder(args, state))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **things: Any) -> None:
+        if self._clip is not None:
+            args.max_grad_norm, self._clip = self._clip, None
 
 
 class LocalTraining(TrainerCallback):
@@ -181,6 +225,8 @@ class LocalTraining(TrainerCallback):
                 "need one that does not, such as AdamW"
             )
         self._resume = _folder(args, state) if state.global_step else None
+        if self._resume is not None:
+            load_experts(things["model"], self._optimizer, self._resume)
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._handle = things["model"].register_forward_pre_hook(self._attach)
         elif self.local is None:
@@ -230,6 +276,7 @@ class LocalTraining(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **things: Any) -> None:
         if self.local is not None and dist.is_initialized():
             save_rank(self.local.state_dict(), _folder(args, state))
+            save_experts(things["model"], bare(things), _folder(args, state))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **things: Any) -> None:
         if self.local is None or logs is None or "loss" not in logs:
@@ -328,9 +375,9 @@ class RankFiles:
 
 
 class DistributedCompression(DistributedDataParallelKwargs):
-    """``DistributedCompression(codec="sign").attach(accelerator)`` before ``prepare``; ``ddp`` are arguments of DDP itself."""
+    """``DistributedCompression(codec="int8").attach(accelerator)`` before ``prepare``; ``ddp`` are arguments of DDP itself."""
 
-    def __init__(self, codec: Any = "sign", *, ddp: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(self, codec: Any = "int8", *, ddp: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**(ddp or {}))
         self.codec, self.options = codec, options
         self.state: CompressedState | None = None
@@ -349,7 +396,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         if self.state is not None:
-            save_rank(self.state.state_dict(), Path(folder))
+            save_rank(self.state.rank_state(), Path(folder))
 
     def _load(self, models: Any, folder: str) -> None:
         if self.state is not None:

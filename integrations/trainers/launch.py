@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from commpress.collectives.transports import interface
 from commpress.collectives.transports.mpi import told_by_rank_0
 from commpress.errors import InvalidArgument
 
@@ -59,7 +59,8 @@ def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRa
 
     Rank and size come from the launcher. So does the meeting point: ``MASTER_ADDR`` and ``MASTER_PORT`` where they are set;
     under mpirun rank 0 opens a port and MPI tells the others (mpi4py); under SLURM the first node of the step and a port
-    made of the job's number. Sets torchrun's six variables for what reads them later. ``options`` go to torch.
+    made of the job's number. Sets torchrun's six variables for what reads them later. Where ranks are on several machines and
+    ``GLOO_SOCKET_IFNAME`` is not set, it becomes the interface that reaches ``MASTER_ADDR``. ``options`` go to torch.
     """
     where = place() or LaunchedRank("nobody", 0, 1, 0, 1)
     named = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
@@ -70,6 +71,7 @@ def init_process_group(backend: str | None = None, **options: Any) -> LaunchedRa
         store = _store(where, options.get("timeout", default_pg_timeout))
         os.environ |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
     os.environ |= dict(zip(_TORCHRUN, map(str, where[1:]), strict=False))
+    interface.name_interface()
     dist.init_process_group(backend, store=store, rank=where.rank, world_size=where.size, **options)
     if torch.cuda.is_available() and where.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(where.local_rank)
@@ -108,16 +110,11 @@ def first_host(nodes: str) -> str:
 
 
 def own_address() -> str:
-    """An address of this machine that others can reach: of its name, unless that is loopback; else of the way out."""
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-        if not address.startswith("127."):
-            return address
-    except OSError:
-        pass
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        try:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError as error:
-            raise InvalidArgument("this machine's address is unknown: set MASTER_ADDR to one others can reach") from error
+    """An address of this machine that others can reach."""
+    address, _ = interface.own_address()
+    if interface.is_loopback(address) and not interface.named():
+        way_out = interface.route_to()
+        if way_out is None:
+            raise InvalidArgument("this machine's address is unknown: set MASTER_ADDR to one others can reach")
+        return way_out[0]
+    return address

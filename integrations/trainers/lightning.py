@@ -1,6 +1,6 @@
 """Lightning: callbacks for ``Trainer(strategy="ddp", ...)``.
 
-    callbacks=[Compress(codec="sign")]          gradients or momentum, at every step
+    callbacks=[Compress(codec="int8")]          gradients or momentum, at every step
     callbacks=[LocalTraining(every=30)]         changes of the weights, once in 30 steps
 """
 
@@ -34,7 +34,7 @@ class Compress(Callback):
     holds the mean alone, 4 bytes per parameter, from which as many ranks do not go on bit for bit.
     """
 
-    def __init__(self, codec: Any = "sign", *, elastic: bool = False, **options: Any) -> None:
+    def __init__(self, codec: Any = "int8", *, elastic: bool = False, **options: Any) -> None:
         self.codec, self.elastic, self.options = codec, elastic, options
         self.state: CompressedState | CompressedOptimizer | None = None
         self._saved: list[dict[str, Any]] = []  # of every rank that saved
@@ -77,8 +77,10 @@ class Compress(Callback):
         self._synchronize()
         if self.state is None:
             return {}
-        own = self.state.elastic_state_dict() if self.elastic else self.state.state_dict()
-        part = own["commpress"] if isinstance(self.state, CompressedOptimizer) else own
+        if isinstance(self.state, CompressedOptimizer):
+            part = (self.state.elastic_state_dict() if self.elastic else self.state.state_dict())["commpress"]
+        else:
+            part = self.state.elastic_state_dict() if self.elastic else self.state.rank_state()
         return {"ranks": gathered_on_first(part)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ def load_ranks(folder: Path, rank: int, size: int) -> list[dict[str, Any]]:
     if first is None or (saved == size and rank not in files):
         log.warning("%s has no commpress-%d.pt: what compression left behind on this rank is lost", folder, rank)
         return []
-    if saved == size:
+    if saved == size and ("elastic" not in first or len(files) != saved):
         return [first]
     if len(files) != saved:
         log.warning(

@@ -120,7 +120,8 @@ class Gradients:
         key = self._seed * 1_000_003 + self.step + (bucket.reduction.times << 20)
         steps = self._reduce(bucket, sequence, key, self._gain())
         waits = len(bucket.reduce_plan) if bucket.exchange is None else bucket.exchange.waits
-        self._futures.append(self._channel.submit(steps, waits=waits, device=bucket.device))
+        assert bucket.buffer is not None
+        self._futures.append(self._channel.submit(steps, bucket.buffer, waits=waits))
 
     def _reduce(self, bucket: FlatGroup, sequence: int, key: int, gain: float) -> Steps[None]:
         """``bucket.reduced`` := or += the mean over the ranks of the own row of its buffer."""

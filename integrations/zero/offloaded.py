@@ -22,7 +22,7 @@ from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments, bits_of
-from commpress.integrations.zero.shards import Cut, local
+from commpress.integrations.zero.shards import Cut
 from commpress.integrations.zero.state import StoredState
 from commpress.integrations.zero.streamed import Streamed
 from commpress.integrations.zero.streamed_group import StreamedGroup, streamer_of
@@ -48,6 +48,8 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
+from commpress.optim.columns import local
+from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
@@ -120,6 +122,9 @@ class Offloaded(Wrapper):
             raise InvalidArgument("moments are quantised on the processor: leave device_budget= out")
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
         places, _ = trainable(self.param_groups, spread=True)
+        if max_grad_norm is not None:
+            named = [(name, parameter) for group in places for parameter, name, _ in group]
+            refuse_held("Offloaded(max_grad_norm=)", named, "would clip each rank by a factor of its own")
         check_elementwise(optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True)
         self.store, self.prefix, self.commit_every = store, prefix, commit_every
         parameters = [p for group in places for p, _, _ in group]
@@ -392,7 +397,9 @@ class Offloaded(Wrapper):
         return padded(4 * chunk.numel) * (1 + self._streams) + moments
 
     def _now(self) -> dict[int, int]:
-        return {r.index: local(r.parameter)._version for c in self.chunks for r in c.ranges if not c.values}
+        """Of each parameter a number that rises when it is written, as a DTensor or by way of its shard."""
+        ranges = (r for c in self.chunks for r in c.ranges if not c.values)
+        return {r.index: r.parameter._version + local(r.parameter)._version for r in ranges}
 
     # ------------------------------------------------------------ what outlives the process
 
@@ -516,6 +523,10 @@ class Offloaded(Wrapper):
 def _streamer(parameters: list[torch.Tensor], store: TieredStore) -> Streamed | None:
     """Of the parameters, if they are streamed."""
     found: set[Streamed] = {streamer for p in parameters if (streamer := streamer_of(p)) is not None}
+    if other := [streamer for streamer in found if not isinstance(streamer, Streamed)]:
+        raise InvalidArgument(
+            f"params are in a {type(other[0]).__name__}: use its own optimizer, commpress.moe.ExpertOptimizer, for the model"
+        )
     if len(found) > 1:
         raise InvalidArgument("params are of several streamed models: make one Offloaded for each")
     if any(streamer.store is not store for streamer in found):

@@ -18,9 +18,11 @@ from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
+from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import gather_rows
 from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.scalars import gathered
+from commpress.collectives.transports.factory import on_reform
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from commpress.integrations.zero.bucket import ShardedBucket, buckets, bytes_of, check_codecs, reduction_bytes
 from commpress.integrations.zero.elementwise import check_elementwise
@@ -38,6 +40,7 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
+from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
@@ -45,7 +48,7 @@ from commpress.work import Steps
 UNORDERED_LIMIT = 2  # buckets under way at once where messages are matched by tag
 
 
-class Partitioned(Wrapper):
+class Partitioned(Divided, Wrapper):
     """``Partitioned(model.parameters(), torch.optim.AdamW, lr=1e-3)``: that optimizer, its state spread over the ranks.
 
     Construct it on every rank, after moving the model to its device and dtype and with equal weights on all ranks. Do not
@@ -98,6 +101,8 @@ class Partitioned(Wrapper):
             raise InvalidArgument(f"bucket_mb is {bucket_mb!r}, expected a positive number")
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
         places, self._frozen = trainable(self.param_groups)
+        named = [(name, parameter) for group in places for parameter, name, _ in group]
+        refuse_held("Partitioned", named, "divides what all ranks hold alike")
         device = next(parameter.device for group in places for parameter, _, _ in group)
         check_elementwise(optimizer, options, self.param_groups, device=device, in_place=store is not None)
         self.stage = stage
@@ -132,6 +137,7 @@ class Partitioned(Wrapper):
             mine.update(options_of(theirs))
         self.gradients = Gradients(self.buckets, self.channel, stage=stage, scaler=self.grad_scaler, seed=seed)
         self._built = True
+        on_reform(None, self)
         if isinstance(self.inner, Offloaded):
             self._go_on(self.inner)
         self.channel.run(self._compare_replicas())
@@ -232,7 +238,7 @@ class Partitioned(Wrapper):
         for bucket in self.buckets:
             count = len(bucket.gather_plan)
             steps = self._gather(bucket, self.channel.take(count))
-            futures.append(self.channel.submit(steps, waits=count, device=bucket.device))
+            futures.append(self.channel.submit(steps, bucket.flat, waits=count))
         for future in futures:
             future.wait()
 

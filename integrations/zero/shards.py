@@ -3,34 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from commpress.collectives.channel import Channel
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument
-
-
-def is_cut(tensor: Any) -> bool:
-    return hasattr(tensor, "to_local")
-
-
-@torch.no_grad()
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part that this rank has of it: the same memory."""
-    cut: Any = tensor
-    return cut.to_local() if is_cut(cut) else cut
-
-
-def alike(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``values`` of this rank, cut as ``parameter`` is."""
-    if not is_cut(parameter):
-        return values
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        values, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+from commpress.optim.columns import is_cut
 
 
 class Cut:

@@ -18,9 +18,9 @@ from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.moments import Moments
-from commpress.integrations.zero.shards import alike, is_cut, local
 from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
 from commpress.integrations.zero.wrapper import MASTER, copied, like
+from commpress.optim.columns import alike, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 

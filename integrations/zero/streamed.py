@@ -22,7 +22,9 @@ from torch.autograd import Variable
 
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel
+from commpress.collectives.handover import Divided
 from commpress.collectives.scalars import gathered
+from commpress.collectives.transports.factory import on_reform
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.gradients import Gradients
 from commpress.integrations.zero.streamed_group import (
@@ -43,6 +45,7 @@ from commpress.integrations.zero.streamed_module import (
 )
 from commpress.integrations.zero.tiling import PlainName, plain_names
 from commpress.integrations.zero.weights_file import Reader, Writer
+from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.parameters import DTYPES
 from commpress.tiered_mem import TieredStore
@@ -50,7 +53,7 @@ from commpress.tiered_mem import TieredStore
 AHEAD = 2  # groups that are read from the disk ahead of need
 
 
-class Streamed(NotCopied):
+class Streamed(Divided, NotCopied):
     """The hooks of a model and its parameters in ``store``: the result of ``commpress.stream``."""
 
     def __init__(
@@ -96,6 +99,7 @@ class Streamed(NotCopied):
         self._gradients: Gradients | None = None
         self._followers: list[Callable[[str], None]] = []
         self._hooks = [model.register_forward_pre_hook(self._start, prepend=True)]
+        on_reform(None, self)
         for streamed in self.modules.values():
             self._hooks += streamed.watch()
 
@@ -135,7 +139,7 @@ class Streamed(NotCopied):
             group.load(self.store, group.flat)
             return
         sequence = self.channel.take(len(group.gather_plan))
-        self.channel.submit(group.gather(self.store, self.channel, sequence), device=group.device).wait()
+        self.channel.submit(group.gather(self.store, self.channel, sequence), group.flat).wait()
 
     def _start(self, *_: Any) -> None:
         """Before the model's forward: what is kept in memory is as the last step left it, and is ours."""
@@ -330,6 +334,8 @@ def _check(model: nn.Module, chunk_mb: float, keep: Sequence[str]) -> None:
     names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_modules()}
     if unknown := [name for name in keep if name not in names]:
         raise InvalidArgument(f"keep names {unknown[0]!r}, which is neither a parameter nor a module of the model")
+    cure = "keep a store for the experts alone, with commpress.moe.parallelise(model, store=...), and do not stream the model"
+    refuse_held("commpress.stream", model.named_parameters(), "moves what all ranks hold alike", cure=cure)
     for name, parameter in model.named_parameters():
         if parameter.dtype not in DTYPES:
             raise InvalidArgument(f"parameter {name!r} is {parameter.dtype}, expected float32, bfloat16 or float16")

@@ -205,6 +205,11 @@ def streamer_of(parameter: torch.Tensor) -> Any:
     return None if found is None else found()
 
 
+def streamers() -> set[object]:
+    """All that stream some parameter."""
+    return {streamer for found in _STREAMERS.values() if (streamer := found()) is not None}
+
+
 def set_streamer(parameter: torch.Tensor, streamer: object) -> None:
     _STREAMERS[parameter] = weakref.ref(streamer)
 
@@ -314,19 +319,28 @@ CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user, who is not
 
 
 @cache
-def return_large_blocks() -> bool:
-    """Large blocks of memory go back to the system when they are freed; False where the allocator is another one, or was tuned
-    by its environment.
+def return_large_blocks(large: int = LARGE) -> bool:
+    """Blocks of memory of ``large`` bytes go back to the system when they are freed; False where the allocator is another one,
+    or was tuned by its environment.
 
     glibc maps a large block by itself and unmaps it when it is freed, but raises what counts as large up to 32 MiB as such
     blocks come and go. From then on gradients and temporaries come from heaps, one for each thread, where small objects that
     live on keep what lies between them: memory then grows with the number of layers, though only a few are ever in use.
     """
-    try:
-        glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (AttributeError, ValueError):  # another system, another C library
-        return False
-    if not glibc or any(name in os.environ for name in CHOSEN):
+    if not _glibc() or any(name in os.environ for name in CHOSEN):
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGE) and mallopt(M_TRIM_THRESHOLD, 2 * LARGE))
+    return bool(mallopt(M_MMAP_THRESHOLD, large) and mallopt(M_TRIM_THRESHOLD, 2 * large))
+
+
+def return_holes() -> bool:
+    """Pages of freed memory between what lives on go back to the system; False where the allocator is another one."""
+    return _glibc() and bool(ctypes.CDLL(None).malloc_trim(0))
+
+
+@cache
+def _glibc() -> bool:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (AttributeError, ValueError):  # another system, another C library
+        return False

@@ -13,9 +13,9 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import ALIGN, Numbered
-from commpress.integrations.zero.shards import local
 from commpress.integrations.zero.streamed_group import StreamedGroup
 from commpress.integrations.zero.wrapper import copied, options_of
+from commpress.optim.columns import local
 from commpress.tiered_mem import Pending, TieredStore
 
 WEIGHT, GRADIENT = "weight", "gradient"

@@ -8,8 +8,8 @@ import torch
 
 from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
 from commpress.integrations.zero.bucket import Numbered
-from commpress.integrations.zero.shards import local
 from commpress.integrations.zero.streamed_group import is_streamed
+from commpress.optim.columns import local
 from commpress.optim.local_weights import WeightHolder
 from commpress.optim.parameters import check_parameter
 

@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: Trainer, Accelerate; asserts what must hold. The argument is a folder."""
+"""Run on two ranks: Trainer, Accelerate; asserts what must hold. The argument is a folder."""
 
 import sys
 from pathlib import Path

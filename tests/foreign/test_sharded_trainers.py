@@ -1,11 +1,11 @@
-"""Sharded optimizers, and loss scales, in other people's trainers, launched by torchrun on two ranks."""
+"""Sharded optimizers, and loss scales, in other people's trainers, on two ranks."""
+
+from pathlib import Path
 
 import pytest
 
-from test_trainers import HERE, launch
 
-
-def test_trainer_accelerate_and_lightning(compiled, tmp_path):
+def test_trainer_accelerate_and_lightning(scripts, tmp_path):
     for package in ("transformers", "accelerate", "lightning", "peft"):
         pytest.importorskip(package)
-    assert "all is well" in launch(HERE / "foreign" / "sharded_script.py", tmp_path, folder=tmp_path)
+    assert "all is well" in scripts.run(Path(__file__).with_name("sharded_script.py"), tmp_path, folder=tmp_path)

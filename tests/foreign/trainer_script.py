@@ -1,7 +1,7 @@
-"""Run by torchrun: what people do with a Trainer and with Accelerate. Arguments: what to do, and a folder.
+"""Run on ranks: what people do with a Trainer and with Accelerate. Arguments: what to do, and a folder.
 
-save     on some ranks: train, train again, train compiled, save and go on with Accelerate, Trainer and Lightning
-resume   on another number of ranks: go on from what was saved
+save     on some ranks: train, train again, save and go on with Accelerate, Trainer and Lightning
+resume   on another number of ranks: go on from what was saved; train compiled
 alone    on one rank
 """
 
@@ -213,7 +213,6 @@ def resumed_by_lightning(folder, kind):
 def save(folder):
     twice(folder / "twice")
     twice(folder / "momentum", (commpress.OneBitAdam, {"lr": 1e-3, "warmup_steps": 2}))
-    compiled(folder / "graphs")
     for name, kind in KINDS.items():
         saved_by_a_trainer(folder / "trainer" / name, kind, resume=name == "lamb")
         saved_by_lightning(folder / "lightning" / name, kind)
@@ -231,6 +230,7 @@ def resume(folder):
         resumed_by_lightning(folder / "lightning" / name, kind)
     _, loaded = accelerated(folder, range(4, 6), load=folder / "accelerate")
     torch.testing.assert_close(total(gathered(loaded)), saved_total(folder / "accelerate"))
+    compiled(folder / "graphs")
 
 
 def alone(folder):

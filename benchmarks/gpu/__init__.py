@@ -1,0 +1,205 @@
+"""everything that needs a GPU, in half an hour: bits, speed, training steps, the backend, memory beyond the device
+
+Runs steps in the order of their importance, each in a process of its own with a limit of time, and writes one line of JSON to
+results.jsonl after each; what fails or hangs is told with the reason, and the others go on. At the end a table of figures with
+their limits, and pictures. Part 1 takes at most 9 minutes on an H100 or H200; part 2 has what is larger.
+
+  python benchmarks gpu                       part 1 on the first card
+  python benchmarks gpu --part 2
+  python benchmarks gpu --twin                every line, small, on the processor in place of a card
+  python benchmarks gpu --steps kernels,ddp   only these
+  python benchmarks gpu --results build/gpu/results.jsonl --docs docs/gpu.md    enter what has run into a page, run nothing
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from commpress.cli import harness
+from commpress.errors import InvalidArgument
+from gpu import codecs, groups, machine, memory, runner, training
+from gpu.runner import Figure, Result, Step
+
+STEPS = [
+    Step("compile", codecs.compiling, 75), Step("bits", codecs.bits, 85), Step("kernels", codecs.kernels, 60),
+    Step("launches", codecs.launches, 30), Step("ddp", training.ddp, 55), Step("ranks", training.ranks, 60),
+    Step("fsdp", training.fsdp, 35), Step("optimizers", training.optimizers, 35), Step("backend", groups.backend, 30),
+    Step("store", memory.store, 25), Step("offloaded", memory.offloaded, 25), Step("streaming", memory.streaming, 25),
+    Step("nccl_ranks", groups.nccl_ranks, 60, part=2), Step("disk", memory.disk, 90, part=2),
+    Step("offloaded_billion", memory.offloaded_billion, 180, part=2),
+    Step("streaming_large", memory.streaming_large, 300, part=2), Step("largest", memory.largest, 400, part=2),
+]  # fmt: skip
+MARK = "<!-- runs are entered below, the last one first -->"
+HEAD = ["figure", "value", "limit", "value / limit", ""]
+WORD = {True: "ok", False: "MISSED", None: ""}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", type=int, default=1, choices=(1, 2), help="default 1")
+    parser.add_argument("--steps", metavar="A,B", help="only these; default all of the part")
+    parser.add_argument("--twin", action="store_true", help="dry run of every line on the processor; figures mean nothing")
+    parser.add_argument("--out", default="build/gpu", metavar="FOLDER", help="of what comes of it (default build/gpu)")
+    parser.add_argument("--results", metavar="FILE", help="show these instead of running anything")
+    parser.add_argument("--docs", metavar="PAGE", help="enter the run into the table of this page")
+    harness.add_options(parser, check="every step ran to its end and every figure holds its limit")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.docs and options.twin:
+        raise InvalidArgument("--docs is for what ran on a card: leave --twin out")
+    if options.results:
+        about, results = read(Path(options.results))
+    else:
+        about, results = measure(options)
+    rows = [row for result in results for row in rows_of(result)]
+    print("\n" + harness.render(HEAD, rows))
+    bad = [result for result in results if not result.holds]
+    print(f"\n{len(results) - len(bad)} of {len(results)} steps ran to their end and held their limits")
+    for result in bad:
+        print(f"  {result.step}: {reason(result)}")
+    if options.docs:
+        enter(Path(options.docs), about, results)
+    return harness.deliver(options, [asdict(r) for r in results], judge=lambda _: judge(results), draw=draw, about=about)
+
+
+def chosen(options: argparse.Namespace) -> list[Step]:
+    patience = 4 if options.twin else 1  # a twin may be busy with other things
+    every = [replace(step, limit=patience * step.limit) for step in STEPS]
+    if options.steps is None:
+        return [step for step in every if step.part == options.part]
+    known = {step.name: step for step in every}
+    names = options.steps.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise InvalidArgument(f"--steps has {unknown[0]!r}, expected some of {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
+    """Run the steps; every line of results.jsonl is written as soon as there is one."""
+    steps, folder = chosen(options), Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = describe(options.twin, folder)
+    if not about["card"]:
+        raise InvalidArgument("torch sees no CUDA device here: run this on a machine with a GPU, or add --twin")
+    print(f"{about['card']}: {len(steps)} steps, at most {sum(s.limit for s in steps) / 60:.0f} minutes")
+    if about.get("instead"):
+        print(f"in place of CUDA: {about['instead']}")
+    results = []
+    with open(folder / "results.jsonl", "w") as file:
+        file.write(json.dumps({"about": about, "part": options.part}) + "\n")
+        for step in steps:
+            print(f"\n{step.name}: {step.about} (at most {step.limit} s)", flush=True)
+            results.append(result := runner.run(step, twin=options.twin, folder=folder))
+            file.write(json.dumps(asdict(result)) + "\n")
+            file.flush()
+            for figure in result.figures:
+                print(f"  {line_of(figure)}")
+            print(f"  {result.status} after {result.seconds:.1f} s", flush=True)
+    if not options.plot and find_spec("matplotlib") is not None:
+        draw(str(folder / "figures.png"), [asdict(result) for result in results])
+    return about, results
+
+
+def describe(twin: bool, folder: Path) -> dict[str, Any]:
+    """Of the machine, found out by a process that ends: this one must not touch CUDA."""
+
+    def look(_: machine.Machine, report: runner.Report) -> None:
+        """The machine."""
+        report("about", 0.0, note=json.dumps(machine.described(twin)))
+
+    seen = runner.run(Step("machine", look, 60), twin=twin, folder=folder)
+    if not seen.figures:
+        raise InvalidArgument(f"the machine could not be looked at: {seen.why}")
+    return {"date": time.strftime("%Y-%m-%d"), **json.loads(seen.figures[0].note)}
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
+    first, *lines = path.read_text().splitlines()
+    results = [json.loads(line) for line in lines]
+    return json.loads(first)["about"], [Result(**{**r, "figures": [Figure(**f) for f in r["figures"]]}) for r in results]
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def value_of(figure: Figure) -> str:
+    if figure.error or figure.value is None:
+        return (figure.error or figure.note or "nothing").splitlines()[0]
+    return f"{figure.value:.4g} {figure.unit}".strip()
+
+
+def limit_of(figure: Figure) -> str:
+    return "" if figure.limit is None else f"at {figure.bound} {figure.limit:g}"
+
+
+def line_of(figure: Figure) -> str:
+    ratio = "" if figure.ratio is None else f"{figure.ratio:.2f} of it"
+    note = "" if figure.value is None else figure.note
+    cells = [f"{figure.what}: {value_of(figure)}", limit_of(figure), ratio, WORD[figure.holds], note]
+    return ", ".join(cell for cell in cells if cell)
+
+
+def rows_of(result: Result) -> list[list[str]]:
+    rows = [
+        [
+            f"{result.step}: {f.what}", value_of(f)[:60], limit_of(f), "" if f.ratio is None else f"{f.ratio:.2f}",
+            WORD[f.holds],
+        ]
+        for f in result.figures
+    ]  # fmt: skip
+    return rows + ([] if result.status == "ok" else [[result.step, result.status, "", "", "MISSED"]])
+
+
+def reason(result: Result) -> str:
+    """The cause, in a line, of a step that did not hold."""
+    if result.status != "ok":
+        lines = [line.strip() for line in result.why.splitlines()] or ["no word"]
+        told = lines[1] if result.status == "out of time" and len(lines) > 1 else lines[-1]  # where it was, or the error
+        return f"{result.status} after {result.seconds:.0f} s of {result.limit_seconds}: {told}"
+    return "; ".join(line_of(figure) for figure in result.figures if figure.holds is False)
+
+
+def judge(results: Sequence[Result]) -> list[tuple[str, bool]]:
+    return [(f"{r.step}: {r.status}" if r.holds else f"{r.step}: {reason(r)}", r.holds) for r in results]
+
+
+def enter(page: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
+    """A row for this run at the top of the page's table."""
+    text = page.read_text()
+    before, mark, after = text.partition(MARK)
+    if not mark:
+        raise InvalidArgument(f"{page} has no line {MARK!r}: the table goes below it")
+    head = "\n\n| date | card | torch, CUDA, CuPy | steps that held | what did not |\n| --- | --- | --- | --- | --- |\n"
+    rest = after.removeprefix(head)
+    held = ", ".join(r.step for r in results if r.holds) or "none"
+    missed = "<br>".join(f"{r.step}: {reason(r)[:160]}" for r in results if not r.holds).replace("|", "/") or "nothing"
+    versions = f"{about['torch']}, {about.get('cuda', '')}, {about.get('cupy', '')}"
+    row = f"| {about['date']} | {about['card']} | {versions} | {held} | {missed} |\n"
+    page.write_text(before + mark + head + row + rest)
+
+
+def draw(path: str, results: Sequence[dict[str, Any]]) -> None:
+    """Shares of the speed of a copy by codec and size, and every figure that has a limit over it."""
+    from commpress.cli import charts
+
+    every = [(r["step"], Figure(**f)) for r in results for f in r["figures"]]
+    shares: dict[str, dict[str, float | None]] = {}
+    for _, figure in every:
+        if figure.unit == "of copy" and figure.value is not None:
+            kernel, _, size = figure.what.partition(", ")
+            shares.setdefault(size, {})[kernel] = 100 * figure.value
+    bounded = [(f"{step}: {f.what}", f.ratio) for step, f in every if f.ratio is not None]
+    kernels = list(dict.fromkeys(kernel for found in shares.values() for kernel in found))
+    series = {size: [found.get(kernel) for kernel in kernels] for size, found in shares.items()}
+    parts = [(kernels, series, "% of the speed of a copy")] if kernels else []
+    parts += [([what for what, _ in bounded], {"": [ratio for _, ratio in bounded]}, "figure / its limit")] if bounded else []
+    if parts:
+        height = 2 + 0.22 * max(len(names) * len(series) for names, series, _ in parts)
+        with charts.chart(path, "What ran on the device", panels=len(parts), size=(8, height)) as panels:
+            for panel, (names, series, axis) in zip(panels, parts, strict=True):
+                charts.bars(panel, names, series, axis)

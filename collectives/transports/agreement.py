@@ -1,0 +1,597 @@
+"""Membership of the processes of a group on who is in it from now on, over their doors, without a store.
+
+Everybody asks the first of the last epoch that runs; that one leads: it waits until every member has come, is known to be
+dead or has been silent for too long, proposes an epoch, and has all of its members build their connections. An epoch is
+complete when all have said that they are ready, and the leader says so. Whoever is ready and does not hear it is in doubt
+until the next agreement: if everybody in reach is ready it is complete, because someone out of reach may have heard; else it
+never was. If the leader dies the next one leads.
+
+Two halves of a divided group cannot both go on: that takes more than half of the last epoch's members, or half with its
+first; or that the processes of all others are known to be dead, who did not go on by themselves before.
+"""
+
+import gc
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from commpress.collectives.change import Change
+from commpress.collectives.transports.conversation import Conversation, Message
+from commpress.collectives.transports.heartbeat import Heartbeat
+from commpress.collectives.transports.meeting import ENLIST, GONE_ON, JOIN, PING, WELCOME, knock
+from commpress.collectives.transports.membership import Epoch, Membership, Proposal, contact_of, new_key
+from commpress.collectives.transports.roster import Roster, base_of, keys_of, may_go_on
+from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, PeerFailure
+
+TICK = 0.05  # seconds between two looks at what is not a message
+CANDIDATES = 8  # members asked at the same time whether they run
+SILENCE = 5.0  # seconds without an answer after which a process counts as stopped, at most
+DEAD, SILENT, LATE, LEFT = "its process is gone", "its process does not answer", "it did not come", "it gave up"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Terms on which one process comes to an agreement."""
+
+    age: int = 0
+    said: bytes = b""
+    minimum: int = 1
+    labels: Callable[[], Sequence[str]] = tuple  # of the objects that are to be connected: the same for everybody
+    count: int = 0  # of groups that it has named; the largest goes on
+    contacts: Callable[[], Sequence[str]] | None = None  # doors of a group to join
+    began: tuple[str, ...] = ()  # doors of members that had begun to agree before this one did
+    appointed: tuple[str, ...] = ()  # doors of those who are to be the members, where somebody else has agreed on them
+    ordered: bool = True  # they are by rank
+    key: int = 0  # of the epoch, then
+
+
+class Builder(Protocol):
+    """Builder of the group that is agreed on, as one process has it."""
+
+    @property
+    def refusal(self) -> str:
+        """The reason why an object of this process cannot go on with what was built, or nothing."""
+
+    def offer(self, places: Sequence[str]) -> Message:
+        """Facts that a leader gives to all who are to build."""
+
+    def build(self, proposal: Proposal) -> Callable[[], None]:
+        """Connect, stage; what to do once everybody has. May be called again, after ``undo``."""
+
+    def undo(self) -> None:
+        """Let go of what ``build`` has made or begun."""
+
+
+class Agreement:
+    """One agreement, as one process takes part in it.
+
+    ``run`` returns the change on which all have agreed and which they have built, and what some of their objects have against
+    it; or raises one of the named errors, in ``timeout`` seconds, or little more where building takes longer.
+    """
+
+    def __init__(self, mine: Membership, terms: Terms, builder: Builder, timeout: float) -> None:
+        self.mine, self.terms, self.builder, self.timeout = mine, terms, builder, timeout
+        self.here, self.patience = mine.here, min(SILENCE, timeout / 5)
+        self.started = time.monotonic()
+        self.deadline, self.late = self.started + timeout, self.started + timeout * (0.8 if terms.appointed else 0.5)
+        self.links: dict[str, Conversation] = {}
+        self.reports: dict[str, Message] = {}
+        self.fresh: list[Conversation] = []  # callers that have not said who they are
+        self.gone: dict[str, tuple[str, float]] = {}  # doors at which nobody leads: why, since when
+        self.probes: dict[str, Heartbeat] = {}
+        self.linked: set[str] = set()  # members that agreed with this one, at any time
+        self.proposal: Proposal | None = None
+        self.contacts: deque[str] = deque()
+        self.swept = False  # objects that nobody holds any more are gone
+        self.moved = False  # sent to another leader
+        self.change: Change | None = None  # since this agreement began
+        mine.expected = terms.key
+
+    def run(self) -> tuple[Change, str]:
+        try:
+            while True:
+                leader = self._leader()
+                outcome = self._lead() if leader == self.here else self._follow(leader)
+                if outcome is not None:
+                    return outcome
+        except BaseException:
+            self.mine.expected = 0
+            if self.mine.ready is None:
+                self.builder.undo()
+            raise
+        finally:
+            self.mine.give_back(link for link in self.fresh if link.kind == JOIN)
+            for link in [*self.links.values(), *(link for link in self.fresh if link.kind != JOIN)]:
+                link.close()
+            for probe in self.probes.values():
+                probe.close()
+
+    def _leader(self) -> str:
+        """The door of who is to lead: the first that runs."""
+        if self.terms.appointed:
+            return self.terms.appointed[0]
+        if self.terms.contacts is not None and self.mine.ready is None:
+            while not self.contacts:
+                self.contacts.extend(self.terms.contacts())
+                self._check()
+                if not self.contacts:
+                    self._listen([], TICK)
+            return self.contacts[0]
+        return next((place for place in self._order() if place not in self.gone), self.here)
+
+    def _next(self) -> list[str]:
+        """Some of those who lead if others do not: they are asked at the same time, so as not to wait for each in turn."""
+        return [place for place in self._order() if place not in self.gone and place != self.here][:CANDIDATES]
+
+    def _order(self) -> tuple[str, ...]:
+        if self.terms.appointed:
+            return self.terms.appointed
+        return self.mine.ready[0].epoch.places if self.mine.ready else self.mine.epoch.places
+
+    def _report(self) -> Message:
+        ready, terms = self.mine.ready, self.terms
+        return {
+            "place": self.here, "epoch": asdict(self.mine.epoch), "ready": asdict(ready[0].epoch) if ready else None,
+            "age": terms.age, "said": terms.said.hex(), "minimum": terms.minimum, "labels": list(terms.labels()),
+            "count": terms.count, "patience": self.late - time.monotonic(), "join": terms.contacts is not None,
+            "began": list(terms.began), "linked": list(self.linked), "brings": self.mine.waiting,
+            "appointed": list(terms.appointed), "ordered": terms.ordered,
+        }  # fmt: skip
+
+    # ------------------------------------------------------------ waiting
+
+    def _check(self) -> None:
+        if time.monotonic() < self.deadline:
+            return
+        waited = [place for place in self._order() if place != self.here and place not in self.reports]
+        if self.terms.appointed and self.here != self.terms.appointed[0]:
+            waited = [self.terms.appointed[0]]
+        raise PeerFailure(
+            f"rank {self.mine.rank} waited {self.timeout:g} s for agreement on who goes on. "
+            f"{self._names(waited) or 'Nobody answered.'}",
+            ranks=self._ranks(waited),
+        )
+
+    def _listen(self, links: Iterable[Conversation], seconds: float) -> None:
+        """Wait for news from these links and at the door, and answer whoever is there."""
+        with selectors.DefaultSelector() as news:
+            news.register(self.mine.door, selectors.EVENT_READ)
+            for link in links:
+                if link.open:
+                    news.register(link, selectors.EVENT_READ)
+            news.select(max(seconds, 0.0))
+        self.mine.listen()
+
+    def _probe(self, place: str) -> Heartbeat:
+        probe = self.probes.get(place)
+        if probe is None:
+            probe = self.probes[place] = Heartbeat(place, lambda: self.mine.keys)
+        probe.look()
+        return probe
+
+    def _state(self, place: str) -> str:
+        """The reason not to wait for a member, "" if there is none."""
+        probe = self._probe(place)
+        if probe.gone_on and place in self.mine.epoch.places:  # a newcomer is of an epoch of its own
+            raise self._excluded(place)
+        if probe.dead:
+            return DEAD
+        if time.monotonic() - probe.answered > self.patience:
+            return SILENT
+        return LATE if time.monotonic() > self.late else ""
+
+    def _excluded(self, place: str) -> Excluded:
+        others = [each for each in self._order() if each != self.here]
+        return Excluded(
+            f"rank {self.mine.rank}: the others went on without this rank, which was stopped, cut off or too late. "
+            "group.reform(join=error.contact) takes it in again, as a newcomer.",
+            ranks=self._ranks(others), contact=contact_of(place),
+        )  # fmt: skip
+
+    def _ranks(self, places: Iterable[str]) -> tuple[int, ...]:
+        found = (self._rank(place) for place in places)
+        return tuple(sorted(rank for rank in found if rank is not None))
+
+    def _rank(self, place: str) -> int | None:
+        """The number by which errors name a member: that of now, or the appointed one."""
+        if self.terms.appointed and self.terms.ordered:
+            return self.terms.appointed.index(place) if place in self.terms.appointed else None
+        return self.mine.epoch.rank(place)
+
+    def _names(self, places: Iterable[str]) -> str:
+        """Sentences about members that are missing."""
+        said = []
+        for place in places:
+            rank = self._rank(place)
+            probe = self.probes.get(place)
+            why = self.gone[place][0] if place in self.gone else "it runs, but did not come"
+            if probe is not None and place not in self.gone:
+                why = DEAD if probe.dead else SILENT if not probe.heard_since(time.monotonic() - self.patience) else why
+            said.append(f"Rank {rank}: {why}." if rank is not None else f"A newcomer: {why}.")
+        return " ".join(said)
+
+    # ------------------------------------------------------------ following
+
+    def _follow(self, place: str) -> tuple[Change, str] | None:
+        """Do what the process behind ``place`` says; None if it does not lead, or no more."""
+        self._check()
+        kind = JOIN if self.terms.contacts is not None and self.mine.ready is None else ENLIST
+        try:
+            left = min(self.patience, self.deadline - time.monotonic())
+            connection = knock(place, kind, self.mine.rank, self.mine.keys, left)
+        except OSError as error:
+            self._leave(place, DEAD if isinstance(error, ConnectionRefusedError) else SILENT)
+            return None
+        link, welcomed, since = Conversation(connection, place, kind), False, time.monotonic()
+        try:
+            while link.open:
+                self._check()
+                self._listen([link], TICK)
+                if not welcomed:
+                    answer = link.first()
+                    if answer == GONE_ON and not self.terms.appointed and place in self.mine.epoch.places:
+                        raise self._excluded(place)
+                    if answer is not None and answer != WELCOME:
+                        break
+                    welcomed = answer == WELCOME
+                    if welcomed:
+                        self.linked.add(place)
+                        link.send("report", **self._report())
+                for message in link.receive() if welcomed else []:
+                    outcome = self._obey(message, link)
+                    if outcome is not None:
+                        return outcome
+                if kind == JOIN:
+                    if not welcomed and len(self.contacts) > 1 and time.monotonic() > since + self.patience:
+                        break
+                elif not self.terms.appointed and (why := self._state(place)) in (DEAD, SILENT):
+                    self._leave(place, why)
+                    return None
+                for other in self._next():
+                    self._probe(other)
+                if welcomed and not self.terms.appointed:
+                    self._send_on(place)
+        finally:
+            link.close()
+        if self.moved:
+            self.moved = False
+            return None
+        self._leave(place, self._why(place))
+        return None
+
+    def _why(self, place: str) -> str:
+        """The way in which the process ended that has hung up."""
+        try:
+            knock(place, PING, self.mine.rank, self.mine.keys, self.patience).close()
+        except ConnectionRefusedError:
+            return DEAD
+        except OSError:
+            return SILENT
+        return LEFT
+
+    def _leave(self, place: str, why: str) -> None:
+        time.sleep(TICK / 2 if why != DEAD else 0)
+        if self.terms.appointed:
+            if why == DEAD and time.monotonic() > self.started + self.patience:
+                self._probe(place).dead = True
+                raise PeerFailure(f"the group cannot be formed. {self._names([place])}", ranks=self._ranks([place]))
+        elif self.contacts and place == self.contacts[0]:
+            self.contacts.popleft()
+        else:
+            self.gone[place] = why, time.monotonic()
+
+    def _send_on(self, leader: str) -> None:
+        """Tell those who have called here who leads."""
+        for link in self.mine.callers():
+            link.send("goto", place=leader, places=list(self._order()))
+            link.close()
+
+    def _obey(self, message: Message, link: Conversation) -> tuple[Change, str] | None:
+        match message:
+            case {"is": "propose"}:
+                self._settle(message["adopt"])
+                self.proposal = _proposal(message)
+                link.send("accept", key=self.proposal.epoch.key)
+            case {"is": "go"} if self.proposal is not None:
+                key = self.proposal.epoch.key
+                failed = self._build(self.proposal)
+                if failed is None:
+                    link.send("ready", key=key, refusal=self.builder.refusal)
+                else:
+                    link.send("failed", key=key, text=failed)
+            case {"is": "sweep"}:
+                gc.collect()
+                link.send("report", **self._report())
+            case {"is": "abort"}:
+                self._settle(0)
+            case {"is": "done"}:
+                return self._complete(), message["refusal"]
+            case {"is": "goto"}:
+                self.moved = True
+                if self.terms.contacts is not None and self.mine.ready is None:
+                    self.contacts = deque([message["place"], *(p for p in message["places"] if p != message["place"])])
+                else:
+                    self.gone.pop(message["place"], None)
+                    self.probes.pop(message["place"], None)
+                link.close()
+            case {"is": "refused"}:
+                raise _error(message)
+        return None
+
+    def _build(self, proposal: Proposal) -> str | None:
+        """Build; what went wrong, or None: then this process is ready."""
+        try:
+            commit = self.builder.build(proposal)
+        except (CommunicationError, OSError, RuntimeError) as error:
+            self.builder.undo()
+            return f"{type(error).__name__}: {error}"
+        self.mine.ready = proposal, commit
+        return None
+
+    def _complete(self) -> Change:
+        change = self.mine.complete()
+        self.change = change if self.change is None else change.after(self.change)
+        return self.change
+
+    def _settle(self, adopt: int) -> None:
+        """Decide on what is in doubt: it was completed if it is to be adopted, else it never was."""
+        if self.mine.ready is None:
+            return
+        if self.mine.ready[0].epoch.key == adopt:
+            self._complete()
+        else:
+            self.mine.ready = None
+            self.builder.undo()
+
+    # ------------------------------------------------------------ leading
+
+    def _lead(self) -> tuple[Change, str] | None:
+        """Gather the members, propose, carry out; None if another is to lead."""
+        while True:
+            self._check()
+            self._listen([*self.links.values(), *self.fresh], TICK)
+            self._collect()
+            if self._gives_way():
+                return None
+            roster = self._roster()
+            if roster is not None:
+                outcome = self._carry_out(roster)
+                if outcome is not None:
+                    return outcome
+
+    def _collect(self) -> None:
+        """Take reports; forget who has hung up."""
+        self.fresh += self.mine.callers()
+        for link in list(self.fresh):
+            for message in link.receive():
+                if message["is"] != "report":
+                    continue
+                self.fresh.remove(link)
+                place = link.place = message["place"]
+                if place in self.links:
+                    self.links[place].close()
+                message["came"] = time.monotonic()
+                self.links[place], self.reports[place] = link, message
+                self.linked.add(place)
+                self.late = min(self.late, time.monotonic() + max(message["patience"], 0.0))
+            if not link.open and link in self.fresh:
+                self.fresh.remove(link)
+        for place, link in list(self.links.items()):
+            link.receive()
+            if not link.open:
+                self._drop(place)
+
+    def _drop(self, place: str) -> None:
+        self.links.pop(place).close()
+        del self.reports[place]
+
+    def _gives_way(self) -> bool:
+        """True if one before this in the order runs after all."""
+        for place in self._order():
+            if place == self.here:
+                return False
+            if place in self.gone and self._probe(place).heard_since(self.gone[place][1]) and time.monotonic() < self.late:
+                del self.gone[place]
+                for link in self.links.values():
+                    link.send("goto", place=place, places=list(self._order()))
+                    link.close()
+                self.links.clear()
+                self.reports.clear()
+                return True
+        return False
+
+    def _roster(self) -> Roster | None:
+        """The members from now on; None while somebody is awaited."""
+        own = self._report()
+        if self.terms.appointed:
+            return self._appointed(own)
+        keys = {key for key in self.mine.keys if key}
+        members = [own, *(report for report in self.reports.values() if keys & set(keys_of(report)))]
+        base, adopt = base_of(members)
+        here = {report["place"] for report in members}
+        lost = {place: self._state(place) for place in base.places if place not in here}
+        joining = [report for report in self.reports.values() if report["place"] not in here]
+        for report in [report for report in joining if not report["join"]]:
+            self._refuse(report["place"], "Excluded", "the others went on without this rank. Let it join them again.")
+        joining = [report for report in joining if report["join"]]
+        overdue = time.monotonic() > self.late
+        if not all(lost.values()) or self._awaits(joining, members):
+            return None
+        size, dead = len(base.places), {place for place, why in lost.items() if why == DEAD}
+        if not may_go_on(base, members, dead, self.linked):
+            if overdue:
+                text = (
+                    f"{size - len(lost)} of {size} ranks are left, which is no majority: the others may go on elsewhere, so "
+                    f"these must not. {self._names(lost)}"
+                )
+                self._end(NoQuorum, text, lost)
+            return None
+        if not self.swept and any(report["labels"] != own["labels"] for report in (*members, *joining)):
+            self._sweep()
+            return None
+        for report in members:
+            if report["labels"] != own["labels"]:
+                self._end(InvalidArgument, _different(own, report), {})
+        for report in [report for report in joining if report["labels"] != own["labels"]]:
+            joining.remove(report)
+            self._refuse(report["place"], "InvalidArgument", _different(own, report))
+        there = size - len(lost) + len(joining)
+        minimum = max(report["minimum"] for report in members)
+        if there < minimum:
+            if overdue:
+                self._end(NoQuorum, f"{there} ranks are here, and minimum is {minimum}. {self._names(lost)}", lost)
+            return None
+        roster, refused = Roster.merged(base, adopt, members, joining)
+        for place, text in refused:
+            self._refuse(place, "InvalidArgument", text)
+        return roster
+
+    def _sweep(self) -> None:
+        """Have all report again without objects that only the garbage collector would find."""
+        self.swept = True
+        gc.collect()
+        for link in self.links.values():
+            link.send("sweep")
+        self.fresh += self.links.values()
+        self.links.clear()
+        self.reports.clear()
+
+    def _awaits(self, joining: Sequence[Message], members: Sequence[Message]) -> bool:
+        """True while newcomers are to be waited for: sent here by members, or of a group of which others have come."""
+        now = time.monotonic()
+        if any(link.kind == JOIN for link in self.fresh) and now < self.started + self.patience:
+            return True
+        for report in [r for r in joining if r["epoch"]["lineage"] != self.mine.epoch.lineage]:
+            group = [r for r in joining if r["epoch"]["key"] == report["epoch"]["key"]]
+            if len(group) < len(report["epoch"]["places"]) and now < min(r["came"] for r in group) + self.patience:
+                return True
+        brought = [r for r in members if r["brings"] and now < r.get("came", 0.0) + self.patience]
+        return len(joining) < sum(report["brings"] for report in brought)
+
+    def _appointed(self, own: Message) -> Roster | None:
+        """Members are those whom somebody else has chosen: all of them come, or nobody goes on."""
+        terms = self.terms
+        for report in self.reports.values():
+            if (report["appointed"], report["ordered"]) != (own["appointed"], own["ordered"]):
+                self._end(InvalidArgument, "ranks were given different handles for the same uuid: give all the same ones", {})
+        missing = [place for place in terms.appointed if place != self.here and place not in self.reports]
+        if missing:
+            if all([self._probe(place).dead for place in missing]) or time.monotonic() > self.late:
+                text = f"a group of {len(terms.appointed)} ranks was to be formed. {self._names(missing)}"
+                self._end(PeerFailure, text, missing)
+            return None
+        reports = {place: own if place == self.here else self.reports[place] for place in terms.appointed}
+        different = [report for report in reports.values() if report["labels"] != own["labels"]]
+        if different and not self.swept:
+            self._sweep()
+            return None
+        if different:
+            self._end(InvalidArgument, _different(own, different[0]), {})
+        return Roster.appointed(reports, ordered=terms.ordered)
+
+    # ------------------------------------------------------------ carrying out
+
+    def _carry_out(self, roster: Roster) -> tuple[Change, str] | None:
+        places = roster.places
+        self._settle(roster.adopt)
+        reports = [self._report() if place == self.here else self.reports[place] for place in places]
+        number = max(report["epoch"]["number"] for report in reports) + 1
+        epoch = Epoch(number, self.terms.key or new_key(), roster.base.lineage, places)
+        try:
+            facts = self.builder.offer(places)
+        except (OSError, RuntimeError):
+            return None
+        common = {
+            "epoch": asdict(epoch), "sources": roster.sources, "size_before": len(roster.base.places),
+            "said": [report["said"] for report in reports], "adopt": roster.adopt, "facts": facts,
+            "count": max(report["count"] for report in reports),
+        }  # fmt: skip
+        links = {place: self.links[place] for place in places if place != self.here}
+        for place, link in links.items():
+            link.send("propose", rank=places.index(place), **common)
+        if self._answers(links, "accept", epoch.key, self.patience) is None:
+            self._abort(links)
+            return None
+        for link in links.values():
+            link.send("go")
+        failed = self._build(_proposal({"rank": places.index(self.here), **common}))
+        left = self.deadline - time.monotonic()
+        answers = None if failed is not None else self._answers(links, "ready", epoch.key, left)
+        if answers is None:
+            self._abort(links)
+            return None
+        refusal = next((text for text in [self.builder.refusal, *answers] if text), "")
+        change = self._complete()
+        for link in links.values():
+            link.send("done", refusal=refusal)
+        return change, refusal
+
+    def _answers(self, links: dict[str, Conversation], kind: str, key: int, seconds: float) -> list[str] | None:
+        """The answers of all; None if somebody has failed, hung up or is silent."""
+        found: dict[str, str] = {}
+        until = time.monotonic() + seconds
+        while len(found) < len(links):
+            silent = [place for place in links if place not in found]
+            if time.monotonic() > until:
+                for place in silent:
+                    self._drop(place)
+                return None
+            self._listen([links[place] for place in silent], TICK)
+            for place in silent:
+                for message in links[place].receive():
+                    if message.get("key") != key:
+                        continue
+                    if message["is"] == "failed":
+                        return None
+                    if message["is"] == kind:
+                        found[place] = message.get("refusal", "")
+                if not links[place].open:
+                    self._drop(place)
+                    return None
+                if place not in found and not self.terms.appointed and self._state(place) in (DEAD, SILENT):
+                    self._drop(place)
+                    return None
+        return [found[place] for place in links]
+
+    def _abort(self, links: dict[str, Conversation]) -> None:
+        self._settle(0)
+        for link in links.values():
+            link.send("abort")
+
+    def _refuse(self, place: str, kind: str, text: str, ranks: Sequence[int] = ()) -> None:
+        self.links[place].send("refused", kind=kind, text=text, ranks=list(ranks))
+        self._drop(place)
+
+    def _end(self, kind: type[Exception], text: str, lost: Iterable[str]) -> None:
+        """All of this group end with the same error."""
+        for place in list(self.links):
+            self._refuse(place, kind.__name__, text, self._ranks(lost))
+        raise kind(text, ranks=self._ranks(lost)) if issubclass(kind, CommunicationError) else kind(text)
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (Excluded, NoQuorum, PeerFailure, InvalidArgument)
+}
+
+
+def _error(message: Message) -> Exception:
+    """The one with which a leader refuses."""
+    kind, text = _ERRORS[message["kind"]], message["text"]
+    return kind(text, ranks=tuple(message["ranks"])) if issubclass(kind, CommunicationError) else kind(text)
+
+
+def _proposal(message: Message) -> Proposal:
+    said = tuple(bytes.fromhex(each) for each in message["said"])
+    epoch = Epoch.of(message["epoch"])
+    change = Change(epoch.number, message["rank"], message["size_before"], tuple(message["sources"]), said)
+    return Proposal(epoch, change, message["facts"], message["count"])
+
+
+def _different(own: Message, other: Message) -> str:
+    return (
+        f"a rank has the objects {other['labels']} over its group, and those that it meets have {own['labels']}: construct the "
+        "same ones, in the same order, on every rank before they reform"
+    )

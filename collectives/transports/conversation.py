@@ -1,0 +1,85 @@
+"""Conversations of two processes: messages in JSON over a connection, each behind its length."""
+
+import contextlib
+import json
+import socket
+import struct
+from typing import Any
+
+from commpress.collectives.transports.meeting import ENLIST
+
+SENDING = 5.0  # seconds in which a message must go
+LONGEST = 64 << 20  # bytes of a message
+_LENGTH = struct.Struct("<I")
+Message = dict[str, Any]
+
+
+class Conversation:
+    """A connection over which two processes agree: messages in JSON, each behind its length."""
+
+    def __init__(self, connection: socket.socket, place: str = "", kind: int = ENLIST) -> None:
+        connection.setblocking(False)
+        self.socket, self.place, self.kind = connection, place, kind
+        self.open = True
+        self._data = b""
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, what: str, **fields: Any) -> None:
+        data = json.dumps({"is": what, **fields}).encode()
+        try:
+            self.socket.settimeout(SENDING)
+            self.socket.sendall(_LENGTH.pack(len(data)) + data)
+            self.socket.setblocking(False)
+        except OSError:
+            self.close()
+
+    def receive(self) -> list[Message]:
+        """The messages that have come; ``open`` is False after the last."""
+        while self.open:
+            try:
+                part = self.socket.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                part = b""
+            if not part:
+                self.close()
+            self._data += part
+        found: list[Message] = []
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > LONGEST:
+                self.close()
+                break
+            if len(self._data) < _LENGTH.size + length:
+                break
+            found.append(json.loads(self._data[_LENGTH.size : _LENGTH.size + length]))
+            self._data = self._data[_LENGTH.size + length :]
+        return found
+
+    def first(self) -> bytes | None:
+        """The answer to the greeting, None if there is none yet."""
+        try:
+            return self.socket.recv(1)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    @property
+    def gone(self) -> bool:
+        """True if the other end has hung up; takes nothing that has come."""
+        if self.open:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    if not self.socket.recv(1, socket.MSG_PEEK):
+                        self.close()
+                except ConnectionError:
+                    self.close()
+        return not self.open
+
+    def close(self) -> None:
+        self.open = False
+        self.socket.close()

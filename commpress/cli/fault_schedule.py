@@ -1,0 +1,90 @@
+"""Schedule of the faults that ``commpress chaos`` makes: drawn from a seed at a rate, or read from a file."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from commpress.cli.hosts import SHARES
+from commpress.errors import InvalidArgument
+
+KINDS = {  # → seconds that it lasts: from, to
+    "kill": (0.0, 0.0),
+    "stop": (1.0, 5.0),
+    "slow": (5.0, 10.0),
+    "cut": (2.0, 10.0),
+}
+LAUNCHER = -1  # the process that holds the store of the rendezvous
+_LAUNCHER = "launcher"
+FORM = "SECONDS kill|stop|slow|cut RANK|launcher [for SECONDS] [all|half|bulk]"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A thing done to one process, some seconds after all have begun to train."""
+
+    at: float
+    kind: str
+    victim: int
+    seconds: float = 0.0
+    share: str = "all"  # of packets, of a link that is cut
+
+    def __str__(self) -> str:
+        whom = _LAUNCHER if self.victim == LAUNCHER else f"{self.victim}"
+        lasts = f" for {self.seconds:.3g} s" if self.kind != "kill" else ""
+        return f"{self.kind} {whom}{lasts}" + (f" {self.share}" if self.kind == "cut" else "")
+
+
+def drawn(
+    kinds: Sequence[str], per_hour: float, ranks: int, seconds: float, seed: int, *, first: float = 0.0
+) -> Iterator[Fault]:
+    """Faults of these kinds at random times, ``per_hour`` on average, from ``first`` to ``seconds``.
+
+    The gaps between them are exponential, as between failures that know nothing of each other; the same seed draws the same.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise InvalidArgument(f"fault is {kind!r}, expected some of {', '.join(KINDS)}")
+    draws = random.Random(seed)
+    at = first
+    while per_hour > 0 and kinds:
+        at += draws.expovariate(per_hour / 3600)
+        kind, victim = draws.choice(list(kinds)), draws.randrange(ranks)
+        lasts, share = draws.uniform(*KINDS[kind]), draws.choice(list(SHARES))
+        if at >= seconds:
+            return
+        yield Fault(at, kind, victim, lasts, share if kind == "cut" else "all")
+
+
+def read(path: str | Path, ranks: int) -> list[Fault]:
+    """Faults of a file with one a line, in the order of their times; empty lines and what follows # are left out."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise InvalidArgument(f"--schedule {path}: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if words:
+            try:
+                found.append(_fault(words, ranks))
+            except (ValueError, IndexError) as error:
+                raise InvalidArgument(f"{path}, line {number} is {line.strip()!r} ({error}), expected {FORM}") from None
+    return sorted(found, key=lambda fault: fault.at)
+
+
+def _fault(words: list[str], ranks: int) -> Fault:
+    at, kind, whom, *rest = words
+    victim = LAUNCHER if whom == _LAUNCHER else int(whom)
+    if kind not in KINDS or not LAUNCHER <= victim < ranks or (victim == LAUNCHER and whom != _LAUNCHER) or float(at) < 0:
+        raise ValueError(f"no such time, fault, or rank of {ranks}")
+    seconds, share = KINDS[kind][1], "all"
+    while rest:
+        word = rest.pop(0)
+        if word == "for":
+            seconds = float(rest.pop(0))
+        elif word in SHARES and kind == "cut":
+            share = word
+        else:
+            raise ValueError(f"{word!r} means nothing here")
+    return Fault(float(at), kind, victim, seconds, share)

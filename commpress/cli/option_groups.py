@@ -1,0 +1,152 @@
+"""Options that several commands share. Nothing here loads torch: help is shown at once."""
+
+import argparse
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from commpress.errors import CommpressError, InvalidArgument, MissingPackage
+
+PICTURES = (".png", ".svg", ".pdf")
+FILES = ("json", "plot", "out")  # options that name a file which is written at the end
+
+
+def size(text: str) -> int:
+    """Bytes of '32MiB'."""
+    from commpress.tiered_mem import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except CommpressError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def counts(option: str, text: str) -> list[int]:
+    """Positive numbers of '1,2,4'."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise InvalidArgument(f"{option} is {text!r}, expected positive numbers such as 1,2,4,8")
+    return found
+
+
+def add_output(parser: argparse.ArgumentParser, *, check: str | None = None) -> None:
+    """``check`` goes on from "exit status 1 unless"; commands without bars have none."""
+    if check is not None:
+        parser.add_argument("--check", action="store_true", help=f"exit status 1 unless {check.replace('%', '%%')}")
+    parser.add_argument("--json", metavar="FILE", help="all rows, with settings and versions")
+    parser.add_argument("--plot", metavar="FILE", help="a picture of it: .png, .svg or .pdf (needs matplotlib)")
+
+
+def refuse_early(options: argparse.Namespace) -> None:
+    """Files that cannot be written and pictures that cannot be drawn, before minutes of measuring."""
+    for name in FILES:
+        check_file(name, getattr(options, name, None))
+    path = getattr(options, "plot", None)
+    if path is None:
+        return
+    if Path(path).suffix not in PICTURES:
+        raise InvalidArgument(f"--plot is {path!r}, expected a name that ends in {', '.join(PICTURES)}")
+    if find_spec("matplotlib") is None and not getattr(options, "draws_itself", False):
+        raise MissingPackage("--plot needs matplotlib: pip install 'commpress[demo]'")
+
+
+def check_file(name: str, path: str | None) -> None:
+    """A name under which a file can be written, or nothing."""
+    if not path:
+        return
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise InvalidArgument(f"--{name} is {path!r}, expected the name of a file in a folder that is there and can be written")
+
+
+def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
+    parser.add_argument("--min-bytes", type=size, default=least, metavar="SIZE", help=f"default {least}")
+    parser.add_argument("--max-bytes", type=size, default=most, metavar="SIZE", help=f"default {most}")
+    parser.add_argument("--factor", type=int, default=factor, metavar="N", help=f"from one size to the next (default {factor})")
+
+
+def add_ranks(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
+    says = f"local processes (default {ranks}); a launcher's own number wins"
+    parser.add_argument("--ranks", type=int, default=ranks, metavar="N", help=says)
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each rank (default 1)")
+
+
+def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
+    for name, default, metavar, what in (
+        ("rounds", rounds, "N", "of every variant"),
+        ("steps", steps, "N", "steps of each round"),
+        ("batch", batch, "N", "windows per rank and step"),
+        ("length", 64, "N", "bytes of text in a window"),
+        ("width", 384, "N", "of the model"),
+        ("layers", 6, "N", "of the model"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar=metavar, help=f"{what} (default {default})")
+
+
+def add_topology(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--topology", default="auto", metavar="NODES",
+        help="nodes x ranks as 2x4, sizes as 4,4,3, ranks as '0 2|1 3', or what the launcher says (default auto)",
+    )  # fmt: skip
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("machines")
+    group.add_argument(
+        "--nodes", default="4x1", metavar="NxR", help="nodes x ranks per node; several kinds as 8x4,2x4 (default 4x1)"
+    )
+    group.add_argument(
+        "--link", action="append", metavar="RATE,TIME",
+        help="of a node: rate and one-way latency, as 1gbit,100us; once for each kind of node (default 1gbit,100us)",
+    )  # fmt: skip
+    group.add_argument("--links", metavar="FILE", help="what commpress probe wrote, for --nodes, --link and --inside")
+    group.add_argument(
+        "--inside", metavar="RATE,TIME", help="of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)"
+    )
+    group.add_argument("--foreign", metavar="RATE", help="between nodes of different kinds, where that is slower")
+    group.add_argument("--rack", type=int, default=0, metavar="N", help="nodes below one switch (default: all)")
+    group.add_argument("--oversubscription", type=float, default=1.0, metavar="F", help="of a rack's uplink (default 1)")
+    group.add_argument("--straggler", type=float, default=1.0, metavar="F", help="one node computes F times slower")
+    group.add_argument(
+        "--device", default="cpu", metavar="D",
+        help="cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, as 900GB/s (default cpu)",
+    )  # fmt: skip
+    group.add_argument("--cores", type=float, default=0, metavar="N", help="of each node, for its ranks (default: enough)")
+    group.add_argument(
+        "--machine-cores", type=float, default=0, metavar="N", help="all nodes lie on one machine of N cores (namespaces)"
+    )
+    group.add_argument("--message-us", type=float, metavar="T", help="of a core for each message (default 60 over cpu, else 5)")
+    group.add_argument(
+        "--byte-ns", type=float, metavar="T", help="of a core for each byte sent or received (default 0.4, else 0)"
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--parameters", metavar="N", help="a transformer of about so many, as 110M")
+    group.add_argument("--model", metavar="M:F", help="what calling F of the Python module M returns, a torch.nn.Module")
+    group.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
+    group.add_argument("--compute-ms", type=float, metavar="T", help="of a step on a rank of its own, without communication")
+    group.add_argument("--bucket-mb", type=float, default=25.0, metavar="MB", help="of DDP (default 25)")
+
+
+def add_experts(group: Any, chosen: int) -> None:
+    group.add_argument("--experts", type=int, default=0, metavar="E", help="of a layer, all ranks together (default: many)")
+    said = f"that a gate chooses (default {chosen})"
+    group.add_argument("--experts-per-token", type=int, default=chosen, metavar="K", help=said)
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("meshes")
+    group.add_argument("--mesh", action="store_true", help="every grid of parallelism instead of ways to average gradients")
+    group.add_argument("--pairs", metavar="FILE", help="links of every two ranks: what commpress probe --pairs --json wrote")
+    group.add_argument("--batch", type=int, metavar="N", help="sequences of a step on all ranks (default 4 for each rank)")
+    group.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence (default 512)")
+    group.add_argument("--micro", type=int, default=1, metavar="N", help="sequences of a micro-batch (default 1)")
+    group.add_argument("--dims", default="", metavar="D=C,…", help="codecs, as dp=int4,ep=int8 (default: dp chosen)")
+    add_experts(group, 2)
+    group.add_argument("--speeds", metavar="A,B", help="of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)")

@@ -1,0 +1,200 @@
+"""A race: ways of training one model take turns on the same ranks, each for the same time from the same start."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpress.cli import connections
+from commpress.cli.contenders import Choices, Racer, contender
+from commpress.cli.gpt import GPT, batch, standard_library
+from commpress.cli.training import HELD_OUT
+from commpress.errors import InvalidArgument
+
+WARM = 4  # steps before the race, of a model that is thrown away: kernels, connections, PowerSGD's third step
+WINDOWS, HELD_OUT_BATCH = 64, 16  # held-out windows per rank, and how many at once
+RISING = 10  # steps, or a tenth of the race, over which the learning rate rises
+LAST = 0.1  # of the peak of the learning rate, at the end
+
+
+@dataclass(frozen=True)
+class Course:
+    """The model and the data of all, and how long they train: ``seconds``, or ``steps`` where that is not 0."""
+
+    width: int = 384
+    layers: int = 3
+    length: int = 64
+    batch: int = 8  # windows per rank
+    seconds: float = 50.0
+    steps: int = 0
+    paced: float = 0.0  # bits per second of each connection; 0: the network is what it is
+    interface: str = ""  # that carries nothing else; without one bytes are counted on sockets
+    choices: Choices = field(default_factory=Choices)
+
+    def check(self) -> None:
+        """Refuse what cannot be run before a process starts."""
+        if min(self.width, self.layers, self.length, self.batch) < 1 or self.steps < 0:
+            raise InvalidArgument("--width, --layers, --length, --batch and --steps must be at least 1")
+        if self.width % 4 or self.width > 1 << 14 or self.layers > 1 << 10 or max(self.length, self.batch) > 1 << 16:
+            raise InvalidArgument(
+                f"got --width {self.width}, --layers {self.layers}, --length {self.length} and --batch {self.batch}, expected "
+                "a width that 4 heads share, and a model and batches that one core trains"
+            )
+        if not 0 < self.seconds < float("inf"):
+            raise InvalidArgument(f"--seconds is {self.seconds:g}, expected more than 0")
+        if self.choices.exact_steps < 0 or self.choices.min_numel < 0:
+            raise InvalidArgument("--exact-steps and --min-numel must be at least 0")
+
+    def sent_bytes(self) -> int | None:
+        return connections.interface_bytes(self.interface) if self.interface else connections.sent_bytes()
+
+    def model(self, seed: int) -> GPT:
+        torch.manual_seed(seed)
+        return GPT(width=self.width, layers=self.layers, length=self.length)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One run: equal seeds start from equal weights and see equal batches, whatever the way."""
+
+    course: Course
+    name: str
+    lr: float
+    seed: int = 0
+
+
+@dataclass
+class Finish:
+    """Results of a run, the same on every rank but for ``counters``."""
+
+    name: str
+    what: str
+    ours: bool
+    lr: float
+    seed: int
+    ranks: int
+    parameters: int
+    held_out_loss: float
+    sent_bytes: float | None  # by each rank, mean; None where the kernel does not tell
+    counters: dict[str, Any] = field(default_factory=dict)  # commpress's own, of this rank
+    seconds: float = 0.0  # of the clock, which all ways share
+    times: list[float] = field(default_factory=list)  # when each step was done
+    losses: list[float] = field(default_factory=list)  # of each step, mean over the ranks, in nats per byte
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+
+class RaceClock:
+    """The time of one run, kept by the process that all ranks ask before each step: so all stop after the same one.
+
+    ``show`` is told the share that is over and the losses so far.
+    """
+
+    def __init__(self, lane: Lane, size: int, show: Callable[[float, list[float], int], None]) -> None:
+        self.course, self.size, self.show = lane.course, size, show
+        self.start = self.end = 0.0
+        self.shares: list[float | None] = []  # of each step: of the time when it began; None: it is not to be
+        self.times: list[float] = []
+        self.said: dict[int, list[float]] = {}
+
+    def answer(self, rank: int, step: int, loss: float | None, sent: int) -> float | None:
+        """The share of the run that is over when ``step`` begins, None if it is not to; ``loss`` is that of the step before."""
+        now = perf_counter()
+        if step == 0 and not self.shares:
+            self.start = now
+        if loss is not None:
+            self.said.setdefault(step - 1, []).append(loss)
+            if len(self.said[step - 1]) == 1:
+                self.times.append(now - self.start)
+        if step == len(self.shares):
+            done = step / self.course.steps if self.course.steps else (now - self.start) / self.course.seconds
+            self.shares.append(None if done >= 1 else done)
+        if rank == 0:
+            self.show(min(self.shares[step] or 1.0, 1.0) if step else 0.0, self.losses, sent)
+        return self.shares[step]
+
+    def finished(self) -> None:
+        self.end = perf_counter()
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean over the ranks, of the steps that all have done."""
+        return [sum(losses) / self.size for losses in self.said.values() if len(losses) == self.size]
+
+
+def time_it(pool: Any, lane: Lane, size: int, show: Callable[[float, list[float], int], None]) -> Finish:
+    """Run one lane on a pool of ranks."""
+    clock = RaceClock(lane, size, show)
+
+    def answer(rank: int, what: str, *values: Any) -> float | None:
+        if what == "step":
+            return clock.answer(rank, *values)
+        clock.finished()
+        return None
+
+    finish: Finish = pool.call(run, lane, lambda *_: None, answer=answer)
+    finish.seconds, finish.times, finish.losses = clock.end - clock.start, clock.times, clock.losses
+    return finish
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+def warm(rank: int, size: int, lanes: list[Lane], report: Callable[[float, str], None]) -> None:
+    """A few steps of each way: what is compiled and connected once is not in anybody's time."""
+    for i, lane in enumerate(lanes):
+        report(i / len(lanes), lane.name)
+        racer = Racer(contender(lane.name), lane.course.model(lane.seed), lane.lr, lane.course.choices, lane.seed)
+        draws = torch.Generator().manual_seed(rank)
+        for _ in range(WARM):
+            racer.step(batch(standard_library()[:-HELD_OUT], lane.course.batch, lane.course.length, draws), 1e-6)
+        racer.finish()
+
+
+def run(rank: int, size: int, lane: Lane, ask: Callable[..., Any]) -> Finish:
+    course, who = lane.course, contender(lane.name)
+    model = course.model(lane.seed)
+    racer = Racer(who, model, lane.lr, course.choices, lane.seed)
+    library, draws = standard_library(), torch.Generator().manual_seed(lane.seed * 4096 + rank)
+    gc.collect()  # sockets of the way before
+    dist.barrier()
+    before = course.sent_bytes()
+    step, loss, sent = 0, None, 0
+    while (share := ask("step", step, loss, sent)) is not None:
+        if course.paced:
+            connections.pace(course.paced)  # in every step: some connections open in the first
+        windows = batch(library[:-HELD_OUT], course.batch, course.length, draws)
+        loss = racer.step(windows, lane.lr * schedule(step, share))
+        step += 1
+        sent = (course.sent_bytes() or 0) - (before or 0)
+    racer.finish()
+    dist.barrier()
+    if rank == 0:
+        ask("finished")
+    sent = (course.sent_bytes() or 0) - (before or 0)
+    means = torch.tensor([held_out_loss(model, library[-HELD_OUT:], course.length, rank), sent], dtype=torch.float64)
+    dist.all_reduce(means)
+    return Finish(
+        who.name, who.what, who.ours, lane.lr, lane.seed, size, sum(p.numel() for p in model.parameters()),
+        float(means[0]) / size, float(means[1]) / size if before is not None else None,
+        racer.state.counters.as_dict() if racer.state is not None else {},
+    )  # fmt: skip
+
+
+def schedule(step: int, share: float) -> float:
+    """Factor of the learning rate: up over ``RISING`` steps or a tenth of the run, then down in a line."""
+    up = max((step + 1) / RISING, 10 * share)
+    return min(up, 1.0) * (1 - (1 - LAST) * share)
+
+
+def held_out_loss(model: GPT, held_out: torch.Tensor, length: int, rank: int) -> float:
+    """Of this rank's share of the held-out windows, the same for every way."""
+    draws, parts = torch.Generator().manual_seed(rank), range(WINDOWS // HELD_OUT_BATCH)
+    with torch.no_grad():
+        return sum(float(model(*batch(held_out, HELD_OUT_BATCH, length, draws))) for _ in parts) / len(parts)

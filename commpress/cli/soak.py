@@ -1,0 +1,67 @@
+"""Small model whose computing is slept, under ``commpress.elastic``: what ``commpress chaos`` runs without a COMMAND.
+
+Most of a step is a sleep, so that a process which starts again, importing torch, does not take the survivors' cores.
+All else is real: DDP with a compressed hook, the backend "commpress", positions in data, weights hashed after every step.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import commpress
+import commpress.backend
+
+SAMPLES, FEATURES, BATCH = 1 << 22, 64, 8
+
+
+class Noise(Dataset[torch.Tensor]):
+    """Samples made from their numbers: nothing is kept."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(FEATURES, generator=torch.Generator().manual_seed(index))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--step-seconds", type=float, default=0.25, help="that a step sleeps")
+    parser.add_argument("--steps", type=int, default=1 << 30)
+    parser.add_argument("--timeout", type=float, default=10.0, help="of the group, in seconds")
+    parser.add_argument("--codec", default="int8")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    dist.init_process_group("commpress", timeout=timedelta(seconds=options.timeout))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, FEATURES))
+    ddp = DistributedDataParallel(model)
+    commpress.compress(ddp, options.codec, min_numel=1)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+
+    def train_step(batch: torch.Tensor) -> float:
+        time.sleep(options.step_seconds)
+        loss = nn.functional.mse_loss(ddp(batch), batch.roll(1, dims=1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    data = Noise()
+    loader = DataLoader(data, BATCH, sampler=commpress.ElasticSampler(data, BATCH, shuffle=False))
+    for _ in commpress.elastic(train_step, {"model": ddp, "optimizer": optimizer}, data=loader, steps=options.steps):
+        pass
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

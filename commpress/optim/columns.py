@@ -1,0 +1,129 @@
+"""Parameters of which each rank has a shard (DTensors of tensor parallelism), and the ranks that have the other shards.
+
+A row of the mesh, the ranks with the same shard, averages what it sends; a column, those with the other shards of the same
+replica, decides together. Only norms, votes and steps cross a column: shards are never put together.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from commpress.collectives.consensus import AgreeOver, Consensus, group_of
+from commpress.collectives.transports.factory import own_transport, ranks_of
+from commpress.errors import InvalidArgument
+from commpress.torch_private import shard_like, waited
+from commpress.work import Steps
+
+
+def is_cut(tensor: Any) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+@torch.no_grad()
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part that this rank has of it: the same memory."""
+    cut: Any = tensor
+    return waited(cut.to_local()) if is_cut(cut) else cut
+
+
+def alike(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``values`` of this rank, cut as ``parameter`` is."""
+    if not is_cut(parameter):
+        return values
+    return shard_like(values, parameter)
+
+
+@torch.no_grad()
+def settle_gradient(parameter: Any) -> None:
+    """Sum a gradient that still is one summand per shard; collective over the parameter's mesh."""
+    gradient = parameter.grad
+    if is_cut(parameter) and is_cut(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+class Columns:
+    """Ranks that have the other shards of these parameters. None of this communicates where there are no DTensors."""
+
+    def __init__(self, mesh: Any, *, timeout: timedelta | None) -> None:
+        self.mesh = mesh
+        self._consensus = Consensus(own_transport(group_of(mesh), timeout=timeout))
+
+    def share(self, parameter: Any) -> float:
+        """Share of this rank in a sum over the column: its shard counts once, however many have it."""
+        return shards_of(parameter) / self.mesh.size()
+
+    def gathered(self, values: Sequence[float], device: torch.device) -> Steps[np.ndarray]:
+        """These numbers of every rank of the column: float64[ranks, len(values)]."""
+        return self._consensus.gathered(values, device)
+
+    def all_of(self, indices: Sequence[int], count: int, device: torch.device) -> Steps[list[int]]:
+        """Those that every rank names, out of so many."""
+        named = np.zeros(count)
+        named[list(indices)] = 1
+        every = yield from self.gathered(named.tolist(), device)
+        result: list[int] = np.flatnonzero(every.all(axis=0)).tolist()
+        return result
+
+
+def shards_of(parameter: Any) -> int:
+    """Different shards that a parameter is cut into."""
+    if not is_cut(parameter):
+        return 1
+    sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True)
+    return prod(size for size, placement in sizes if placement.is_shard())
+
+
+def columns_over(
+    parameters: Sequence[Any],
+    names: Sequence[str],
+    *,
+    process_group: Any,
+    agree_over: AgreeOver | None,
+    timeout: timedelta | None,
+) -> Columns | None:
+    """None where no parameter is a DTensor; collective. ``process_group``: the ranks that average."""
+    cut = [(name, p) for name, p in zip(names, parameters, strict=True) if is_cut(p)]
+    if not cut:
+        return None
+    check_cut(cut, process_group)
+    if agree_over is None:
+        raise InvalidArgument(
+            f"parameter {cut[0][0]!r} is a DTensor and agree_over is None: ranks with other shards of it would skip steps, "
+            "freeze and thaw apart. Pass the whole mesh, as in agree_over=mesh"
+        )
+    return Columns(cut[0][1].device_mesh, timeout=timeout)
+
+
+def check_cut(cut: Sequence[tuple[str, Any]], process_group: Any) -> None:
+    """Raise ``InvalidArgument`` unless these DTensors lie on one mesh, whose ranks do not average with each other."""
+    name, first = cut[0]
+    mesh = first.device_mesh
+    if process_group is None:
+        raise InvalidArgument(
+            f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor parallelism), and process_group is "
+            "None, which means all ranks: pass the ranks that have the same part, as in process_group=mesh['dp'].get_group(). "
+            "With fully_shard use torch's own optimizer and commpress.compress_fsdp(model)"
+        )
+    for other, parameter in cut:
+        if parameter.device_mesh != mesh:
+            raise InvalidArgument(
+                f"parameters are DTensors on several meshes, {name!r} on {mesh} and {other!r} on {parameter.device_mesh}: "
+                "make an optimizer for each"
+            )
+        odd = [p for p in parameter.placements if not p.is_replicate() and type(p).__name__ != "Shard"]
+        if odd:
+            raise InvalidArgument(
+                f"parameter {other!r} is a DTensor placed {parameter.placements}, expected Shard and Replicate: under "
+                "fully_shard use torch's own optimizer and commpress.compress_fsdp(model)"
+            )
+    shared = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks_of(process_group)))
+    if len(shared) > 1:
+        raise InvalidArgument(
+            f"parameter {name!r} is a DTensor on {mesh}, and process_group has the ranks {shared} of that mesh, which have "
+            "other parts of it, or gradients that torch has averaged: pass the ranks that have the same part, as in "
+            "process_group=mesh['dp'].get_group(), and with fully_shard use commpress.compress_fsdp(model)"
+        )

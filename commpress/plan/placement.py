@@ -1,0 +1,72 @@
+"""Order of ranks on a grid: the heaviest traffic of its groups on the fastest links.
+
+Where links differ, which rank stands where decides a step. The search begins with ranks as they are numbered, node by node, and
+with ranks gathered by their links, and exchanges two of them as long as that makes the predicted step shorter.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from commpress.plan.costs import Costs
+from commpress.plan.grids import Grid, MeshDims, MeshStep, MeshWork, predicted
+from commpress.plan.pair_links import PairLinks
+
+TRIES = 2000  # predictions of one search
+GAIN = 1e-6  # of a step that an exchange must save, so that rounding decides nothing
+
+
+def place(
+    grid: Grid, work: MeshWork, links: PairLinks, costs: Costs, dims: MeshDims | None = None, *,
+    speeds: Sequence[float] | None = None, limit: float = np.inf, tries: int = TRIES,
+) -> MeshStep:  # fmt: skip
+    """The best order that the search finds, and a step with it."""
+
+    def tried(order: Sequence[int]) -> MeshStep:
+        return predicted(grid, work, links, costs, dims, order=order, speeds=speeds, limit=limit)
+
+    best = tried(np.argsort(links.node, kind="stable").tolist())
+    if grid.size < 3 or (links.speeds_alike() and speeds is None):
+        return best
+    used = 1
+    for order in starts(grid, links):
+        found, better = tried(order), True
+        used += 1
+        while better and used < tries:
+            better = False
+            for a, b in combinations(range(grid.size), 2):
+                if used >= tries:
+                    break
+                other = list(found.order)
+                other[a], other[b] = other[b], other[a]
+                step = tried(other)
+                used += 1
+                if step.seconds < found.seconds * (1 - GAIN):
+                    found, better = step, True
+        if found.seconds < best.seconds * (1 - GAIN):
+            best = found
+    return best
+
+
+def starts(grid: Grid, links: PairLinks) -> list[list[int]]:
+    """As numbered, node by node; gathered around every kind of rank, so that neighbours have the fastest links left."""
+    rate = links.bandwidth[links.site[:, None], links.site[None, :]].astype(float)
+    np.fill_diagonal(rate, 0.0)
+    found = [np.argsort(links.node, kind="stable").tolist()]
+    for first in np.unique([int(np.argmax(rate.max(1))), int(np.argmin(rate.max(1)))]).tolist():
+        found.append(gathered_from(first, rate, grid))
+    return [list(order) for order in dict.fromkeys(map(tuple, found))]
+
+
+def gathered_from(first: int, rate: np.ndarray, grid: Grid) -> list[int]:
+    """One rank after the other: the one that has the fastest links to those that share the smallest unfinished group."""
+    order, left = [first], [rank for rank in range(len(rate)) if rank != first]
+    sizes = np.cumprod(grid[::-1]).tolist()  # of tp's groups, then with sp, and so on
+    while left:
+        held = len(order)
+        inside = next((held % size for size in sizes if held % size), 0)
+        among = order[-inside:] if inside else order
+        order.append(max(left, key=lambda rank: (float(rate[rank, among].min()), float(rate[rank, order].mean()), -rank)))
+        left.remove(order[-1])
+    return order

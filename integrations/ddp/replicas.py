@@ -1,0 +1,214 @@
+"""Replicas of a model whose parameters are DTensors: gradients of shards are averaged between ranks that have the same ones.
+
+DistributedDataParallel takes plain tensors only. Here parameters stay what tensor parallelism has made of them: hooks collect
+the local gradients in buckets, in the reverse order of parameters as DDP does, and hand each to a ``CompressedState``.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+from commpress.errors import InvalidArgument
+from commpress.integrations.ddp.hook import CompressedState
+from commpress.optim.columns import alike, local, settle_gradient
+
+BUCKET_BYTES = 25 << 20
+
+
+class LocalBucket:
+    """Gradients of some parameters side by side, with the methods of ``dist.GradBucket`` that a state calls."""
+
+    def __init__(self, number: int, members: Sequence[torch.Tensor], *, last: bool) -> None:
+        shards = [local(p) for p in members]
+        self.members, self.number, self.last = list(members), number, last
+        self.flat = torch.zeros(sum(s.numel() for s in shards), dtype=shards[0].dtype, device=shards[0].device)
+        self.views = [v.view(s.shape) for v, s in zip(self.flat.split([s.numel() for s in shards]), shards, strict=True)]
+        self.arrived: set[int] = set()
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.last
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.members
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.views
+
+    @property
+    def full(self) -> bool:
+        return len(self.arrived) == len(self.members)
+
+    def fetch(self, i: int) -> None:
+        """Take the gradient of a parameter over; none is zero."""
+        settle_gradient(self.members[i])
+        gradient = self.members[i].grad
+        if gradient is None:
+            self.views[i].zero_()
+        else:
+            self.views[i].copy_(local(gradient))
+
+    def give_back(self) -> None:
+        """Gradients := the means."""
+        for p, mean in zip(self.members, self.views, strict=True):
+            if p.grad is None:
+                p.grad = alike(mean.clone(), p)
+            else:
+                local(p.grad).copy_(mean)
+
+
+class Replicas:
+    """Averages the gradients of ``parameters`` in each backward, or in ``synchronize``; ``grad`` then holds the means.
+
+    ``in_backward``: False where many backwards make one step, as under a pipeline.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], state: CompressedState, *, in_backward: bool) -> None:
+        self.state, self.in_backward, self.syncing = state, in_backward, True
+        self.buckets = _buckets([p for p in parameters if p.requires_grad])
+        self._next = 0
+        self._ending: weakref.ref[Any] | None = None
+        self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        self._owed: list[int] | None = None  # versions of parameters when the first gradient came that was not averaged yet
+        if in_backward:
+            self._hooks = [self._hook(bucket, i) for bucket in self.buckets for i in range(len(bucket.members))]
+        else:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._owing()) for b in self.buckets for p in b.members]
+
+    def watch(self, stage: torch.nn.Module) -> None:
+        """Before a forward of ``stage``: raise if parameters have moved by gradients that nobody has averaged."""
+        owner = weakref.ref(self)
+
+        def check(*_: object) -> None:
+            if (me := owner()) is not None:
+                me._check_averaged()
+
+        stage.register_forward_pre_hook(check)
+
+    @torch.no_grad()
+    def start_alike(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+        """Parameters and buffers := those of the first rank that has the same shards, as DDP does."""
+        first = dist.get_process_group_ranks(group)[0]
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(local(tensor), first, group=group)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add up on this rank; the next one outside averages the sum."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Average all gradients as they are now; collective. Call it once, after the last backward of a step."""
+        if self.in_backward and self.syncing:
+            raise InvalidArgument(
+                "synchronize is for gradients of backwards under no_sync() or a pipeline: call it inside no_sync(), once, or "
+                "leave it out, for backward averages by itself"
+            )
+        self._finish()
+        self._owed = None
+
+    def _versions(self) -> list[int]:
+        return [p._version for bucket in self.buckets for p in bucket.members]
+
+    def _owing(self) -> Callable[[torch.Tensor], None]:
+        owner = weakref.ref(self)
+
+        def arrived(parameter: torch.Tensor) -> None:
+            if (me := owner()) is not None and me._owed is None:
+                me._owed = me._versions()
+
+        return arrived
+
+    def _check_averaged(self) -> None:
+        if self._owed is not None and self._owed != self._versions():
+            raise InvalidArgument(
+                "parameters of a pipeline's stage have moved by gradients of this replica alone, which are not those of the "
+                "others by now: call states.synchronize() on every rank between schedule.step() and optimizer.step()"
+            )
+
+    def _hook(self, bucket: LocalBucket, i: int) -> torch.utils.hooks.RemovableHandle:
+        owner = weakref.ref(self)  # parameters must not keep it alive
+
+        def arrived(parameter: torch.Tensor) -> None:
+            if (me := owner()) is not None and me.syncing:
+                me._arrived(bucket, i)
+
+        return bucket.members[i].register_post_accumulate_grad_hook(arrived)
+
+    @torch.no_grad()
+    def _arrived(self, bucket: LocalBucket, i: int) -> None:
+        if self._ending is None or self._ending() is None:  # the first of a backward; of one that was aborted nothing counts
+            self._begin()
+            ending = partial(self._finish)
+            self._ending = weakref.ref(ending)
+            Variable._execution_engine.queue_callback(ending)
+        bucket.fetch(i)
+        bucket.arrived.add(i)
+        while self._next < len(self.buckets) - 1 and self.buckets[self._next].full:
+            self._launch()
+
+    def _begin(self) -> None:
+        for future in self._futures:
+            future.wait()
+        self._futures.clear()
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.arrived.clear()
+
+    def _launch(self) -> None:
+        bucket: Any = self.buckets[self._next]
+        self._next += 1
+        self._futures.append(self.state.reduce(bucket))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Send what is left, wait for all, and hand the means out."""
+        self._ending = None
+        if not self.in_backward or not self.syncing:
+            self._begin()
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            for i in range(len(bucket.members)):
+                if i not in bucket.arrived:
+                    bucket.fetch(i)
+            self._launch()
+        for future in self._futures:
+            future.wait()
+        self._futures.clear()
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.arrived.clear()
+            bucket.give_back()
+
+
+def _buckets(parameters: Sequence[torch.Tensor]) -> list[LocalBucket]:
+    """In the order in which backward is likely to fill them; one dtype and device each."""
+    plans: list[list[torch.Tensor]] = []
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    for p in reversed(parameters):
+        key, nbytes = (p.dtype, p.device), local(p).numel() * p.element_size()
+        members, held = open_.get(key, ([], BUCKET_BYTES))
+        if held + nbytes > BUCKET_BYTES:
+            members, held = [], 0
+            plans.append(members)
+        members.append(p)
+        open_[key] = members, held + nbytes
+    if not plans:
+        raise InvalidArgument("the model has no parameter that requires a gradient: there is nothing to average")
+    return [LocalBucket(i, members, last=i == len(plans) - 1) for i, members in enumerate(plans)]

@@ -1,0 +1,111 @@
+"""Attendance of a process in a run: where it finds the others, when it joins them again, and that it wants to leave."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from commpress.collectives.transports.meeting import PING, knock, welcomed
+from commpress.collectives.transports.membership import contact_of, is_contact
+from commpress.errors import CommunicationError, Excluded, InvalidArgument
+from commpress.integrations.process_group.reform import MEMBERS, contacts_in
+
+ANSWER = 1.0  # seconds that a member has to say that it runs
+
+
+class Attendance:
+    """Attendance of this process: ``join`` leads to the others as long as it is none of them.
+
+    - ``join``: a member's contact, a store, or "host:port" of one; by default COMMPRESS_JOIN. None for who begins the run.
+    - COMMPRESS_STORE: "host:port" of a store that outlives the members, which are told there.
+    """
+
+    def __init__(self, group: Any, join: Any, timeout: timedelta | None) -> None:
+        self.join = join if join is not None else os.environ.get("COMMPRESS_JOIN") or None
+        self.leaving = self.left = False  # it wants to; it has, and the others go on without it
+        self.going: set[int] = set()  # ranks that have handed over what they owe, and go now
+        self._group, self._timeout = group, timeout
+
+    @property
+    def _patience(self) -> timedelta:
+        return self._timeout or self._group.timeout
+
+    def begin(self) -> bool:
+        """Find the others, or say that there are none but the group's; True if this process is to join some."""
+        if self.join is None:
+            self.announce(first=True)
+            return False
+        if isinstance(self.join, str) and not is_contact(self.join):
+            self.join = store_at(self.join, self._patience)
+        return True
+
+    def announce(self, *, first: bool = False) -> None:
+        """Have the store of the launcher told who the members are. Who joins does so when it is one: alone it would take the
+        others' place. ``first``: likewise where others are there, whose run it is."""
+        place = os.environ.get("COMMPRESS_STORE")
+        if not place or not hasattr(self._group, "announce"):
+            return
+        store = store_at(place, self._patience)
+        if first and (others := self._others(store)):
+            raise InvalidArgument(
+                f"the store at {place} names members of a run that goes on, at {others[0]}, and this process was started "
+                "without join=: pass join= or set COMMPRESS_JOIN to that store, or end that run first"
+            )
+        self._group.announce(store)
+
+    def _others(self, store: dist.Store) -> list[str]:
+        """Contacts of members that run and are not of this group."""
+        if not store.check([MEMBERS]):
+            return []
+        mine, found = self._group.membership.epoch.places, list[str]()
+        for place in [place for place in contacts_in(store) if place not in mine]:
+            with contextlib.suppress(OSError), knock(place, PING, 0, (0, 0), ANSWER) as connection:
+                found += [contact_of(place)] if welcomed(connection) else []
+        return found
+
+    def join_again(self, error: Excluded) -> None:
+        """As a newcomer, because the others have gone on."""
+        place = os.environ.get("COMMPRESS_STORE")
+        if not error.contact and not place:
+            raise error
+        self.join = error.contact or store_at(place, self._patience)  # type: ignore[arg-type]
+
+    def leave(self) -> None:
+        self.leaving = True
+
+
+def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
+    """A store that a launcher holds, where the members of a run are found."""
+    host, _, port = place.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise InvalidArgument(f"the store is {place!r}, expected host:port, such as 10.0.0.1:29500")
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"the store at {place}, where the members of the run are found, has not answered within "
+            f"{timeout.total_seconds():g} s: its host or its process is gone. Join by a member's group.contact instead"
+        ) from error
+
+
+def at_sigterm(call: Callable[[], None]) -> Callable[[], object]:
+    """Have the first SIGTERM call this, unless the program has a use of its own for it; the result ends that."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return lambda: None
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        call()
+
+    signal.signal(signal.SIGTERM, handle)
+
+    def restore() -> None:
+        if signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    return restore

@@ -1,0 +1,82 @@
+"""Events of a run that outlives its ranks, and totals of them.
+
+Each event is a JSON line in the file that COMMPRESS_EVENTS names, written in one call: a process that is killed leaves no half
+lines. ``commpress chaos`` reads them.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class ElasticCounters:
+    """Totals of one rank since its loop began."""
+
+    steps: int = 0  # committed here
+    samples: int = 0  # that this rank read in them
+    ranks: int = 0  # in them, added up
+    faults: int = 0  # times that ranks were lost
+    reforms: int = 0
+    lost: int = 0  # ranks
+    joined: int = 0  # ranks
+    left: int = 0  # ranks that went on purpose, and owe nothing
+    healed: int = 0  # times that this rank was
+    healed_bytes: int = 0  # that came to it
+    given_bytes: int = 0  # that it gave to others
+    snapshots: int = 0
+    failed_snapshots: int = 0
+    undone_steps: int = 0  # committed and gone again, because a sharded model went back to a snapshot
+    seconds: float = 0.0  # since the loop began
+    step_seconds: float = 0.0  # in steps that were committed
+    pause_seconds: float = 0.0  # from faults until the loop could go on
+    snapshot_seconds: float = 0.0
+    most_ranks: int = 0
+
+    @property
+    def participation(self) -> float:
+        """Ranks in committed steps, of as many as there ever were."""
+        return self.ranks / (self.steps * self.most_ranks) if self.steps else 1.0
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that did not go into pauses and steps that failed."""
+        return 1 - self.pause_seconds / self.seconds if self.seconds else 1.0
+
+    def summary(self) -> str:
+        return (
+            f"{self.steps} steps committed here, by {100 * self.participation:.1f} % of all ranks; {100 * self.goodput:.1f} % "
+            f"of the time went into steps; {self.faults} faults, {self.lost} ranks lost, {self.joined} joined, paused for "
+            f"{self.pause_seconds:.1f} s"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"participation": self.participation, "goodput": self.goodput}
+
+
+class Events:
+    """Lines of JSON, appended to a file; to nowhere without one."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        path = path or os.environ.get("COMMPRESS_EVENTS") or None
+        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    @property
+    def wanted(self) -> bool:
+        return self._file is not None
+
+    def write(self, kind: str, step: int, place: tuple[int, int, int], more: Mapping[str, Any] | None = None) -> None:
+        """``place``: rank, size and epoch."""
+        if self._file is not None:
+            head = {"time": time.time(), "clock": time.monotonic(), "pid": os.getpid(), "kind": kind, "step": step}
+            named = dict(zip(("rank", "size", "epoch"), place, strict=True))
+            os.write(self._file, (json.dumps(head | named | dict(more or {})) + "\n").encode())
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)

@@ -1,0 +1,673 @@
+"""The loop that outlives its ranks.
+
+    for loss in commpress.elastic(train_step, {"model": model, "optimizer": optimizer}, data=loader, epochs=3):
+        ...
+
+A step that fails because a rank has died, left or come is repeated by those who are there then, or, where somebody has
+committed it, taken over from there. Nobody votes on a step: who begins the exchange of the next one has committed this one, so
+ranks are at most one step apart. Newcomers and ranks behind are healed by those who are not, over the loop's own channel.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from commpress.collectives.change import Change
+from commpress.collectives.channel import Channel, any_rank
+from commpress.collectives.scalars import gathered
+from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, StorageError, check_counts
+from commpress.integrations.elastic.attendance import Attendance, at_sigterm
+from commpress.integrations.elastic.batches import Batches
+from commpress.integrations.elastic.construction import Build, newest, without_frames
+from commpress.integrations.elastic.declaration import Declaration
+from commpress.integrations.elastic.events import ElasticCounters, Events
+from commpress.integrations.elastic.exact_means import ExactMeans, exact_means_hook
+from commpress.integrations.elastic.healing import Healed, HealingProgress, heal
+from commpress.integrations.elastic.repeat import StepMark
+from commpress.integrations.elastic.shared_state import SharedState, hash_of, hash_of_all
+from commpress.integrations.elastic.snapshots import Snapshots
+from commpress.integrations.elastic.whole_state import WholeState, check_reformable
+from commpress.optim.local_updates import LocalUpdates
+from commpress.optim.optimizer import CompressedOptimizer, RoundKind
+from commpress.torch_private import has_hook
+
+TRIES = 3  # times that a step fails although nobody came or went, until that is an error
+ATTEMPTS = 5  # to form the group anew, while others go or nobody answers, until that is an error
+REHEARSALS = 2  # steps alone before joining: DistributedDataParallel cuts its buckets anew before its second forward
+DEAF, DEAFEST = 1.0, 8.0  # seconds without an ear for newcomers after one has not got in; twice as many each time
+POLL = 0.1  # seconds between two looks at the door while there are too few ranks
+NAME = "commpress"  # of the loop's own entry in what is shared
+
+log = logging.getLogger("commpress")
+
+
+class Progress:
+    """Steps committed, and the position in the data: the loop's own part of what all ranks share."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.step, self._batches = 0, batches
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler = self._batches.sampler
+        return {"step": self.step, "sampler": None if sampler is None else sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+        if self._batches.sampler is not None and state["sampler"] is not None:
+            self._batches.sampler.load_state_dict(state["sampler"])
+
+
+def elastic(
+    train_step: Callable[..., Any] | None = None, state: Mapping[str, Any] | None = None, **options: Any
+) -> "Elastic":
+    """Results of ``train_step``, one after the other, of steps that this rank has committed. ``options``: see ``Elastic``."""
+    return Elastic(train_step, state, **options)
+
+
+class Elastic:
+    """Steps of a run over the default group, of backend "commpress", that go on whoever dies, leaves or joins.
+
+    - ``train_step``: takes the batch and does one step: forward, backward, ``optimizer.step()`` once, what follows it. It is
+      called again where it failed. Collectives of your own belong before ``optimizer.step()``.
+    - ``state``: what has to be the same on all ranks, by name: the model, optimizers, schedulers, a GradScaler. The position in
+      the data and what ``compress`` keeps need not be named.
+    - ``data``: a DataLoader with an ``ElasticSampler``; None: ``train_step`` takes nothing. Where the sampler's ``batch_size``
+      is k times the loader's, a step takes a list of k batches (gradient accumulation).
+    - ``epochs``, ``steps``: the end, whichever comes first.
+    - ``build``: for models and optimizers that are divided among the ranks, in place of ``train_step`` and ``state``: makes
+      both for the ranks that there are. Called again after every change; then the last snapshot is loaded.
+    - ``snapshots``: a folder, or ``Snapshots``.
+    - ``minimum``: ranks below which no step is taken; the others wait ``patience`` seconds for newcomers.
+    - ``join``: where the others are, as ``group.contact`` says it, or a store's "host:port"; by default COMMPRESS_JOIN. Who
+      joins starts as a group of one (``init_process_group("commpress", rank=0, world_size=1, ...)``).
+    - ``timeout``: of each agreement on who is there; None: that of the group.
+    - ``hash_every``: steps between two hashes of the weights in the events; by default COMMPRESS_HASH_EVERY, or never. Not with
+      ``build``.
+    - ``events``: a file for them; by default COMMPRESS_EVENTS.
+
+    ``leave()``, or a first SIGTERM, has this rank hand over what it owes, and ends its loop.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        *,
+        data: "DataLoader[Any] | None" = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        build: Callable[[], tuple[Callable[..., Any], Mapping[str, Any]]] | None = None,
+        snapshots: Snapshots | str | Path | None = None,
+        minimum: int = 1,
+        patience: float = 600.0,
+        join: Any = None,
+        timeout: timedelta | None = None,
+        hash_every: int | None = None,
+        events: str | Path | None = None,
+        group: Any = None,
+    ) -> None:
+        self.group = _reformable(group)
+        self.attendance = Attendance(self.group, join, timeout)
+        if (build is None) == (train_step is None) or (train_step is None) != (state is None):
+            raise InvalidArgument(
+                f"train_step is {train_step!r}, state {'given' if state is not None else None} and build {build!r}, expected "
+                "train_step and state, or build, which returns both"
+            )
+        if epochs is None and steps is None:
+            raise InvalidArgument("epochs and steps are both None, expected one of them: when does the run end?")
+        if epochs is not None and data is None:
+            raise InvalidArgument(f"epochs is {epochs!r}, but data is None, which has none: pass steps=")
+        hash_every = int(os.environ.get("COMMPRESS_HASH_EVERY", 0)) if hash_every is None else hash_every
+        check_counts(minimum=minimum, epochs=epochs or 0, steps=steps or 0, hash_every=hash_every)
+        if build is not None and snapshots is None:
+            raise InvalidArgument(
+                "build is given without snapshots=: a model that is divided has nothing else to go back to when a rank is lost"
+            )
+        self.batches, self.snapshots = Batches(data), Snapshots(snapshots) if isinstance(snapshots, str | Path) else snapshots
+        self.epochs, self.last_step, self.minimum, self.patience = epochs, steps, max(minimum, 1), patience
+        self.build: Build | None = None
+        self.timeout, self.hash_every = timeout, hash_every
+        self.progress, self.counters, self.events = Progress(self.batches), ElasticCounters(), Events(events)
+        self.epoch = 0  # of the group
+        self._healed, self._halfway = True, False
+        self._begun, self._beginning = monotonic(), self.progress.state_dict()
+        self._taken_over = False  # the step that failed here was committed by others, with what this rank had sent
+        self._failures = 0  # since a step was committed or somebody came or went
+        self._deaf = self._deaf_until = 0.0  # seconds without an ear for newcomers; the clock when they are over
+        self._again = False  # the next step is a repeat
+        self._seen: dict[int, int] = {}  # exchanges of local updates
+        self._sent: tuple[range, int] = range(0), 0  # what this rank read for the step under way, and the window's beginning
+        self.channel = Channel.among(group, timeout=timeout, name="commpress-elastic")
+        if build is not None:  # who joins builds when it is among the others
+            self.build = Build(build, self.group.registry)
+            train_step, state = self.build() if self.attendance.join is None else (_nothing, {})
+        self._take(train_step, state)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------ what is trained
+
+    def _take(self, train_step: Callable[..., Any], state: Mapping[str, Any]) -> None:
+        """Train these from here on."""
+        if not isinstance(state, Mapping) or (not state and train_step is not _nothing):
+            raise InvalidArgument(f"state is {state!r}, expected a dictionary, as {{'model': model, 'optimizer': optimizer}}")
+        if NAME in state:
+            raise InvalidArgument(f"state has the name {NAME!r}, which the loop needs for itself: choose another")
+        self.train_step, every = train_step, {**state, NAME: self.progress}
+        if self.build is None:
+            check_reformable(state)
+        self.state = SharedState(every) if self.build is None else WholeState(every, self.channel)
+        objects = list(state.values())
+        self._locals = [each for each in objects if isinstance(each, LocalUpdates)]
+        self._modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+        self._optimizers = [each for each in objects if isinstance(each, CompressedOptimizer)]
+        self._mark = StepMark(objects)
+        for each in self._modules:
+            if isinstance(each, DistributedDataParallel) and not has_hook(each):
+                each.register_comm_hook(ExactMeans(self.group), exact_means_hook)
+
+    @property
+    def step(self) -> int:
+        """Steps that are committed."""
+        return self.progress.step
+
+    @property
+    def rank(self) -> int:
+        return int(self.group.rank())
+
+    @property
+    def size(self) -> int:
+        return int(self.group.size())
+
+    @property
+    def contact(self) -> str:
+        """The place at which this rank takes newcomers in, for their ``join``."""
+        return str(self.group.contact)
+
+    # ------------------------------------------------------------ steps
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begun, self.counters.most_ranks = monotonic(), self.size
+        restore = at_sigterm(self.leave)
+        try:
+            self._start()
+            while not self.left and not (self._has_ended() and self._all_have_ended()):
+                if self._has_ended():
+                    continue
+                if self._somebody_waits():
+                    self._reform(between=True)
+                    continue
+                committed, result = self._attempt()
+                if committed:
+                    yield result
+        except Exception as error:
+            self._tell("error", error=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            restore()
+            self.counters.seconds = monotonic() - self._begun
+        self._tell("end", **self.counters.as_dict())
+
+    def leave(self) -> None:
+        """End this rank's loop soon: when the others have taken over what it owes. Of divided models, after the next snapshot;
+        with local updates, after the next exchange. Where nobody stays, a last snapshot is taken."""
+        self.attendance.leave()
+
+    @property
+    def left(self) -> bool:
+        """True when it has, and the others go on without it."""
+        return self.attendance.left
+
+    def close(self) -> None:
+        """Give the snapshots' directory and the file of events free."""
+        self._mark.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
+        self.events.close()
+
+    def _attempt(self) -> tuple[bool, Any]:
+        """One step; whether this rank has committed it with a result, and that."""
+        sampler = self.batches.sampler
+        self._sent = (range(0), 0) if sampler is None else (sampler.share, sampler.position)
+        self.batches.ready()
+        if self._again:
+            self._mark.draw_again()
+        self._mark.begin()
+        begun = monotonic()
+        try:
+            result = self.train_step(*self.batches.next())
+        except Exception as error:
+            fault, failure = fault_of(error), error
+            if fault is None:
+                raise
+        else:
+            self._committed(monotonic() - begun)
+            return True, result
+        if self.build is not None:  # the frames would keep alive what belongs to the ranks that there were
+            without_frames(failure)
+        self._recover(fault, failure)
+        return False, None
+
+    def _committed(self, seconds: float) -> None:
+        sampler = self.batches.sampler
+        self._again, self._failures = False, 0
+        if sampler is not None:
+            sampler.commit()
+        self.progress.step += 1
+        self._count(seconds)
+        self._save()
+
+    def _count(self, seconds: float) -> None:
+        """A step in which this rank has taken part counts: who begins the exchange of the next one says so."""
+        share, position = self._sent
+        counters = self.counters
+        counters.steps += 1
+        counters.samples += len(share)
+        counters.ranks += self.size
+        counters.most_ranks = max(counters.most_ranks, self.size)
+        counters.step_seconds += seconds
+        counters.seconds = monotonic() - self._begun
+        if self.events.wanted:
+            due = self.hash_every and self.step % self.hash_every == 0 and self.build is None  # divided: others on each rank
+            hashed = {"hash": f"{self.weights_hash():016x}"} if due else {}
+            self._tell("commit", samples=[share.start, share.stop], position=position, **hashed)
+
+    def _has_ended(self) -> bool:
+        """This rank has committed the last step."""
+        sampler = self.batches.sampler
+        ended = self.last_step is not None and self.step >= self.last_step
+        return ended or (self.epochs is not None and sampler is not None and sampler.epoch >= self.epochs)
+
+    def _all_have_ended(self) -> bool:
+        """All ranks have; if not, some are behind or new, and those who are not repeat what they have not committed."""
+        if self._agrees("end"):
+            return True
+        try:
+            self._reform()
+        except CommunicationError as error:
+            log.info("all steps are committed here, and the others are gone: %s", error)
+            return True
+        return False
+
+    def _asked(self, flag: bool, what: str) -> bool:
+        """True if ``flag`` is on some rank; all ranks are at this step then."""
+        channel = self.channel
+        steps = any_rank(flag, channel, channel.take(), torch.device("cpu"), what=what, numel=self.step)
+        return channel.run(steps)
+
+    def _agrees(self, what: str) -> bool:
+        """True if all ranks are at this step; else some have gone, or want to form the group anew."""
+        try:
+            self._asked(False, what)
+        except CommunicationError as error:
+            self._note(error)
+            return False
+        return True
+
+    def state_hash(self) -> int:
+        """xxh3 of all tensors that the ranks share; where the model is divided, of the whole, and collective."""
+        _, tensors = self.state.taken_apart()
+        return hash_of_all(b"", [hash_of(each) for each in tensors])
+
+    def weights_hash(self) -> int:
+        """xxh3 of all parameters, where every rank has all of them."""
+        return hash_of_all(b"", [hash_of(each) for module in self._modules for each in module.parameters()])
+
+    def _somebody_waits(self) -> bool:
+        """A newcomer is at the door of this rank, or this rank wants to leave; with local updates of any rank, asked where all
+        are at the same step."""
+        if self._locals:
+            if not any(each.counters.exchanges != self._seen.get(id(each)) for each in self._locals):
+                return False
+            self._seen = {id(each): each.counters.exchanges for each in self._locals}
+            return self._vote(self._knocks or self.attendance.leaving)
+        if any(each.round() is RoundKind.LOCAL for each in self._optimizers):
+            return False  # nobody waits for anybody in such a step: the others may be at a later one
+        return self._knocks or (self.attendance.leaving and self.build is None)
+
+    def _vote(self, flag: bool) -> bool:
+        """True if ``flag`` is on some rank, or if some rank is gone."""
+        try:
+            return self._asked(flag, "newcomers")
+        except CommunicationError:
+            return True
+
+    # ------------------------------------------------------------ faults
+
+    def _recover(self, fault: CommunicationError, error: Exception) -> None:
+        """The step has failed: put back what it has changed, and go on with who is left."""
+        self._note(fault)
+        log.warning("step %d was interrupted: %s", self.step, fault)
+        self._failures += not self._others_reform()
+        if self._failures > TRIES:
+            raise error
+        if self._mark.applied:
+            self._halfway = True
+            if self.batches.sampler is not None:
+                self.batches.sampler.commit()
+            self.progress.step += 1
+            self._count(0.0)
+            log.warning(
+                "step %d failed after optimizer.step(): it counts, and what train_step does after that was left out here, "
+                "unless another rank has done it. Put collectives of your own before optimizer.step()", self.step - 1,
+            )  # fmt: skip
+        else:
+            self._mark.undo()
+            self._again = True
+        self._reform()
+
+    def _reform(self, *, between: bool = False) -> None:
+        """Agree on who is there, until somebody is and all of them are alike. ``between``: all are at the end of a round."""
+        begun, failed = monotonic(), 0
+        self.counters.reforms += 1
+        while True:
+            if self.build is not None:
+                self._let_go()
+            try:
+                change = self._agreed(leaves=self.attendance.leaving and (between or not self._locals))
+                self.batches.restart()
+                self._settle(change)
+                if leavers := Declaration.leavers(change):
+                    if self._goes(change, leavers):
+                        return
+                elif change.size >= self.minimum or self._wait_for_more():
+                    break
+                else:
+                    between = True
+            except NoQuorum:
+                raise
+            except Exception as error:
+                fault, failed = fault_of(error), failed + 1
+                if fault is None or failed >= ATTEMPTS:
+                    raise
+                if self.build is not None:
+                    without_frames(error)
+                if isinstance(fault, Excluded):  # stopped or cut off for too long: as a newcomer this rank is welcome
+                    log.warning("the others have gone on, and this rank joins them again: %s", fault)
+                    self.attendance.join_again(fault)
+                    self._healed, self._halfway, self._taken_over = False, False, False  # nothing that the others would want
+                else:
+                    log.warning("somebody else went while the group was formed anew: %s", fault)
+        pause = monotonic() - begun
+        self._deaf = 0.0 if change.lost or change.new else min(max(2 * self._deaf, DEAF), DEAFEST)
+        self._deaf_until = monotonic() + self._deaf
+        self.counters.pause_seconds += pause
+        self._tell("reform", pause=pause, lost=list(change.lost), new=list(change.new))
+
+    def _goes(self, change: Change, leavers: Sequence[int]) -> bool:
+        """Have those who stay take over what the leavers owe; True if this rank is one of them, and has gone."""
+        stay = [rank for rank in range(change.size) if rank not in leavers]
+        if stay:
+            self.group.hand_over(leavers)
+        elif self.build is None and self.snapshots is not None and self.snapshots.last != self.step:
+            self._write()
+        if change.rank not in leavers:
+            self.attendance.going = set(leavers)
+            return False
+        self.group.leave()
+        self.attendance.left = True
+        self._tell("leave", stay=stay)
+        return True
+
+    def _others_reform(self) -> bool:
+        """Some rank forms the group anew, maybe for a newcomer: that is no failure of a step on this rank."""
+        return bool(getattr(getattr(self.group, "guard", None), "reforming", ()))
+
+    @property
+    def _knocks(self) -> bool:
+        """A newcomer is at the door of this rank, and it is not one of those who never get in."""
+        return monotonic() >= self._deaf_until and bool(self.group.waiting)
+
+    def _agreed(self, *, leaves: bool) -> Change:
+        """Reform the group itself. Owners that cannot follow are an error, unless they are built anew."""
+        said = Declaration(self.step, healed=self._healed, halfway=self._halfway, leaves=leaves).packed()
+        before, age = getattr(self.group, "change", None), 0 if self.attendance.join is not None else self.step
+        try:
+            change: Change = self.group.reform(self.timeout, say=said, age=age, join=self.attendance.join)
+        except InvalidArgument:
+            if self.build is None or getattr(self.group, "change", None) in (None, before):  # it was not formed anew
+                raise
+            change = self.group.change
+        self.attendance.join, self.epoch = None, change.epoch
+        if change.lost or change.new:
+            self._failures = 0
+        lost = set(change.lost) - self.attendance.going
+        self.counters.left += len(change.lost) - len(lost)
+        self.attendance.going = set()
+        self.counters.faults += bool(lost)
+        self.counters.lost += len(lost)
+        self.counters.joined += len(change.new)
+        return change
+
+    def _settle(self, change: Change) -> None:
+        """Make all ranks alike: those who are new, behind, or halfway through a step that others have finished."""
+        if self.batches.sampler is not None:
+            self.batches.sampler.reform(change)
+        if self.build is not None:
+            self._healed &= change.was is not None
+            self._rebuild(of=Declaration.healed_before(change))
+            self._healed = True
+            return
+        donors = Declaration.donors(change)
+        if not donors:
+            raise NoQuorum(
+                f"none of the {change.size} ranks that are left has the state of the run: those who had it died before the "
+                "newcomers were healed. Start again from a snapshot"
+            )
+        needy = [rank for rank in range(change.size) if rank not in donors]
+        took_part = change.was is not None and self._healed and not self._halfway
+        if change.rank in needy:
+            self._taken_over |= took_part
+            self._healed = False
+        healed = self.channel.run(heal(self.state, self.channel, donors=donors, needy=needy, watch=self._watch))
+        self._settled(healed, needs=change.rank in needy)
+        if self.snapshots is not None and change.was is None:
+            self.snapshots.give_way(self.step)
+        if self._taken_over:
+            self._taken_over = False
+            self._count(0.0)
+
+    def _settled(self, healed: Healed | None, *, needs: bool) -> None:
+        """This rank is like the others."""
+        self._healed, self._halfway = True, False
+        if healed is None:
+            return
+        if needs:
+            self._again = False
+            self.counters.healed += 1
+            self.counters.healed_bytes += healed.nbytes
+            donors, told = sorted(healed.given), f"{healed.hash:016x}"
+            self._tell("healed", seconds=healed.seconds, hash=told, bytes=healed.nbytes, donors=donors)
+            log.info("healed by ranks %s: %d bytes in %.1f s", donors, healed.nbytes, healed.seconds)
+        self.counters.given_bytes += healed.given.get(self.channel.rank, 0)
+
+    def _watch(self, transfer: HealingProgress) -> None:
+        log.info(
+            "healing: %.0f %% of %.1f MB from %d donors, %.0f s left", 100 * transfer.done / max(transfer.nbytes, 1),
+            transfer.nbytes / 1e6, transfer.donors, transfer.seconds_left,
+        )  # fmt: skip
+
+    def _wait_for_more(self) -> bool:
+        """Below the minimum: wait for newcomers, all ranks together; true where no more are needed."""
+        until = monotonic() + self.patience
+        log.warning("%d ranks are left, expected at least %d: waiting for newcomers", self.size, self.minimum)
+        while monotonic() < until:
+            if self._vote(bool(self.group.waiting) or self.attendance.leaving):
+                return False
+            sleep(POLL)
+        raise NoQuorum(
+            f"{self.size} ranks are left, minimum is {self.minimum}, and nobody joined within {self.patience:g} s: start more "
+            "processes with join=, or pass a smaller minimum"
+        )
+
+    # ------------------------------------------------------------ the beginning
+
+    def _start(self) -> None:
+        """Load the newest snapshot, join, and make all ranks alike before the first step."""
+        self._seen = {id(each): each.counters.exchanges for each in self._locals}
+        joins = self.attendance.begin()
+        if self.snapshots is not None:
+            self.snapshots.open()
+            if self.build is None and self.snapshots.last and not joins:
+                step, document, tensors = self.snapshots.load()
+                self.state.load(document, tensors)
+                log.info("goes on from the snapshot of step %d in %s", step, self.snapshots.place)
+        if joins:
+            self._rehearse()
+            self._reform()
+            self.attendance.announce()
+        elif self.size > 1:
+            alike = self._alike()
+            if not alike:
+                self._reform()
+        if self.build is not None and not joins:
+            self._rebuild(built=True)
+        if self.size < self.minimum and not self._wait_for_more():
+            self._reform()
+
+    def _rehearse(self) -> None:
+        """Steps alone, undone: with the others there must be nothing left that a model does in its first steps only."""
+        if not any(isinstance(each, DistributedDataParallel) for each in self._modules):
+            return
+        document, tensors = self.state.taken_apart()
+        kept = [each.clone() for each in tensors]
+        for _ in range(REHEARSALS):
+            self.batches.ready()
+            self._mark.begin()
+            self.train_step(*self.batches.next())
+        self.state.load(document, kept)
+        self._mark.undo()
+        self._mark.draw_again()
+        self.batches.restart()
+
+    def _alike(self) -> bool:
+        """Ranks that were started together may have snapshots of different steps: the newest counts. False if one is gone."""
+        channel = self.channel
+        try:
+            steps: np.ndarray = channel.run(gathered([float(self.step)], transport=channel.transport, sequence=channel.take()))
+            if self.build is None and (steps != steps[0]).any():
+                donors = [rank for rank, step in enumerate(steps) if step == steps.max()]
+                needy = [rank for rank in range(self.size) if rank not in donors]
+                healed = channel.run(heal(self.state, channel, donors=donors, needy=needy, watch=self._watch))
+                self._settled(healed, needs=channel.rank in needy)
+        except CommunicationError as error:
+            self._note(error)
+            return False
+        return True
+
+    # ------------------------------------------------------------ snapshots
+
+    def _save(self) -> None:
+        """Keep this step, where that is due, once all have agreed to it. Divided models let go who wants to leave after it."""
+        if self.snapshots is None or self.step % self.snapshots.every:
+            return
+        leaves = False
+        try:
+            leaves = self._asked(self.attendance.leaving and self.build is not None, "snapshot")
+            self._write()
+        except Exception as error:  # this step is not known to be everybody's
+            fault = fault_of(error)
+            if fault is None:
+                raise
+            self._note(fault)
+            if self.build is not None:
+                without_frames(error)
+            leaves = True
+        if leaves:
+            self._reform()
+
+    def _write(self) -> None:
+        """Keep this step, to which all have agreed."""
+        assert self.snapshots is not None
+        begun = monotonic()
+        content = self.state.taken_apart()
+        try:
+            self.snapshots.save(self.step, *content)
+        except StorageError as error:
+            self.counters.failed_snapshots += 1
+            log.error(
+                "the snapshot of step %d could not be written, and the run goes on with that of step %d: %s",
+                self.step, self.snapshots.last, error,
+            )  # fmt: skip
+            self._tell("snapshot", error=str(error), last=self.snapshots.last)
+            return
+        self.counters.snapshots += 1
+        self.counters.snapshot_seconds += monotonic() - begun
+        self._tell("snapshot", seconds=monotonic() - begun)
+
+    # ------------------------------------------------------------ divided models
+
+    def _let_go(self) -> None:
+        """Of what belongs to the ranks that there were."""
+        self._mark.close()
+        assert self.build is not None
+        objects = self.state.objects
+        self._take(_nothing, {})
+        self.build.let_go(objects)
+
+    def _rebuild(self, *, built: bool = False, of: Sequence[int] = ()) -> None:
+        """Construct what is divided for the ranks that there are, as the newest snapshot ``of`` some has it, or as it began."""
+        assert self.build is not None
+        assert self.snapshots is not None
+        if not built:
+            self._take(*self.build())
+        before = self.step
+        step, document, tensors = newest(self.snapshots, self.channel, of=of, watch=self._watch)
+        self.snapshots.give_way(step)
+        if step:
+            self.state.load(document, tensors)
+        elif not built:
+            self.progress.load_state_dict(self._beginning)
+        self.counters.undone_steps += max(before - self.step, 0)
+        if step or before:
+            self._tell("restore", was=before)
+
+    # ------------------------------------------------------------ telling
+
+    def _note(self, fault: CommunicationError) -> None:
+        self._tell("fault", error=str(fault), ranks=list(fault.ranks))
+
+    def _tell(self, kind: str, **more: Any) -> None:
+        self.events.write(kind, self.step, (self.rank, self.size, self.epoch), more)
+
+
+def _nothing() -> None:
+    """The step of no model."""
+
+
+def fault_of(error: BaseException) -> CommunicationError | None:
+    """The failed communication behind an error, if there is one."""
+    seen: Sequence[BaseException | None] = [error]
+    while seen and seen[0] is not None:
+        if isinstance(seen[0], CommunicationError):
+            return seen[0]
+        seen = [seen[0].__cause__ or seen[0].__context__]
+    return None
+
+
+def _reformable(group: Any) -> Any:
+    """The group itself, if it can be formed anew."""
+    found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
+    if found is None:
+        raise InvalidArgument(
+            "torch.distributed is not initialised: call init_process_group('commpress') before commpress.elastic"
+        )
+    if not callable(getattr(found, "reform", None)):
+        raise InvalidArgument(
+            f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress': no other can go on with other ranks. "
+            "init_process_group('commpress')"
+        )
+    if getattr(found, "communicator", None) is not None:
+        raise InvalidArgument(
+            f"the group is of backend {dist.get_backend(found)!r}, over MPI, which ends a job with its first rank (ULFM is not "
+            "used), expected 'commpress': init_process_group('commpress')"
+        )
+    return found

@@ -1,0 +1,157 @@
+"""Positions in data that survive a change of ranks: every sample of an epoch is read once, whoever comes and goes.
+
+    stream = π₀ π₁ π₂ …          πₑ: a permutation of all samples, drawn from seed and epoch
+    a step of P ranks, b samples each, reads stream[p : p + P·b], rank r the r-th b of them; once committed, p ← p + P·b
+
+What was read is one number, p. Samples that were read ahead, or in a step that was not committed, lie behind it and are read
+again, by whoever is there then.
+"""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from commpress.collectives.change import Change
+from commpress.errors import InvalidArgument, StateMismatch, check_counts
+
+
+class ElasticSampler(Sampler[int]):
+    """This rank's samples, from the last committed step to the end of the epoch. ``commpress.elastic`` commits and hands over;
+    in a loop of your own call ``commit`` after each step, and iterate anew after ``reform``.
+
+    - ``data``: has a length; the samples are 0 … length − 1.
+    - ``batch_size``: samples of one rank in one step: of the DataLoader's batch, times as many batches as a step accumulates.
+    - ``shuffle``: a new permutation in each epoch, from ``seed``; else in order.
+    - ``drop_last``: leave out the last samples of an epoch that are too few for a step of all ranks. False: the first step of
+      the next epoch begins with them, so that none is lost.
+    - ``rank``, ``size``: by default those of ``group``.
+    """
+
+    def __init__(
+        self,
+        data: Sized,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        if not hasattr(data, "__len__") or not len(data):
+            lacks = "of no samples" if hasattr(data, "__len__") else "without a length"
+            raise InvalidArgument(
+                f"data is a {type(data).__name__} {lacks}, expected one that has its samples by number: a position in a mere "
+                "stream cannot be handed over"
+            )
+        check_counts(seed=seed)
+        for name, value in (("batch_size", batch_size), ("size", 1 if size is None else size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 1")
+        if (rank is None) != (size is None):
+            raise InvalidArgument(f"rank is {rank!r} and size {size!r}, expected both or neither")
+        if rank is None or size is None:
+            rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        if not 0 <= rank < size:
+            raise InvalidArgument(f"rank is {rank}, expected 0 to {size - 1} because size is {size}")
+        self.samples, self.batch_size, self.shuffle, self.drop_last = len(data), batch_size, shuffle, drop_last
+        self.seed, self.rank, self.size = seed, rank, size
+        self.epoch = 0
+        self.position = 0  # in the stream: what lies before it was read by committed steps
+        self.dropped = 0  # samples that were left out at the ends of epochs
+        self._drawn: dict[int, torch.Tensor] = {}  # permutations in use, by epoch
+        self._follow()
+
+    @property
+    def window(self) -> int:
+        """Samples of one step of all ranks."""
+        return self.batch_size * self.size
+
+    @property
+    def steps(self) -> int:
+        """Steps to the end of the epoch."""
+        return ((self.epoch + 1) * self.samples - self.position) // self.window
+
+    def __len__(self) -> int:
+        """This rank's samples to the end of the epoch."""
+        return self.steps * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        """From the committed position as it is now, for the ranks that there are now: commits move no iterator."""
+        first = self.share.start
+        return (index for at in range(first, first + self.steps * self.window, self.window) for index in self._indices(at))
+
+    @property
+    def share(self) -> range:
+        """Places in the stream that this rank reads in the next step."""
+        first = self.position + self.rank * self.batch_size
+        return range(first, first + self.batch_size)
+
+    def _indices(self, first: int) -> Iterator[int]:
+        """Samples of this rank in one step."""
+        for at in range(first, first + self.batch_size):
+            epoch, place = divmod(at, self.samples)
+            yield int(self._permutation(epoch)[place]) if self.shuffle else place
+
+    def _permutation(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._drawn:
+            self._drawn = {known: self._drawn[known] for known in self._drawn if abs(known - epoch) == 1}
+            draws = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._drawn[epoch] = torch.randperm(self.samples, generator=draws)
+        return self._drawn[epoch]
+
+    # ------------------------------------------------------------ what has been read
+
+    def commit(self, steps: int = 1) -> None:
+        """All ranks have taken so many steps. After the last of an epoch the next one begins."""
+        check_counts(steps=steps)
+        if steps > self.steps:
+            raise InvalidArgument(f"steps is {steps}, epoch {self.epoch} has {self.steps} steps left: commit each step once")
+        self.position += steps * self.window
+        self._follow()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch``, unless that is where we are: a run that resumes in the middle of an epoch goes on there."""
+        check_counts(epoch=epoch)
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, epoch * self.samples
+            self._follow()
+
+    def reform(self, change: Change) -> None:
+        """Read as one of the ranks that there are from now on."""
+        self.rank, self.size = change.rank, change.size
+        self._follow()
+
+    def _follow(self) -> None:
+        """Begin the next epoch where this one has no room for a step of all ranks."""
+        if self.drop_last and self.window > self.samples:
+            raise InvalidArgument(
+                f"drop_last is True and data has {self.samples} samples, but a step of {self.size} ranks reads {self.window}: "
+                "no step would be left of an epoch; pass drop_last=False or a smaller batch_size"
+            )
+        while not self.steps:
+            self.epoch += 1
+            if self.drop_last:
+                self.dropped += self.epoch * self.samples - self.position
+                self.position = self.epoch * self.samples
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank, and good for any number of them."""
+        same = {"samples": self.samples, "shuffle": self.shuffle, "seed": self.seed}
+        return same | {"epoch": self.epoch, "position": self.position, "dropped": self.dropped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("samples", "shuffle", "seed"):
+            if state[name] != getattr(self, name):
+                raise StateMismatch(
+                    f"the sampler was saved with {name}={state[name]!r}, this one {getattr(self, name)!r}: a position would "
+                    "mean other samples; construct it with the same data and options"
+                )
+        self.epoch, self.position, self.dropped = int(state["epoch"]), int(state["position"]), int(state["dropped"])
+        self._follow()

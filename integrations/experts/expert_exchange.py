@@ -1,0 +1,568 @@
+"""Tokens to the experts that gates chose, on whatever rank they are, and the sums of what these make of them back."""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import BlockCodec, Codec, codec_named
+from commpress.collectives.all_to_all.all_to_all import check_codec
+from commpress.collectives.all_to_all.routes import Nodes
+from commpress.collectives.all_to_all.token_shares import TokenShare
+from commpress.collectives.all_to_all.tokens import (
+    NUMBERS,
+    Carrier,
+    PacketForm,
+    Placement,
+    TokenRoutes,
+    route_tokens,
+)
+from commpress.collectives.change import Change
+from commpress.collectives.channel import Channel
+from commpress.collectives.handover import Divided, cannot_follow
+from commpress.collectives.scalars import gathered
+from commpress.collectives.topology import Topology, agree
+from commpress.collectives.transports.factory import can_reform, on_reform
+from commpress.collectives.transports.loopback import Loopback
+from commpress.collectives.transports.transport import Transport
+from commpress.errors import InvalidArgument, check_counts
+from commpress.integrations.experts.chunks import Experts, in_chunks
+from commpress.integrations.experts.codec_measurement import AUTO, CANDIDATES, CodecMeasurement
+from commpress.integrations.experts.dispatch import device_of
+from commpress.integrations.experts.expert_copies import ExpertCopies
+from commpress.integrations.experts.expert_counters import ExpertCounters
+from commpress.integrations.experts.expert_rows import ExpertRows, within_capacity
+from commpress.integrations.experts.lsh import LSH
+from commpress.torch_private import Routing, TokenSwitch
+from commpress.work import Steps
+
+T = TypeVar("T")
+
+BLOCK = 128  # elements of a token that share a scale, where a codec is given by name
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPlan:
+    """Plan of one batch: the ways of its tokens, and the rows in which this rank's experts get theirs."""
+
+    routes: TokenRoutes
+    rows: ExpertRows
+    k: int
+    share: TokenShare
+    lost: torch.Tensor | None = None  # bool[tokens, k]: choices whose experts are gone; None: there are none
+
+    def to(self, device: torch.device) -> "ExpertPlan":
+        lost = None if self.lost is None else self.lost.to(device)
+        return replace(self, routes=self.routes.to(device), rows=self.rows.to(device), lost=lost)
+
+
+class ExpertExchange(Divided, TokenSwitch):
+    """Dispatch tokens to experts on other ranks and combine what they return, differentiably.
+
+        exchange = commpress.ExpertExchange(num_experts=8)
+        routing = exchange.create_routing(topk_idx, layout="expert_major")       # int64[tokens, k]
+        rows, gates, _ = exchange.dispatch(routing, tokens, topk_weights)        # rows of this rank's experts
+        tokens = exchange.combine(routing, gates[:, None] * experts(rows, routing.handle.rows.counts))
+
+    Construct it on every rank of ``process_group`` (default: all), in the same order as other groups: it makes a new one. All
+    ranks make the same calls in the same order, also one that has no tokens. A ``TokenSwitch`` where torch has that class.
+
+    - ``num_experts``: of all ranks together; neighbours lie side by side. ``placement``: instead the rank of each.
+    - ``codec``: int8, int4, fp8, bf16, fp16 or none, for tokens on their way out; ``combine_codec`` for what comes back.
+      ``gradient_codec`` and ``combine_gradient_codec`` for gradients, out and back (default: the same as for tokens). By name,
+      128 elements of one token share a scale; tokens never do.
+      "auto", for tokens or what comes back or both: the first batch goes in float32, bf16 and int8 a few times, and all ranks
+      take the one that is fastest there, but exact numbers unless another saves 5 % (``exchange.measurement``).
+    - ``topology``: nodes as ``Topology`` takes them, or "auto"; then a token crosses to a node once, and its results are added
+      inside the node before they come back. ``deduplicate=False``: it travels to every rank by itself, with the same bits.
+    - ``capacity``: no expert takes more than its even share of a rank's choices times this; what is beyond is dropped.
+    - ``copies``: ``{expert: n}``, experts that lie on n ranks; see ``ExpertCopies``. ``experts`` get rows of copies behind
+      those of their own, and see to it that copies are the same: ``commpress.moe.Experts`` does.
+    - ``pad``: rows of each expert are filled up with zeros to a multiple of it ("expert_major").
+    - ``lsh``: of similar tokens only the mean travels, where the whole layer is one call (``exchange(…)``); see ``LSH``.
+    - ``tensor_group``: ranks that have the same tokens, as under tensor parallelism. Each sends its share of them, and what
+      comes back is gathered among them: every token travels once, and not once for each of these ranks.
+    - ``on_lost``: what becomes of the experts of a rank that died, when the group reforms. "refuse": the exchange goes no
+      further. "mask": they are gone, and tokens go to those of their choices that are left, whose gates grow to the same sum.
+    - ``transport``: instead of a process group, such as an ``MpiTransport``.
+
+    Sums are formed in a fixed order (``collectives/all_to_all/tokens.py``): nodes, in them ranks, in them a token's choices.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        codec: str | Codec = "none",
+        combine_codec: str | Codec = "none",
+        gradient_codec: str | Codec | None = None,
+        combine_gradient_codec: str | Codec | None = None,
+        topology: Topology | str | None = None,
+        deduplicate: bool = True,
+        placement: Sequence[int] | None = None,
+        copies: Mapping[int, int] | None = None,
+        capacity: float | None = None,
+        pad: int = 1,
+        lsh: LSH | None = None,
+        tensor_group: dist.ProcessGroup | Transport | None = None,
+        on_lost: Literal["refuse", "mask"] = "refuse",
+        process_group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
+        timeout: timedelta | None = None,
+        checksum: bool = False,
+    ) -> None:
+        check_counts(num_experts=num_experts, pad=pad)
+        if num_experts < 1 or pad < 1:
+            raise InvalidArgument(f"num_experts is {num_experts} and pad {pad}, expected at least 1 each")
+        if capacity is not None and not capacity > 0:
+            raise InvalidArgument(f"capacity is {capacity!r}, expected a factor above 0, such as 1.25, or None for no limit")
+        if placement is not None and len(placement) != num_experts:
+            raise InvalidArgument(f"placement names {len(placement)} experts, num_experts is {num_experts}: name each")
+        self._given = {"gradient_codec": gradient_codec, "combine_gradient_codec": combine_gradient_codec}
+        self.measurement: CodecMeasurement | None = None  # with "auto"
+        if AUTO in (codec, combine_codec):
+            self.measurement = CodecMeasurement(candidates(codec, "codec"), candidates(combine_codec, "combine_codec"))
+            codec, combine_codec = (CANDIDATES[0] if each == AUTO else each for each in (codec, combine_codec))
+        self._take(per_token(codec, "codec"), per_token(combine_codec, "combine_codec"))
+        if transport is None and not dist.is_initialized():
+            raise InvalidArgument("torch.distributed is not initialised: call init_process_group before ExpertExchange")
+        _check_on_lost(on_lost, process_group, transport, tensor_group)
+        self.num_experts, self.capacity, self.pad, self.deduplicate = num_experts, capacity, pad, deduplicate
+        self.lsh, self.on_lost = lsh, on_lost
+        self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
+        if transport is None:
+            on_reform(process_group, self)
+        size = self.channel.size
+        if copies and on_lost == "mask":
+            raise InvalidArgument("copies are given, whose homes may be lost, and on_lost is 'mask': leave one out")
+        self.home = Placement.even(num_experts, size) if placement is None else Placement(placement, size)
+        device = device_of(self.channel.inner)
+        nodes = self._nodes(topology, device)
+        self.copies = ExpertCopies(self.home, nodes, self.channel.rank, copies)
+        self.placement = self.copies.placement
+        self.carrier = Carrier(self.channel.transport, nodes, checksum=checksum, device=device, label=self._label(nodes))
+        self.counters = ExpertCounters(self.copies.expert[self.placement.on(self.channel.rank)])
+        self._tensor, self._overlaps = _among(tensor_group, timeout), False
+        self._tensor_carrier = Carrier(
+            self._tensor.transport, Nodes.of((tuple(range(self._tensor.size)),), self._tensor.size), checksum=checksum
+        )
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        experts: Experts,
+        *,
+        chunks: int = 1,
+        routed: Callable[[list[int]], None] | None = None,
+    ) -> torch.Tensor:
+        """The whole layer: Σ gates · expert(token) over each token's choices, [tokens, width], in the type of the tokens.
+
+        ``experts(rows, counts)``: what this rank's experts make of ``rows``, which lie by expert, ``counts`` (int64) of each,
+        zeros of ``pad`` included; it must use the rows also when there are none, so that backward comes by on every rank.
+        ``chunks``: tokens go in so many parts, the same number on every rank; some travel while experts work on another.
+        ``routed`` is told, without chunks, how many rows each expert here will have, before they are on their way.
+        """
+        if chunks < 1:
+            raise InvalidArgument(f"chunks is {chunks}, expected at least 1")
+        self._check(tokens, topk_weights, topk_idx.shape)
+        if (lost := self._lost(topk_idx)) is not None:
+            topk_idx, topk_weights = topk_idx.masked_fill(lost, -1), redistributed(topk_weights, lost)
+        if self.lsh is None or not self.lsh.starts():
+            return self._layer(tokens, topk_idx, topk_weights, experts, chunks, routed)
+        clusters = self.lsh.cluster(tokens, topk_idx)
+        centroids = clusters.centroids(tokens)
+        gates = torch.ones(len(centroids), 1, device=tokens.device)
+        made = self._layer(centroids, clusters.topk_idx, gates, experts, chunks, routed)
+        self.lsh.error = clusters.error(made.detach(), centroids.detach(), tokens.detach())
+        return clusters.expand(made, centroids, tokens, topk_weights).to(tokens.dtype)
+
+    def _layer(
+        self,
+        tokens: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        experts: Experts,
+        chunks: int,
+        routed: Callable[[list[int]], None] | None,
+    ) -> torch.Tensor:
+        if chunks > 1 and not self._measures:
+            self._overlaps = True
+            return in_chunks(self, tokens, topk_idx, topk_weights, experts, chunks)
+        routing = self.create_routing(topk_idx, layout="expert_major")
+        if routed is not None:
+            routed(routing.handle.rows.heights.tolist())
+        rows, gates, _ = self.dispatch(routing, tokens, topk_weights)
+        assert gates is not None
+        made = gates[:, None] * experts(rows, torch.from_numpy(routing.handle.rows.heights))
+        return self.combine(routing, made.to(rows.dtype))
+
+    @property
+    def _measures(self) -> bool:
+        """True if the codec is still to be found."""
+        return self.measurement is not None and not self.measurement.chosen
+
+    def _measure(self, plan: ExpertPlan, tokens: torch.Tensor, gates: torch.Tensor | None) -> None:
+        found = self.measurement
+        assert found is not None
+        if self.channel.size == 1:
+            found.chosen = CANDIDATES[0]
+        elif self.finish(found.steps(self, plan, tokens, gates)):
+            self._take(found.out[found.chosen], found.back[found.chosen])
+            self.carrier.label = self._label(self.carrier.nodes)
+
+    def _take(self, codec: Codec, combine_codec: Codec) -> None:
+        """Codecs of both directions, and of gradients where no others were given."""
+        self.codec, self.combine_codec = codec, combine_codec
+        gradients = {name: None if given is None else per_token(given, name) for name, given in self._given.items()}
+        self.gradient_codec: Codec = gradients["gradient_codec"] or codec
+        self.combine_gradient_codec: Codec = gradients["combine_gradient_codec"] or combine_codec
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that have the same tokens."""
+        return self._tensor.size
+
+    def finish(self, steps: Steps[T], *tensors: torch.Tensor | None) -> T:
+        """The result of steps that use ``tensors``: on the worker if chunks may be under way there."""
+        used = [tensor for tensor in tensors if tensor is not None]
+        return self.channel.submit(steps, *used).wait() if self._overlaps else self.channel.run(steps)
+
+    def create_routing(
+        self, topk_idx: torch.Tensor, per_expert_token_counts: torch.Tensor | None = None, *, layout: str = "flat"
+    ) -> Any:
+        """The routes of tokens to the experts ``topk_idx`` int64[tokens, k], -1 for none; for any number of dispatches.
+
+        ``per_expert_token_counts`` (int32, one for each expert here): filled with the rows that each gets, padding included.
+        ``layout``: "flat", a row for each token that comes here, or "expert_major", one for each token and expert, by expert.
+        """
+        return self.finish(self.routing_steps(topk_idx, per_expert_token_counts, layout=layout), topk_idx)
+
+    def dispatch(
+        self,
+        routing: Any,
+        tokens: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        max_recv_tokens: int | None = None,
+        *,
+        out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(rows for the experts here, gates, expert numbers): flat [r, width], [r, k], [r, k]; by expert [r, width], [r], None.
+
+        Expert numbers count those of this rank; choices of other ranks have -1 and a gate of 0. Tokens and gates get gradients.
+        ``max_recv_tokens``: as many rows, with zeros behind those that came; without it just those. All ranks give it, or none:
+        they agree on whether it is enough, and raise together. ``out``: written to, without autograd; so many rows likewise.
+        """
+        plan = self._plan(routing, tokens, topk_weights)
+        if self._measures:
+            self._measure(plan, tokens.detach(), None if topk_weights is None else topk_weights.detach())
+        if plan.lost is not None and topk_weights is not None:
+            topk_weights = redistributed(topk_weights, plan.lost)
+        if out is not None:
+            with torch.no_grad():
+                self._dispatch(routing, tokens, topk_weights, *out)
+            return out
+        count = plan.rows.count if max_recv_tokens is None else max_recv_tokens
+        if max_recv_tokens is not None:
+            self._check_room(count, plan.rows.count, tokens.device)
+        rows, gates = _Dispatch.apply(tokens, topk_weights, self, plan, count)
+        if plan.rows.layout != "flat":
+            return rows, gates, None
+        numbers = plan.rows.local.new_full((count, plan.k), -1)
+        numbers[: plan.rows.count] = plan.rows.local
+        return rows, gates, numbers
+
+    def combine(self, routing: Any, expert_tokens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum over its experts for each token, [tokens, width], of rows as ``dispatch`` gave them (gates multiplied in)."""
+        plan: ExpertPlan = routing.handle
+        if expert_tokens.dim() != 2 or len(expert_tokens) < plan.rows.count:
+            raise InvalidArgument(
+                f"expert_tokens are {tuple(expert_tokens.shape)}, expected the {plan.rows.count} rows that dispatch gave, with "
+                "or without zeros behind them"
+            )
+        if out is not None:
+            with torch.no_grad():
+                self._combine(routing, expert_tokens, out)
+            return out
+        return _Combine.apply(expert_tokens, self, plan.to(expert_tokens.device))
+
+    # ------------------------------------------------------------ steps
+
+    def routing_steps(
+        self,
+        topk_idx: torch.Tensor,
+        per_expert_token_counts: torch.Tensor | None = None,
+        *,
+        layout: str = "flat",
+        note: str = "",
+        sequence: int | None = None,
+    ) -> Steps[Any]:
+        """``create_routing`` as steps. ``note``: what ranks must have alike; ``sequence``: numbers taken before."""
+        if topk_idx.dim() != 2 or topk_idx.is_floating_point() or not topk_idx.shape[1]:
+            raise InvalidArgument(f"topk_idx is {topk_idx.dtype} {tuple(topk_idx.shape)}, expected integers [tokens, k]")
+        asked = topk_idx.detach().cpu().numpy().astype(np.int64)
+        if asked.size and (asked.min() < -1 or asked.max() >= self.num_experts):
+            raise InvalidArgument(
+                f"topk_idx has numbers from {asked.min()} to {asked.max()}, expected experts 0 to {self.num_experts - 1}, or -1"
+            )
+        lost = self._lost(topk_idx)
+        if lost is not None:
+            asked = np.where(lost.cpu().numpy(), -1, asked)
+        wanted = asked if self.capacity is None else within_capacity(asked, self.num_experts, self.capacity)
+        wanted = self.copies.spread(wanted)
+        share = TokenShare(len(asked), self._tensor.rank, self._tensor.size, zlib.crc32(asked.tobytes()))
+        said = [self.counters.load, *([] if self.lsh is None else [self.lsh.told])]
+        routes = yield from route_tokens(
+            wanted[share.own], self.placement, self.carrier, deduplicate=self.deduplicate,
+            sequence=self.channel.take(NUMBERS) if sequence is None else sequence, said=said, note=note,
+        )  # fmt: skip
+        if self.lsh is not None:
+            self.lsh.hear(routes.said[:, 1].tolist())
+        rows = ExpertRows.of(routes, self.placement, self.channel.rank, layout, self.pad)
+        if per_expert_token_counts is not None:
+            if per_expert_token_counts.dim() != 1 or len(per_expert_token_counts) < len(rows.counts):
+                raise InvalidArgument(
+                    f"per_expert_token_counts has shape {tuple(per_expert_token_counts.shape)}, expected at least "
+                    f"[{len(rows.counts)}]: one for each expert of this rank"
+                )
+            per_expert_token_counts[: len(rows.counts)] = torch.from_numpy(rows.heights)
+        self.counters.routed(asked[share.own], wanted[share.own], routes, rows, self.placement, self.carrier)
+        return Routing(ExpertPlan(routes, rows, asked.shape[1], share, lost).to(topk_idx.device), topk_idx, layout)
+
+    def out_steps(
+        self, plan: ExpertPlan, tokens: torch.Tensor, gates: torch.Tensor | None, count: int, codec: Codec, sequence: int
+    ) -> Steps[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Rows and gates at the experts; a gradient of what is combined goes this way too."""
+        form = PacketForm(codec, tokens.shape[1], tokens.dtype, 0 if gates is None else plan.k)
+        pool = self.carrier.rows(plan.routes.count + plan.routes.relayed, form.row_bytes, tokens.device)
+        own = plan.share.own
+        form.pack(tokens[own], None if gates is None else gates[own], pool[: plan.routes.count])
+        arrived = yield from plan.routes.spread(pool, form, self.carrier, sequence)
+        held = [pool, arrived]
+        rows = plan.rows.rows(form.tokens(arrived, self.carrier.scratch, held), count, tokens.dtype)
+        found = None if gates is None else plan.rows.gates(form.extras(arrived), count).to(gates.dtype)
+        self.carrier.scratch.give(*held)
+        self.counters.bytes_of(self.carrier)
+        return rows, found
+
+    def back_steps(
+        self, plan: ExpertPlan, rows: torch.Tensor, gates: torch.Tensor | None, codec: Codec, sequence: int
+    ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
+        """Sums for each token; gradients of what is dispatched come this way too, with those of gates."""
+        form = PacketForm(codec, rows.shape[1], rows.dtype, 0 if gates is None else plan.k)
+        packets = self.carrier.rows(plan.routes.received, form.row_bytes, rows.device)
+        held = [packets]
+        extra = None
+        if gates is not None:
+            extra = torch.empty(plan.routes.received, plan.k, device=rows.device)
+            plan.rows.gates_back(gates, extra)
+        form.pack(plan.rows.sums_of(rows, self.carrier.scratch, held), extra, packets)
+        tokens, found = yield from plan.routes.collect(packets, form, self.carrier, sequence)
+        self.carrier.scratch.give(*held)
+        self.counters.bytes_of(self.carrier)
+        tokens = tokens.to(rows.dtype)
+        if plan.share.size > 1:
+            tokens, found = yield from plan.share.gather(tokens, found, self._tensor_carrier, sequence)
+        return tokens, found
+
+    # ------------------------------------------------------------ copies
+
+    def copy_experts(self, copies: Mapping[int, int], load: Sequence[float] = ()) -> None:
+        """Have other copies from the next routing on, between two steps, with the same arguments on all ranks."""
+        if copies and self.on_lost == "mask":
+            raise InvalidArgument("copies are given, whose homes may be lost, and on_lost is 'mask': leave one out")
+        self.copies = ExpertCopies(self.home, self.carrier.nodes, self.channel.rank, copies, load)
+        self.placement = self.copies.placement
+        self.counters.copied(self.copies.expert[self.placement.on(self.channel.rank)])
+        self.carrier.label = self._label(self.carrier.nodes)
+
+    def expert_load(self) -> list[int]:
+        """Choices of each expert by tokens of all ranks since copies were last made; collective."""
+        mine = np.bincount(self.counters.experts, self.counters.since, self.num_experts).astype(int).tolist()
+        steps = gathered(mine, transport=self.channel.transport, sequence=self.channel.take(), device=self.carrier.device)
+        return [int(sum(each)) for each in zip(*self.finish(steps), strict=True)]
+
+    # ------------------------------------------------------------ other ranks
+
+    def reform(self, change: Change) -> Callable[[], None]:
+        """Go on among those who are left, without the experts of those who are not: for ``group.reform``, on all ranks."""
+        if self.on_lost == "refuse":
+            return super().reform(change)
+        if change.new:
+            raise cannot_follow(self, f"ranks {list(change.new)} are new, and have no experts of it")
+        placement, nodes = self.placement.among(change.sources), self.carrier.nodes.among(change.sources)
+        if placement.masked[:-1].all():
+            raise cannot_follow(self, "all experts are gone")
+
+        def follow() -> None:
+            self.home = self.placement = placement
+            self.carrier.nodes, self.copies = nodes, ExpertCopies(placement, nodes, self.channel.rank)
+            self.carrier.label = self._label(nodes)
+
+        return follow
+
+    @property
+    def lost_experts(self) -> list[int]:
+        """Experts that died with their ranks: a gate that leaves them out finds each token as many others."""
+        found: list[int] = np.flatnonzero(self.placement.masked).tolist()
+        return found
+
+    def _lost(self, topk_idx: torch.Tensor) -> torch.Tensor | None:
+        """bool[tokens, k]: choices of experts that are gone, and counts them; None where all are there."""
+        if self.placement.size != self.channel.size:
+            raise cannot_follow(self, "its experts were divided among others")
+        masked = self.placement.masked
+        if not masked.any():
+            return None
+        lost = torch.from_numpy(masked).to(topk_idx.device)[topk_idx.long()]
+        self.counters.masked += int(lost.sum())
+        return lost
+
+    def _label(self, nodes: Nodes) -> int:
+        """A digest of what ranks must have alike."""
+        options = (
+            self.placement.owner.tolist(), nodes.members, self.deduplicate, self.codec.spec, self.combine_codec.spec,
+            self.gradient_codec.spec, self.combine_gradient_codec.spec, repr(self.lsh), self.on_lost, self._measures,
+            self.copies.holders,
+        )  # fmt: skip
+        return zlib.crc32(repr(options).encode())
+
+    # ------------------------------------------------------------ torch's TokenSwitch
+
+    def _alloc_dispatch_outputs(
+        self, routing: Any, tokens: torch.Tensor, topk_weights: torch.Tensor, max_recv_tokens: int, H: int, K: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        rows = tokens.new_zeros(max_recv_tokens, H)
+        if routing.layout != "flat":
+            return rows, topk_weights.new_zeros(max_recv_tokens), None
+        numbers = torch.full((max_recv_tokens, K), -1, dtype=torch.int64, device=tokens.device)
+        return rows, topk_weights.new_zeros(max_recv_tokens, K), numbers
+
+    def _dispatch(
+        self,
+        routing: Any,
+        tokens: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        out_tokens: torch.Tensor,
+        out_topk_weights: torch.Tensor | None,
+        out_topk_idx: torch.Tensor | None,
+    ) -> None:
+        found = self.dispatch(routing, tokens, topk_weights, len(out_tokens))
+        for given, each in zip((out_tokens, out_topk_weights, out_topk_idx), found, strict=True):
+            if given is not None and each is not None:
+                given.copy_(each)
+
+    def _combine(self, routing: Any, expert_tokens: torch.Tensor, out_tokens: torch.Tensor) -> None:
+        out_tokens.copy_(self.combine(routing, expert_tokens))
+
+    # ------------------------------------------------------------ checks
+
+    def _check_room(self, room: int, coming: int, device: torch.device) -> None:
+        """Raise on all ranks if on one of them more rows come than it has room for; collective."""
+        every = self.finish(
+            gathered([room, coming], transport=self.channel.transport, sequence=self.channel.take(), device=device)
+        )
+        short = [(rank, int(rows), int(more)) for rank, (rows, more) in enumerate(every) if rows < more]
+        if short:
+            rank, rows, more = short[0]
+            raise InvalidArgument(
+                f"max_recv_tokens is {rows}, but {more} rows come to rank {rank} (too few on ranks "
+                f"{[each for each, _, _ in short]}): leave it out, raise it, or give ExpertExchange a capacity"
+            )
+
+    def _plan(self, routing: Any, tokens: torch.Tensor, gates: torch.Tensor | None) -> ExpertPlan:
+        plan: ExpertPlan = routing.handle
+        self._check(tokens, gates, (plan.share.count, plan.k))
+        return plan.to(tokens.device)
+
+    def _check(self, tokens: torch.Tensor, gates: torch.Tensor | None, shape: Sequence[int]) -> None:
+        if tokens.dim() != 2 or len(tokens) != shape[0]:
+            raise InvalidArgument(f"tokens are {tuple(tokens.shape)}, expected [{shape[0]}, width], as were routed")
+        if gates is not None and gates.shape != tuple(shape):
+            raise InvalidArgument(f"topk_weights are {tuple(gates.shape)}, expected {tuple(shape)}")
+
+    def _nodes(self, topology: Topology | str | None, device: torch.device) -> Nodes:
+        """All ranks are one node where nobody says otherwise. "auto" asks every rank's launcher; collective."""
+        size = self.channel.size
+        if topology is None:
+            return Nodes.of((tuple(range(size)),), size)
+        if topology == "auto":
+            topology = self.channel.run(agree(self.channel.transport, device=device, sequence=self.channel.take()))
+        return Nodes.of((Topology.parse(topology) if isinstance(topology, str) else topology).nodes, size)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, gates: torch.Tensor | None, exchange: ExpertExchange, plan: ExpertPlan, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        sequence = exchange.channel.take(2)  # for backward too: its turn may differ by rank
+        ctx.exchange, ctx.plan, ctx.sequence = exchange, plan, sequence + 1
+        ctx.gates = None if gates is None else gates.dtype
+        return exchange.finish(exchange.out_steps(plan, tokens, gates, count, exchange.codec, sequence), tokens, gates)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        exchange: ExpertExchange = ctx.exchange
+        rows, gates = gradients
+        steps = exchange.back_steps(
+            ctx.plan, rows, None if ctx.gates is None else gates, exchange.combine_gradient_codec, ctx.sequence
+        )
+        tokens, found = exchange.finish(steps, rows, gates)
+        return tokens, None if ctx.gates is None else found.to(ctx.gates), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, exchange: ExpertExchange, plan: ExpertPlan) -> torch.Tensor:
+        sequence = exchange.channel.take(2)
+        ctx.exchange, ctx.plan, ctx.sequence, ctx.count = exchange, plan, sequence + 1, len(rows)
+        return exchange.finish(exchange.back_steps(plan, rows, None, exchange.combine_codec, sequence), rows)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        exchange: ExpertExchange = ctx.exchange
+        steps = exchange.out_steps(ctx.plan, gradients[0], None, ctx.count, exchange.gradient_codec, ctx.sequence)
+        return exchange.finish(steps, gradients[0])[0], None, None
+
+
+def _among(group: dist.ProcessGroup | Transport | None, timeout: timedelta | None) -> Channel:
+    """The ranks that have the same tokens; alone without a group."""
+    if group is None:
+        return Channel(Loopback(1).transport(0))
+    return Channel.among(group, timeout=timeout) if isinstance(group, dist.ProcessGroup) else Channel(group)
+
+
+def _check_on_lost(on_lost: str, group: dist.ProcessGroup | None, transport: object, tensor_group: object) -> None:
+    if on_lost not in ("refuse", "mask"):
+        raise InvalidArgument(f"on_lost is {on_lost!r}, expected 'refuse' or 'mask'")
+    if on_lost == "mask" and (transport is not None or not can_reform(group) or tensor_group is not None):
+        raise InvalidArgument(
+            "on_lost is 'mask', and the ranks that are left find each other by group.reform() only: use the backend "
+            "'commpress', init_process_group('commpress'), without transport= and tensor_group="
+        )
+
+
+def redistributed(gates: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+    """Gates of a token's other choices grow by one factor to the sum that all had; those ``lost`` are 0."""
+    left = gates.masked_fill(lost, 0)
+    rest = left.sum(1, keepdim=True)
+    return left * torch.where(rest == 0, 0, gates.sum(1, keepdim=True) / torch.where(rest == 0, 1, rest))
+
+
+def candidates(codec: str | Codec, name: str) -> dict[str, Codec]:
+    """For each candidate of "auto" the codec of one direction."""
+    return {each: per_token(each if codec == AUTO else codec, name) for each in CANDIDATES}
+
+
+def per_token(codec: str | Codec, name: str) -> Codec:
+    """The codec with scales for every 128 elements where it is given by name."""
+    found = BlockCodec(codec, BLOCK) if codec in ("int8", "int4", "fp8") else codec_named(codec)  # type: ignore[arg-type]
+    check_codec(found, name)
+    return found

@@ -1,0 +1,311 @@
+"""An optimizer of a model whose experts are in tiers: dense parameters in memory, experts in the store, one after the other."""
+
+import zlib
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from commpress.collectives.channel import Channel
+from commpress.collectives.scalars import gathered
+from commpress.errors import InvalidArgument, StateMismatch
+from commpress.integrations.experts.expert_tiers import GRADIENT, WHOLE, ExpertTiers
+from commpress.integrations.zero.elementwise import check_elementwise
+from commpress.integrations.zero.moments import Moments
+from commpress.integrations.zero.state import StoredState
+from commpress.integrations.zero.streamed_group import StreamedWeights, streamer_of
+from commpress.integrations.zero.update_chunk import WEIGHT, chunks
+from commpress.integrations.zero.wrapper import (
+    MASTER,
+    Wrapper,
+    agreed,
+    check_groups,
+    clip_factor,
+    like,
+    loss_of,
+    options_of,
+    probe,
+    take_options,
+    trainable,
+)
+from commpress.optim.local_weights import LocalWeights
+from commpress.tiered_mem import TieredStore
+
+FORMAT = 1.0
+
+
+class ExpertOptimizer(Wrapper):
+    """``ExpertOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)``: an ``AdamW`` that finds experts in their store.
+
+    An expert is stepped if it has a gradient, that is, if a token came to it since the last step. Others are left alone, with
+    their moments and the number of their steps, as torch's optimizers leave parameters whose ``grad`` is None. What is not
+    named below goes to ``optimizer``, which must treat every element by itself.
+
+    - ``max_grad_norm``: clip to this norm of all parameters, over all ranks, in every step.
+    - ``on_nonfinite``: with ``max_grad_norm``, "skip" (default) leaves a step out whose norm is not finite; "raise" raises.
+    - ``commit_every``: steps between commits; 0: only when ``commit`` is called.
+
+    If the store holds a committed state, training goes on from there: parameters, experts or not, take its values.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: type[torch.optim.Optimizer],
+        *,
+        max_grad_norm: float | None = None,
+        on_nonfinite: Literal["skip", "raise"] = "skip",
+        commit_every: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
+        places, _ = trainable(self.param_groups, spread=True)
+        self.tiers, self.commit_every = _tiers([p for group in places for p, _, _ in group]), commit_every
+        self.store: TieredStore = self.tiers.store
+        self.prefix = f"{self.tiers.prefix}/optimizer"
+        check_elementwise(optimizer, options, self.param_groups, device=torch.device("cpu"), in_place=True)
+        self._optimizer, self._make = optimizer, partial(optimizer, **options)
+        self._moments, self._scalars = probe(optimizer, options)
+        stored = self.tiers.group_of
+        self._dense = [[one for one in group if id(one[0]) not in stored] for group in places]
+        self.chunks = chunks([[one for one in group if id(one[0]) in stored] for group in places], WHOLE, self.prefix, stored)
+        self._chunk_of = {stored[id(chunk.ranges[0].parameter)].number: chunk for chunk in self.chunks}
+        self._check_all({id(own.parameter) for chunk in self.chunks for own in chunk.ranges})
+        pairs = zip(self.param_groups, self._dense, strict=True)
+        self._inner = optimizer([{**options_of(group), "params": [p for p, _, _ in own]} for group, own in pairs], **options)
+        self._coded = Moments(self.store, 0)
+        self._stored = StoredState(self.store, self.chunks, self._moments, self._scalars, self._coded)
+        self.state: Any = ChainMap(self._stored, self._inner.state)
+        self._kept = {
+            number: {key: chunk.name(key) for key in self._moments} | ({WEIGHT: chunk.master} if chunk.copied else {})
+            for number, chunk in self._chunk_of.items()
+        }
+        keys = [*([WEIGHT] if any(chunk.copied for chunk in self.chunks) else []), *self._moments]
+        with torch.no_grad():
+            known = self._meta in self.store
+            if not known:
+                self._begin()
+            self.tiers.attach(self._kept, keys, clips=max_grad_norm is not None)
+            if known:
+                self._resume()
+        self._channel = self.tiers.layers[0].channel
+        agreed(self._every(self.steps_done))
+        self._built = True
+
+    def _check_all(self, given: set[int]) -> None:
+        for group in self.tiers.groups:
+            for member in group.members:
+                if member.parameter.requires_grad and id(member.parameter) not in given:
+                    raise InvalidArgument(f"params lack {member.name}, which is in tiers: pass all of model.parameters()")
+
+    def _begin(self) -> None:
+        for chunk in self.chunks:
+            if chunk.copied:
+                with self.store.borrow(chunk.values, write=False) as values:
+                    self.store.put(chunk.master, values.float())
+                self.store.evict(chunk.names()).wait()
+
+    # ------------------------------------------------------------ weights that others move
+
+    @property
+    def inner_channel(self) -> Channel | None:
+        return None
+
+    def local_weights(self) -> list[LocalWeights]:
+        """Dense parameters, and experts in the store."""
+        dense = [LocalWeights(name, parameter) for group in self._dense for parameter, name, _ in group]
+        found = [self.tiers.groups[number] for number in self._chunk_of]
+        return dense + [StreamedWeights(group.stored[0], group, self.store, self._written) for group in found]
+
+    def settle_weights(self) -> None:
+        """Nothing is under way between steps."""
+
+    def weights_written(self) -> None:
+        self.tiers.forget_places()
+
+    @torch.no_grad()
+    def _written(self, values: str) -> None:
+        for chunk in self.chunks:
+            if chunk.values == values and chunk.copied:
+                with self.store.borrow(chunk.master) as master, self.store.borrow(values, write=False) as held:
+                    master.copy_(held)
+
+    # ------------------------------------------------------------ one step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self.tiers.graded:
+            self.tiers.drop_gradients()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss, factor = loss_of(closure), None
+        if self.max_grad_norm is not None:
+            norm = self._norm()
+            if not torch.isfinite(norm):
+                self.tiers.drop_gradients()
+                self._skip()
+                return loss
+            factor = clip_factor(self.max_grad_norm, norm)
+        self._groups = [options_of(group) for group in self.param_groups]
+        self._step_dense(factor)
+        for expert in self.tiers.begin_update():
+            with self.tiers.turn("update", expert):
+                self._update(expert, factor)
+                self.tiers.forget_gradient(expert)
+        self.tiers.plan.over()
+        self.steps_done += 1
+        if self.commit_every and self.steps_done % self.commit_every == 0:
+            self.commit()
+        return loss
+
+    def _step_dense(self, factor: torch.Tensor | None) -> None:
+        for inner, options in zip(self._inner.param_groups, self._groups, strict=True):
+            inner.update(options)
+        if factor is not None:
+            for gradient in self._dense_gradients():
+                gradient.mul_(factor.to(gradient.device))
+        self._inner.step()
+
+    def _update(self, expert: int, factor: torch.Tensor | None) -> None:
+        chunk = self._chunk_of[expert]
+        with (
+            self._coded.opened(chunk) as held,
+            self.store.borrow(self.tiers.name((expert, GRADIENT))) as gradient,
+        ):
+            if factor is not None:
+                gradient.mul_(factor)
+            states = chunk.step(self._make, [own.inside(gradient) for own in chunk.ranges], held, self._groups)
+            if chunk.copied:
+                with self.store.borrow(chunk.values) as values:
+                    values.copy_(held[WEIGHT])
+        chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
+        if not chunk.keys:
+            for key in self._moments:
+                self.store.put(chunk.name(key), torch.zeros(()).expand(chunk.numel))
+                with self.store.borrow(chunk.name(key)) as flat:
+                    for own, state in zip(chunk.ranges, states, strict=True):
+                        own.inside(flat).copy_(state[key])
+            chunk.keys = list(self._moments)
+
+    def _norm(self) -> torch.Tensor:
+        """Of all parameters, in double and rounded once: dense ones are alike on all ranks, experts are each rank's own."""
+        own = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in self._dense_gradients())
+        experts = sum(self._every(sum((self.tiers.squares or {}).values())))
+        return torch.tensor((own + experts) ** 0.5, dtype=torch.float32)
+
+    def _dense_gradients(self) -> list[torch.Tensor]:
+        return [gradient for group in self._dense for p, _, _ in group if (gradient := p.grad) is not None]
+
+    def _every(self, value: float) -> list[float]:
+        """Each rank's."""
+        if self._channel is None or self._channel.size == 1:
+            return [value]
+        every = self._channel.run(gathered([value], transport=self._channel.transport, sequence=self._channel.take(1)))
+        return [float(one) for one in every[:, 0]]
+
+    # ------------------------------------------------------------ what outlives the process
+
+    @property
+    def _meta(self) -> str:
+        return f"{self.prefix}/meta"
+
+    def commit(self) -> int:
+        """After this returns, a process that is killed goes on from this step: experts, dense parameters and all moments."""
+        numbers = [FORMAT, float(self._layout()), float(self.steps_done)]
+        for chunk in self.chunks:
+            numbers += [float(chunk.stepped), *(float(chunk.scalars.get(key, -1.0)) for key in self._scalars)]
+        for parameter, name in self._dense_names():
+            state = self._inner.state.get(parameter, {})
+            numbers += [float(bool(state)), *(float(state.get(key, -1.0)) for key in self._scalars)]
+            self.store.put(f"{name}/{WEIGHT}", parameter.detach())
+            for key in self._moments if state else ():
+                self.store.put(f"{name}/{key}", state[key])
+        self.store.put(self._meta, torch.tensor(numbers, dtype=torch.float64))
+        return self.store.commit()
+
+    def _dense_names(self) -> Iterator[tuple[torch.Tensor, str]]:
+        for group in self._dense:
+            for parameter, _, index in group:
+                yield parameter, f"{self.prefix}/dense/{index:06d}"
+
+    def _layout(self) -> int:
+        """A digest of what lies where."""
+        ranges = [f"{c.number}.{r.group}:{tuple(r.parameter.shape)}" for c in self.chunks for r in c.ranges]
+        dense = [f"{name}:{tuple(p.shape)}" for p, name in self._dense_names()]
+        return zlib.crc32(";".join([self._optimizer.__name__, *self._moments, *self._scalars, *ranges, *dense]).encode())
+
+    def _resume(self) -> None:
+        with self.store.borrow(self._meta, write=False) as meta:
+            numbers = meta.tolist()
+        dense = list(self._dense_names())
+        if numbers[:2] != [FORMAT, float(self._layout())]:
+            raise StateMismatch(
+                f"the store holds a state {self.prefix!r} of other parameters or another optimizer: open it with those it was "
+                "made with, or give ExpertTiers another prefix="
+            )
+        self.steps_done, rest = int(numbers[2]), iter(numbers[3:])
+        for chunk in self.chunks:
+            chunk.stepped, found = bool(next(rest)), {key: next(rest) for key in self._scalars}
+            if chunk.stepped:
+                chunk.scalars, chunk.keys = {k: like(self._scalars[k], v) for k, v in found.items()}, list(self._moments)
+        for parameter, name in dense:
+            stepped, found = bool(next(rest)), {key: next(rest) for key in self._scalars}
+            parameter.copy_(self._read(f"{name}/{WEIGHT}"))
+            if stepped:
+                self._inner.state[parameter] = {k: like(self._scalars[k], v) for k, v in found.items()} | {
+                    key: self._read(f"{name}/{key}").to(parameter.device) for key in self._moments
+                }
+
+    def _read(self, name: str) -> torch.Tensor:
+        with self.store.borrow(name, write=False) as held:
+            return held.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in memory, as ``optimizer`` itself would save it."""
+        state = super().state_dict()
+        self.tiers.forget_places()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From ``state_dict``, or that of the plain optimizer. Load the model's weights before."""
+        groups, states = state_dict["param_groups"], state_dict["state"]
+        check_groups(self.param_groups, groups)
+        numbers = [number for group in groups for number in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._stored.clear()
+        inner = self._inner.state_dict() | {"state": {}}
+        order = {id(p): i for i, p in enumerate(p for group in self._inner.param_groups for p in group["params"])}
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if not states.get(number):
+                continue
+            if id(parameter) in order:
+                inner["state"][order[id(parameter)]] = states[number]
+            else:
+                self._stored[parameter] = states[number]
+        self._inner.load_state_dict(inner)
+        self.state.maps[1] = self._inner.state
+        for chunk in self.chunks:
+            if chunk.copied and not any(MASTER in states.get(n, {}) for n in numbers):
+                self._written(chunk.values)
+        take_options(self.param_groups, groups)
+        steps = [float(state["step"]) for state in states.values() if "step" in state]
+        self.steps_done = max(map(int, steps), default=self.steps_done)
+        self.tiers.forget_places()
+
+    def close(self) -> None:
+        """The store stays open: it is the caller's."""
+        self.tiers.close()
+
+
+def _tiers(parameters: list[torch.Tensor]) -> ExpertTiers:
+    found = {streamer for p in parameters if (streamer := streamer_of(p)) is not None}
+    if len(found) != 1 or not isinstance(tiers := found.pop(), ExpertTiers):
+        raise InvalidArgument(
+            "params have no experts in tiers, or those of several: put experts into one store with "
+            "commpress.moe.parallelise(model, store=..., resident=...), else use the plain optimizer"
+        )
+    return tiers

@@ -1,0 +1,93 @@
+"""Choice of a codec for each edge of a pipeline by its link, measured once between neighbouring ranks."""
+
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpress.integrations.pipeline.edge_codec import decode_into, edge_codec, encoded
+
+NUMEL = 1 << 18  # elements of the tensor whose journey is compared
+ENOUGH, MOST = 0.05, 1 << 25  # a probe this long, in seconds or bytes, says what a link carries
+CANDIDATES = ("none", "bf16", "int8", "int4")  # the finest first
+GAIN = 0.95  # a coarser codec has to need less than this share of the time
+
+
+def fastest(bandwidth: float, seconds: dict[str, float], numel: int = NUMEL) -> str:
+    """The codec with which ``numel`` float32 cross a link soonest, exact unless another gains something.
+
+    ``seconds``: for encoding and decoding them, by codec.
+    """
+    best, least = CANDIDATES[0], 4 * numel / bandwidth
+    for name in CANDIDATES[1:]:
+        codec = edge_codec(name)
+        assert codec is not None
+        took = codec.size(numel, numel) / bandwidth + seconds[name]
+        if took < GAIN * least:
+            best, least = name, took
+    return best
+
+
+def measured(group: Any, device: torch.device) -> dict[tuple[int, int], str]:
+    """Sender and receiver, ranks of ``group`` → codec, for all neighbours round the group; collective, and the same on all."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    seconds = _codec_seconds(device)
+    pairs = {tuple(sorted((r, (r + 1) % size))) for r in range(size)} - {(0, 0)}
+    mine = {}
+    for low, high in sorted(pairs):
+        for sender, receiver in ((low, high), (high, low)):
+            if rank in (sender, receiver):
+                bandwidth = _bandwidth(rank == sender, receiver if rank == sender else sender, group, device)
+                if rank == sender:
+                    mine[sender, receiver] = fastest(bandwidth, seconds)
+        dist.barrier(group)
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, mine, group=group)
+    return {ends: name for found in every for ends, name in found.items()}
+
+
+def _codec_seconds(device: torch.device) -> dict[str, float]:
+    values = torch.linspace(-1, 1, NUMEL, device=device)
+    found = {}
+    for name in CANDIDATES[1:]:
+        codec = edge_codec(name)
+        assert codec is not None
+        times = []
+        for _ in range(3):
+            start = perf_counter()
+            decode_into(values, encoded(values, codec), codec)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(perf_counter() - start)
+        found[name] = min(times)
+    return found
+
+
+def _bandwidth(sends: bool, peer: int, group: Any, device: torch.device) -> float:
+    """Bytes per second, of a probe that grows until it takes long enough; what a short one takes is taken off."""
+    other = dist.get_global_rank(group, peer) if group is not None else peer
+    answer = torch.zeros(1, dtype=torch.float64, device=device)
+    numel = 1 << 14
+    _probe(sends, other, torch.zeros(1, device=device), answer, group)
+    least = _probe(sends, other, torch.zeros(1, device=device), answer, group)
+    while True:
+        took = _probe(sends, other, torch.zeros(numel, device=device), answer, group)
+        if took >= ENOUGH or 4 * numel >= MOST:
+            return 4 * numel / max(took - least, 1e-9)
+        numel *= 4
+
+
+def _probe(sends: bool, other: int, values: torch.Tensor, answer: torch.Tensor, group: Any) -> float:
+    """Seconds until the receiver has it and says so, on both sides the sender's."""
+    start = perf_counter()
+    if not sends:
+        dist.recv(values, other, group)
+        dist.send(answer, other, group)
+        dist.recv(answer, other, group)
+        return float(answer)
+    dist.send(values, other, group)
+    dist.recv(answer, other, group)
+    took = perf_counter() - start
+    dist.send(answer.fill_(took), other, group)
+    return took

@@ -1,0 +1,173 @@
+"""Codec of what crosses one edge of a pipeline: a tensor of any float becomes bytes of a size that its shape tells."""
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from commpress.codecs import Codec, codec_named
+from commpress.errors import InvalidArgument
+from commpress.integrations.pipeline.tiles import NAMES, TileCodec
+from commpress.kernels import Piece, Pieces, arithmetic, cut
+from commpress.kernels.reference import BITS, CASTS, FP8, INT4, INT8
+from commpress.kernels.registered import known
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class EdgeCodec(Protocol):
+    """Frozen and comparable; two equal ``spec`` mean equal bytes."""
+
+    @property
+    def spec(self) -> str: ...
+
+    def size(self, numel: int, width: int) -> int:
+        """Bytes of ``numel`` elements in tokens of ``width``."""
+
+    def encode(self, values: torch.Tensor, message: torch.Tensor, width: int) -> None:
+        """message, uint8, := float32[numel]."""
+
+    def decode(self, message: torch.Tensor, values: torch.Tensor, width: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class RowCodec:
+    """A codec of the package, or one that is registered, over the whole tensor as one row."""
+
+    codec: Codec
+
+    @property
+    def spec(self) -> str:
+        return self.codec.spec
+
+    def size(self, numel: int, width: int) -> int:
+        return self._row(numel).row_bytes
+
+    def encode(self, values: torch.Tensor, message: torch.Tensor, width: int) -> None:
+        row, flag = self._row(values.numel()), torch.zeros(1, dtype=torch.uint8, device=values.device)
+        arithmetic(values.device, row).encode(values, message[None], flag, row)
+
+    def decode(self, message: torch.Tensor, values: torch.Tensor, width: int) -> None:
+        row = self._row(values.numel())
+        arithmetic(values.device, row).decode(message[None], values, row)
+
+    def _row(self, numel: int) -> Pieces:
+        return _row(self.codec.kind, self.codec.block, numel)
+
+
+@lru_cache(64)
+def _row(kind: int, block: int, numel: int) -> Pieces:
+    return cut([Piece(0, numel, kind, block, feedback=False)], 1)
+
+
+def edge_codec(codec: "str | Codec | TileCodec", name: str = "codec") -> EdgeCodec | None:
+    """The codec of an edge that a name or a codec stands for; None where tensors travel as they are."""
+    if isinstance(codec, str) and codec in NAMES:
+        return TileCodec(NAMES[codec])
+    if isinstance(codec, TileCodec):
+        return codec
+    found = codec_named(codec)
+    if found.lossless:
+        return None
+    fine = found.kind & 0xFF == BITS and 3 <= found.kind >> 8 <= 8
+    if not (found.kind in (INT8, INT4, FP8, *CASTS) or fine or known(found.kind)):
+        raise InvalidArgument(
+            f"{name} is {found.spec!r}, expected int4, int8, fp8, bf16, fp16, bits3 to bits8, tah3, tah, tah4, none or a "
+            "registered one: activations have no error feedback, so what others leave out would be lost"
+        )
+    return RowCodec(found)
+
+
+def exact_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def width_of(tensor: torch.Tensor) -> int:
+    """Elements of a token."""
+    return tensor.shape[-1] if tensor.dim() else 1
+
+
+def encoded(tensor: torch.Tensor, codec: EdgeCodec) -> torch.Tensor:
+    """A new message of a tensor's elements."""
+    values, width = tensor.detach().reshape(-1).to(torch.float32), width_of(tensor)
+    message = torch.empty(codec.size(values.numel(), width), dtype=torch.uint8, device=tensor.device)
+    codec.encode(values, message, width)
+    return message
+
+
+def decode_into(tensor: torch.Tensor, message: torch.Tensor, codec: EdgeCodec) -> None:
+    target, width = tensor.detach(), width_of(tensor)
+    if target.dtype == torch.float32 and target.is_contiguous():
+        codec.decode(message, target.view(-1), width)
+        return
+    values = torch.empty(target.numel(), dtype=torch.float32, device=target.device)
+    codec.decode(message, values, width)
+    target.copy_(values.view(target.shape))
+
+
+class Differences:
+    """Memory of what the other side knows of each sample: activations travel as their change since it was last seen (AQ-SGD).
+
+    A sample that is new, or that became NaN or infinite, travels exactly. Both sides keep one, which is equal bit for bit,
+    because both add what the message says. Memory: a float32 copy of one activation for every sample.
+    """
+
+    def __init__(self, codec: EdgeCodec) -> None:
+        self.codec = codec
+        self.known: dict[tuple[int, Hashable], torch.Tensor] = {}  # by place among the outputs, and sample
+
+    def size(self, place: int, samples: Sequence[Hashable], numel: int, width: int) -> int:
+        old = sum((place, sample) in self.known for sample in samples)
+        each = numel // len(samples)
+        return 4 * each * (len(samples) - old) + (self.codec.size(each * old, width) if old else 0)
+
+    def encode(self, place: int, samples: Sequence[Hashable], tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor.detach().reshape(len(samples), -1).to(torch.float32)
+        size = self.size(place, samples, values.numel(), width_of(tensor))
+        message = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+        new, old = self._split(place, samples)
+        head = 4 * values.shape[1] * len(new)
+        if new:
+            message[:head].view(torch.float32).copy_(values[new].view(-1))
+        if old:
+            base = torch.stack([self.known[place, samples[i]] for i in old])
+            self.codec.encode((values[old] - base).view(-1), message[head:], width_of(tensor))
+        self._learn(place, samples, message, values, width_of(tensor))
+        return message
+
+    def decode(self, place: int, samples: Sequence[Hashable], message: torch.Tensor, tensor: torch.Tensor) -> None:
+        values = torch.empty(len(samples), tensor.numel() // len(samples), dtype=torch.float32, device=tensor.device)
+        self._learn(place, samples, message, values, width_of(tensor))
+        tensor.detach().copy_(values.view(tensor.shape))
+
+    def _split(self, place: int, samples: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+        old = [(place, sample) in self.known for sample in samples]
+        return [i for i, known in enumerate(old) if not known], [i for i, known in enumerate(old) if known]
+
+    def _learn(
+        self, place: int, samples: Sequence[Hashable], message: torch.Tensor, values: torch.Tensor, width: int
+    ) -> None:
+        """values := what the message says, which both sides remember."""
+        new, old = self._split(place, samples)
+        head = 4 * values.shape[1] * len(new)
+        if new:
+            values[new] = message[:head].view(torch.float32).view(len(new), -1)
+        if old:
+            change = torch.empty(len(old) * values.shape[1], dtype=torch.float32, device=values.device)
+            self.codec.decode(message[head:], change, width)
+            base = torch.stack([self.known[place, samples[i]] for i in old])
+            values[old] = base + change.view(len(old), -1)
+        finite = values.isfinite().all(1).tolist()
+        for i, sample in enumerate(samples):
+            if finite[i]:
+                self.known[place, sample] = values[i].clone()
+            else:
+                self.known.pop((place, sample), None)
+
+
+def digest(*words: object) -> str:
+    """Of options that ranks must agree on."""
+    return hashlib.sha256(repr(words).encode()).hexdigest()[:16]

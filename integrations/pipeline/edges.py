@@ -1,0 +1,307 @@
+"""Edges of a pipeline: what torch's schedules send from stage to stage becomes bytes, and floats again where it arrives.
+
+A schedule asks a stage for its sends and receives, and runs forward or backward of a micro-batch once a receive is done. There
+messages take the place of tensors: they are sent and received, and decoded into the tensors before these are used. So shapes,
+schedules, meshes and autograd are torch's own.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpress.codecs import Codec
+from commpress.errors import InvalidArgument, Mismatch, StateMismatch, check_counts
+from commpress.integrations.pipeline import edge_choice
+from commpress.integrations.pipeline.edge_codec import (
+    FLOATS,
+    Differences,
+    EdgeCodec,
+    decode_into,
+    digest,
+    edge_codec,
+    encoded,
+    exact_bytes,
+    width_of,
+)
+from commpress.integrations.pipeline.tiles import TileCodec
+from commpress.torch_private import learning, pipeline_stages
+
+NAMES = (
+    "get_fwd_send_ops", "get_fwd_recv_ops", "get_bwd_send_ops", "get_bwd_recv_ops", "forward_one_chunk", "backward_one_chunk",
+)  # fmt: skip
+
+
+@dataclass
+class EdgeCounters:
+    """Totals of one rank since its stages were compressed. Bytes are those this rank sent to other stages."""
+
+    messages: int = 0
+    sent_bytes: int = 0
+    exact_bytes: int = 0  # what torch alone would have sent
+    compressed_elements: int = 0
+    exact_elements: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Times that bytes are fewer than torch's."""
+        return self.exact_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+class PipelineEdges:
+    """State of compressed edges on one rank; ``compress_pipeline`` makes it."""
+
+    def __init__(
+        self, stages: Sequence[Any], codecs: Callable[[int, int, bool], EdgeCodec | None], *, differences: bool,
+        min_numel: int, gradients_only: bool, choice: Mapping[tuple[int, int], str],
+    ) -> None:  # fmt: skip
+        self.stages, self.codecs, self.differences = list(stages), codecs, differences
+        self.min_numel, self.gradients_only = min_numel, gradients_only
+        self.choice = dict(choice)  # of codec="auto": (from, to) ranks of the group → codec
+        self.counters = EdgeCounters()
+        self.edges = [StageEdges(stage, self) for stage in self.stages]
+        for edge in self.edges:
+            edge.enter()
+
+    def samples(self, micro_batches: Sequence[Sequence[Hashable]]) -> None:
+        """Say which samples the next step has: for each micro-batch those of its rows. Needed with ``differences`` alone."""
+        if not self.differences:
+            raise InvalidArgument("samples(...) was called without differences=True, which alone needs to know them")
+        for edge in self.edges:
+            edge.samples = {i: tuple(rows) for i, rows in enumerate(micro_batches)}
+
+    def remove(self) -> None:
+        """Let the stages send as torch does again. On every rank."""
+        for edge in self.edges:
+            edge.leave()
+
+
+class StageEdges:
+    """Edges of one stage: to the one before and the one behind it."""
+
+    def __init__(self, stage: Any, owner: PipelineEdges) -> None:
+        self.stage, self.owner, self.kind = stage, owner, type(stage)
+        self.rank = dist.get_rank(stage.group)
+        self.samples: dict[int, tuple[Hashable, ...]] = {}
+        self.known: dict[tuple[bool, int], Differences] = {}  # by whether it sends, and peer
+        self.due: dict[tuple[bool, int], list[Callable[[], None]]] = {}  # decodings by direction and micro-batch
+
+    def enter(self) -> None:
+        """The stage becomes one of a class of its own, as a module that ``fully_shard`` has in its hands."""
+        self.stage.__class__ = _compressed(self.kind, self)
+
+    def leave(self) -> None:
+        self.stage.__class__ = self.kind
+
+    # ------------------------------------------------------------ there
+
+    def sends(self, ops: list[dist.P2POp], chunk: int, *, forward: bool) -> list[dist.P2POp]:
+        """The same sends with messages in place of tensors."""
+        each = self._each(ops, forward, outputs=True)
+        return [_instead(op, self._message(op, place, chunk, forward, lossy)) for place, (op, lossy) in each]
+
+    def _message(self, op: dist.P2POp, place: int, chunk: int, forward: bool, lossy: bool) -> torch.Tensor:
+        counters, tensor = self.owner.counters, op.tensor
+        codec = self._codec(op, (self.rank, op.group_peer), forward) if lossy else None
+        counters.messages += 1
+        counters.exact_bytes += exact_bytes(tensor)
+        message = tensor
+        if codec is not None:
+            start = perf_counter()
+            if forward and self.owner.differences:
+                message = self._known(op, codec).encode(place, self._samples(chunk, tensor), tensor)
+            else:
+                message = encoded(tensor, codec)
+            counters.encode_seconds += perf_counter() - start
+            counters.compressed_elements += tensor.numel()
+        else:
+            counters.exact_elements += tensor.numel()
+        counters.sent_bytes += exact_bytes(message)
+        return message
+
+    # ------------------------------------------------------------ and back
+
+    def receives(self, ops: list[dist.P2POp], chunk: int, *, forward: bool) -> list[dist.P2POp]:
+        """The same receives of messages; ``settle`` decodes what they bring."""
+        found, due = [], []
+        for place, (op, lossy) in self._each(ops, forward, outputs=False):
+            codec = self._codec(op, (op.group_peer, self.rank), forward) if lossy else None
+            if codec is None:
+                found.append(op)
+                continue
+            message, decode = self._awaited(op, place, chunk, forward, codec)
+            found.append(_instead(op, message))
+            due.append(decode)
+        self.due[forward, chunk] = due
+        return found
+
+    def _awaited(
+        self, op: dist.P2POp, place: int, chunk: int, forward: bool, codec: EdgeCodec
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Room for a message, and the call that decodes it."""
+        tensor = op.tensor
+        if forward and self.owner.differences:
+            samples, known = self._samples(chunk, tensor), self._known(op, codec)
+            size = known.size(place, samples, tensor.numel(), width_of(tensor))
+            message = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+            return message, lambda: known.decode(place, samples, message, tensor)
+        message = torch.empty(codec.size(tensor.numel(), width_of(tensor)), dtype=torch.uint8, device=tensor.device)
+        return message, lambda: decode_into(tensor, message, codec)
+
+    def settle(self, chunk: int, *, forward: bool) -> None:
+        """Decode what has come for a micro-batch."""
+        start = perf_counter()
+        for decode in self.due.pop((forward, chunk), ()):
+            decode()
+        self.owner.counters.decode_seconds += perf_counter() - start
+
+    # ------------------------------------------------------------ what is lossy
+
+    def _each(self, ops: list[dist.P2POp], forward: bool, *, outputs: bool) -> Any:
+        """The places of ops among a stage's outputs or inputs, and whether each may lose something: the same on both sides."""
+        learns = learning(self.stage, outputs=outputs) if forward and self.owner.gradients_only else None
+        if learns is None or len(learns) != len(ops):
+            learns = (True,) * len(ops)
+        least = self.owner.min_numel
+        floats = [op.tensor.dtype in FLOATS and op.tensor.numel() >= least for op in ops]
+        return enumerate(zip(ops, [a and b for a, b in zip(floats, learns, strict=True)], strict=True))
+
+    def _codec(self, op: dist.P2POp, ends: tuple[int, int], forward: bool) -> EdgeCodec | None:
+        found = self.owner.codecs(*ends, not forward)
+        return None if found is not None and found.spec == _OWN.get(op.tensor.dtype) else found
+
+    def _known(self, op: dist.P2POp, codec: EdgeCodec) -> Differences:
+        return self.known.setdefault((op.op is dist.isend, op.group_peer), Differences(codec))
+
+    def _samples(self, chunk: int, tensor: torch.Tensor) -> tuple[Hashable, ...]:
+        samples = self.samples.get(chunk)
+        if samples is None or tensor.dim() == 0 or len(samples) != len(tensor):
+            raise StateMismatch(
+                f"differences=True needs the samples of micro-batch {chunk}, {len(tensor) if tensor.dim() else 1} rows: "
+                f"{'it was told of ' + str(len(samples)) if samples else 'nobody said'}. Call edges.samples([...]) before "
+                "each step on every rank, with one list for each micro-batch"
+            )
+        return samples
+
+
+_OWN = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # casts that change nothing
+
+
+def _compressed(kind: type, own: StageEdges) -> type:
+    """A class of stages between ``kind`` and one stage: what a schedule sends and receives goes through ``own``."""
+
+    class Compressed(kind):
+        edges = own
+
+        def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+            return own.sends(super().get_fwd_send_ops(fwd_chunk_id), fwd_chunk_id, forward=True)
+
+        def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+            return own.receives(super().get_fwd_recv_ops(fwd_chunk_id), fwd_chunk_id, forward=True)
+
+        def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+            return own.sends(super().get_bwd_send_ops(bwd_chunk_id), bwd_chunk_id, forward=False)
+
+        def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+            return own.receives(super().get_bwd_recv_ops(bwd_chunk_id), bwd_chunk_id, forward=False)
+
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+            own.settle(fwd_chunk_id, forward=True)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+            own.settle(bwd_chunk_id, forward=False)
+            return super().backward_one_chunk(bwd_chunk_id, *args, **options)
+
+    Compressed.__name__ = Compressed.__qualname__ = f"Compressed{kind.__name__}"
+    return Compressed
+
+
+def _instead(op: dist.P2POp, tensor: torch.Tensor) -> dist.P2POp:
+    return op if tensor is op.tensor else dist.P2POp(op.op, tensor, op.peer, op.group, op.tag)
+
+
+def compress_pipeline(
+    stages_or_schedule: Any,
+    codec: str | Codec | TileCodec = "int4",
+    *,
+    gradient_codec: str | Codec | TileCodec | None = None,
+    differences: bool = False,
+    min_numel: int = 256,
+    gradients_only: bool = True,
+) -> PipelineEdges:
+    """Compress what the stages of a pipeline send each other, on every rank of its group, before its first step.
+
+    ``stages_or_schedule``: a stage, this rank's stages, or the schedule that runs them (``torch.distributed.pipelining``).
+
+    - ``codec``: of activations: int4, int8, fp8, bf16, fp16, bits3 … bits8, tah3, tah, tah4 (rotated tiles), none, a registered
+      one, or "auto": the fastest of none, bf16, int8 and int4 on each edge, as its link is measured now.
+    - ``gradient_codec``: of their gradients (default: as ``codec``).
+    - ``differences``: an activation travels as its change since the same sample was last seen; see ``PipelineEdges.samples``.
+    - ``min_numel``: smaller tensors travel exactly.
+    - ``gradients_only``: so do floats that need no gradient, such as masks. False where a stage that learns nothing is first.
+
+    Integers, float64 and what stages of one rank hand each other are exact. The derivative takes the codec for the identity.
+    """
+    stages = _stages(stages_or_schedule)
+    check_counts(min_numel=min_numel)
+    gradient_codec = codec if gradient_codec is None else gradient_codec
+    fixed = [None if each == "auto" else edge_codec(each, name) for each, name in
+             ((codec, "codec"), (gradient_codec, "gradient_codec"))]  # fmt: skip
+    if differences and (codec == "auto" or fixed[0] is None):
+        raise InvalidArgument(f"codec is {codec!r}, of which differences=True makes nothing: name a lossy one, as 'int4'")
+    group, device = stages[0].group, stages[0].device
+    words = [None if each is None else each.spec for each in fixed]
+    _agree(group, digest(words, codec == "auto", gradient_codec == "auto", differences, min_numel, gradients_only), codec)
+    choice = edge_choice.measured(group, device) if "auto" in (codec, gradient_codec) else {}
+    chosen = {ends: edge_codec(name) for ends, name in choice.items()}
+
+    def codecs(sender: int, receiver: int, gradient: bool) -> EdgeCodec | None:
+        wanted = gradient_codec if gradient else codec
+        return chosen.get((sender, receiver)) if wanted == "auto" else fixed[gradient]
+
+    return PipelineEdges(
+        stages, codecs, differences=differences, min_numel=min_numel, gradients_only=gradients_only, choice=choice
+    )
+
+
+def _stages(given: Any) -> list[Any]:
+    """Stages of this rank, each of which torch has made and nobody has compressed."""
+    if isinstance(given, Sequence):
+        stages = list(given)
+    else:
+        stages = [given] if hasattr(given, "stage_index") else pipeline_stages(given)
+    if not stages:
+        raise InvalidArgument("stages_or_schedule has no stage: pass the stages that this rank runs")
+    for stage in stages:
+        missing = [name for name in NAMES if not callable(getattr(stage, name, None))]
+        if missing or not hasattr(stage, "stage_index"):
+            raise InvalidArgument(
+                f"stages_or_schedule has a {type(stage).__name__}, expected stages of torch's pipelining, or a schedule"
+            )
+        if isinstance(getattr(stage, "edges", None), StageEdges):
+            raise InvalidArgument(f"stage {stage.stage_index} is compressed already: call remove() of its edges first")
+    if len({id(stage.group) for stage in stages}) > 1:
+        raise InvalidArgument("the stages of this rank have different groups, expected one for the whole pipeline")
+    return stages
+
+
+def _agree(group: Any, said: str, codec: Any) -> None:
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, (said, str(codec)), group=group)
+    if len({each[0] for each in every}) > 1:
+        rank = dist.get_rank(group)
+        others = tuple(r for r, each in enumerate(every) if each[0] != said)
+        raise Mismatch(
+            f"rank {rank} compresses the pipeline with codec={codec!s} and other options than ranks {list(others)}, which say "
+            f"{sorted({each[1] for each in every})}: call compress_pipeline with the same options on all of them",
+            ranks=others,
+        )

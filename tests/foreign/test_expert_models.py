@@ -1,0 +1,314 @@
+"""Mixture-of-experts models of transformers, their experts divided among ranks by one call: the model of one process."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.collectives.transports.loopback import Loopback
+from commpress.errors import InvalidArgument
+
+VOCABULARY, LENGTH = 64, 12
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=2, router_jitter_noise=0.0, attention_dropout=0.0,
+    ))  # fmt: skip
+
+
+def qwen():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=32, moe_intermediate_size=24, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=4,
+    ))  # fmt: skip
+
+
+def deepseek():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return DeepseekV3ForCausalLM(DeepseekV3Config(
+        vocab_size=VOCABULARY, hidden_size=32, moe_intermediate_size=24, intermediate_size=48, num_hidden_layers=3,
+        first_k_dense_replace=1, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8,
+        qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=8, num_local_experts=8, num_experts_per_tok=4,
+        n_group=2, topk_group=1, n_shared_experts=1,
+    ))  # fmt: skip
+
+
+MODELS = {"mixtral": mixtral, "qwen": qwen, "deepseek": deepseek}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5), "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3),
+    "onebit": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3, weight_decay=0.0),
+    "zero_one": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3, weight_decay=0.0),
+}  # fmt: skip
+OURS = {  # in exact steps; what they do later is in tests/test_held.py
+    "onebit": lambda p: commpress.OneBitAdam(p, lr=1e-3, eps=1e-3, warmup_steps=9),
+    "zero_one": lambda p: commpress.ZeroOneAdam(p, lr=1e-3, eps=1e-3, sync=2, warmup_steps=9),
+}
+
+
+def tokens_of(rank, step):
+    return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def stepped(name, kind, options, ranks, mine):
+    """Weights after three steps on the batches of ``ranks``: in one process, or divided among them."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    layers, wrapped = [], model
+    if mine is not None:
+        layers = commpress.moe.parallelise(model, **options)
+        wrapped = DistributedDataParallel(model)
+    optimizer = (OPTIMIZERS if mine is None else OPTIMIZERS | OURS)[kind](model.parameters())
+    if mine is not None and kind in OURS:
+        commpress.overlap(wrapped, optimizer)
+    for step in range(3):
+        for rank in ranks if mine is None else [mine]:
+            tokens = tokens_of(rank, step)
+            (wrapped(input_ids=tokens, labels=tokens).loss / (len(ranks) if mine is None else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n.replace("experts.experts", "experts"): p.detach().clone() for n, p in model.named_parameters()}, layers
+
+
+def compared(name, kind, options):
+    """The largest difference of a dense weight and of an expert's, and what there is to differ."""
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    ours, layers = stepped(name, kind, options, ranks, rank)
+    twin, _ = stepped(name, kind, options, ranks, None)
+    torch.manual_seed(0)
+    start = dict(MODELS[name]().named_parameters())
+    assert ours.keys() == twin.keys()
+    own = layers[0].exchange.placement.on(rank)
+    worst, moved = {"dense": 0.0, "experts": 0.0}, 0.0
+    for key, value in twin.items():
+        place = "experts" if ".experts." in key else "dense"
+        expected = value[own] if place == "experts" else value
+        worst[place] = max(worst[place], float((ours[key] - expected).abs().max()))
+        moved = max(moved, float((value - start[key]).abs().max()))
+    return worst, moved, sum(layer.exchange.counters.received for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [*(("mixtral", {}, kind) for kind in OPTIMIZERS), ("deepseek", {"topology": "2,1"}, "adamw"),
+     *(("qwen", {"topology": "2,1", "chunks": 2}, kind) for kind in ("adamw", *OURS))], ids=str,
+)  # fmt: skip
+def test_divided_experts_train_as_in_one_process(pool, name, options, kind):
+    """Up to the order of sums: matrix products round by how many rows they have, and DDP adds gradients by rank."""
+    found = pool.run(compared, name, kind, options, size=3)
+    for worst, moved, _ in found:
+        assert moved > 1e-3
+        assert max(worst.values()) < 3e-5
+    layers, chosen = 2, 2 if name == "mixtral" else 4
+    assert sum(received for *_, received in found) == 3 * 3 * layers * chosen * 2 * LENGTH
+
+
+def with_the_hook():
+    torch.manual_seed(0)
+    model = mixtral()
+    commpress.moe.parallelise(model, codec="int8")
+    ddp = DistributedDataParallel(model)
+    state = commpress.compress(ddp, "int8")
+    for step in range(2):
+        tokens = tokens_of(dist.get_rank(), step)
+        ddp(input_ids=tokens, labels=tokens).loss.backward()
+    dense = torch.cat([p.grad.flatten() for n, p in model.named_parameters() if ".experts." not in n])
+    return dense.numpy(), state.counters.steps
+
+
+def test_ddp_with_a_codec_averages_all_but_experts(pool):
+    (a, steps), (b, _) = pool.run(with_the_hook)
+    assert (a == b).all()
+    assert steps == 2
+    assert copy.copy(a).any()
+
+
+def test_trainers_save_and_find_the_experts_of_every_rank(scripts, tmp_path):
+    script = Path(__file__).with_name("expert_script.py")
+    assert "all is well" in scripts.run(script, tmp_path, folder=tmp_path)
+
+
+def clipped_by_accelerate(model, folder):
+    from accelerate import Accelerator
+
+    tokens = tokens_of(0, 0)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    Accelerator(cpu=True).clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clipped_by_lightning(model, folder):
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, index):
+            return self.model(input_ids=batch, labels=batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    trainer = Trainer(
+        default_root_dir=folder, accelerator="cpu", devices=1, max_steps=1, gradient_clip_val=1.0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, plugins=[LightningEnvironment()],
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(tokens_of(0, 0), batch_size=2))
+
+
+@pytest.mark.parametrize("clip", [clipped_by_accelerate, clipped_by_lightning])
+def test_clipping_by_other_trainers_is_refused(clip, tmp_path):
+    """Each clips by torch's own function, which knows one rank's experts only."""
+    model = mixtral()
+    commpress.moe.parallelise(model, transport=Loopback(1).transport(0))
+    with pytest.raises(InvalidArgument, match=r"Call commpress.moe.clip_grad_norm_\(model.parameters"):
+        clip(model, tmp_path)
+
+
+# ---------------------------------------------------------------- what people do with these models
+
+
+RATE = 1e-3  # of Adam, so that an element moves by about as much in a step
+
+
+def adam_steps(model, wrapped, ranks):
+    """Parameters by name after two steps of two micro-batches, clipped; ``ranks`` are those whose batches this process has."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    clip = torch.nn.utils.clip_grad_norm_ if wrapped is model else commpress.moe.clip_grad_norm_
+    for step in range(2):
+        for part in range(2):
+            for rank in ranks:
+                tokens = tokens_of(rank, 2 * step + part)
+                (wrapped(input_ids=tokens, labels=tokens).loss / 2 / len(ranks)).backward()
+        clip(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return by_name(model)
+
+
+def by_name(model):
+    return {name.replace("experts.experts", "experts"): p.detach().clone() for name, p in model.named_parameters()}
+
+
+def differing(ours, twin, start, part):
+    """Parameters of which an element moved far more than Adam moves it, stood still where the twin's moved, or is elsewhere."""
+    assert ours.keys() == twin.keys()
+    wrong = []
+    for name, value in twin.items():
+        expected, before = part(name, value), part(name, start[name])
+        moved = (ours[name] - before).abs()
+        still = (moved == 0) & ((expected - before).abs() > RATE / 2)
+        if (moved > 20 * RATE).any() or still.any() or (ours[name] - expected).abs().max() > 0.1 * RATE:
+            wrong.append(name)
+    return wrong
+
+
+def used(name, way, copies):
+    """Experts with copies in a model under checkpointing, or compiled."""
+    torch.set_num_threads(1)
+    found = []
+    for mine in (True, False):
+        torch.manual_seed(0)
+        model = MODELS[name]()
+        start = by_name(model)
+        layers = commpress.moe.parallelise(model, copies=copies) if mine else []
+        if way != "compiled":
+            model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
+            model.enable_input_require_grads()
+        if layers:
+            own, ddp = layers[0].own, DistributedDataParallel(model)
+            wrapped = torch.compile(ddp, backend="eager") if way == "compiled" else ddp
+            found.append(adam_steps(model, wrapped, [dist.get_rank()]))
+        else:
+            found.append(adam_steps(model.train(), model, range(dist.get_world_size())))
+    return differing(*found, start, lambda key, value: value[own] if ".experts." in key else value)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "copies"),
+    [("qwen", "checkpointed", {1: 3, 4: 2}), ("mixtral", "reentrant", {}), ("mixtral", "compiled", {0: 2})], ids=str
+)  # fmt: skip
+def test_checkpointed_and_compiled_models_with_copies_of_experts(pool, name, way, copies):
+    """Over micro-batches, clipped; no element moves by 20 learning rates, and none stands still that Adam moves."""
+    assert pool.run(used, name, way, copies, size=3) == [[], [], []]
+
+
+def with_adapters():
+    """LoRA of attention and of experts: its matrices of experts lie with them, and train as in one process."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.set_num_threads(1)
+    own: list[int] = []
+    number = 6
+
+    def adapted(model):
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(
+            r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            init_lora_weights=False,
+        ))  # fmt: skip
+
+    def part(key, value):
+        if ".experts." not in key:
+            return value
+        if "lora_A" in key:
+            return value.view(number, -1, value.shape[1])[own].flatten(0, 1)
+        return value.view(len(value), -1, number)[:, :, own].flatten(1) if "lora_B" in key else value[own]
+
+    torch.manual_seed(0)
+    model, twin = mixtral(), mixtral()
+    twin.load_state_dict(model.state_dict())
+    twin = adapted(twin)
+    with pytest.raises(InvalidArgument, match="inside a ParamWrapper, whose adapters would not be divided"):
+        commpress.moe.parallelise(twin)
+    own += commpress.moe.parallelise(model, placement=[0, 1, 1, 0, 1, 0])[0].own
+    model = adapted(model)
+    with pytest.raises(InvalidArgument, match="parallelise once more, on the model with its adapters"):
+        model(input_ids=tokens_of(0, 0))
+    commpress.moe.parallelise(model)
+    start = by_name(twin)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            key = key.replace("experts.experts", "experts")
+            p.copy_(part(key, start[key]))
+    ours = adam_steps(model, DistributedDataParallel(model), [dist.get_rank()])
+    moved = max(float((ours[key] - part(key, start[key])).abs().max()) for key in start if ".experts." in key and "lora" in key)
+    return differing(ours, adam_steps(twin, twin, range(2)), start, part), moved
+
+
+def test_adapters_of_experts_train_as_in_one_process(pool):
+    for wrong, moved in pool.run(with_adapters):
+        assert wrong == []
+        assert moved > RATE
+
+
+@pytest.mark.parametrize("name", ["qwen", "deepseek"])
+def test_models_in_bfloat16(name):
+    """Gradients are as far from those of float32 as transformers' own."""
+
+    def gradients(dtype, divided):
+        torch.manual_seed(0)
+        model = MODELS[name]().to(torch.bfloat16).to(dtype)  # the same weights
+        if divided:
+            commpress.moe.parallelise(model, transport=Loopback(1).transport(0), chunks=2)
+        tokens = tokens_of(0, 0)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return torch.cat([p.grad.float().flatten() for p in model.parameters()])
+
+    exact = gradients(torch.float32, False)
+    theirs, ours = ((gradients(torch.bfloat16, divided) - exact).norm() for divided in (False, True))
+    assert ours < 1.2 * theirs < 0.02 * exact.norm()

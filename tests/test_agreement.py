@@ -1,0 +1,356 @@
+"""Membership over doors: whoever can still speak goes on in one group, whatever dies meanwhile, and never in two."""
+
+import random
+import socket
+import threading
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+
+from commpress.collectives.transports import agreement as agreements
+from commpress.collectives.transports import heartbeat
+from commpress.collectives.transports.agreement import Agreement, Terms
+from commpress.collectives.transports.conversation import Conversation
+from commpress.collectives.transports.meeting import Door
+from commpress.collectives.transports.membership import Epoch, Membership, new_key, place_of
+from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, PeerFailure
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class Process:
+    """A member as a thread: ``when`` names the moment at which it dies."""
+
+    refusal = ""
+
+    def __init__(self, when=""):
+        self.door = Door("127.0.0.1", socket.AF_INET, 16)
+        self.when, self.built, self.history, self.outcome = when, None, [], None
+        self.membership = None
+
+    def reach(self, moment):
+        if moment == self.when:
+            self.door.close()
+            raise Killed(moment)
+
+    def offer(self, places):
+        self.reach("offer")
+        return {"from": self.door.here}
+
+    def build(self, proposal):
+        self.reach("build")
+        self.built = proposal.epoch.key
+        if self.when == "built":
+            self.reach("built")
+        return lambda: self.history.append((proposal.epoch.number, proposal.epoch.key, proposal.epoch.places))
+
+    def undo(self):
+        self.built = None
+
+    def agree(self, terms=None, timeout=20.0):
+        terms = terms or Terms()
+        try:
+            self.reach("start")
+            self.outcome = Agreement(self.membership, terms, self, timeout).run()[0]
+        except (CommunicationError, InvalidArgument) as error:
+            self.outcome = error
+        except Killed:
+            self.outcome = None
+
+
+@pytest.fixture(autouse=True)
+def _swift(monkeypatch):
+    monkeypatch.setattr(agreements, "SILENCE", 1.0)
+    monkeypatch.setattr(heartbeat, "AGAIN", 0.05)
+    monkeypatch.setattr(agreements, "TICK", 0.01)
+
+
+def group(*moments):
+    """Processes of one epoch."""
+    made = [Process(when) for when in moments]
+    epoch = Epoch(0, new_key(), new_key(), tuple(each.door.here for each in made))
+    for each in made:
+        each.membership = Membership(each.door, epoch)
+    return made
+
+
+def alone(when=""):
+    return group(when)[0]
+
+
+def together(processes, terms=None, timeout=20.0):
+    """All of them reform at once; their outcomes."""
+    terms = terms or [Terms(said=bytes([i])) for i in range(len(processes))]
+    threads = [
+        threading.Thread(target=one.agree, args=(each, timeout)) for one, each in zip(processes, terms, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "an agreement hangs"
+    return [one.outcome for one in processes]
+
+
+def take_in(processes, terms, size):
+    """Reform until all newcomers are in: one that comes late is taken in by the next."""
+    together(processes, [terms] * len(processes))
+    while processes[0].outcome.size < size:
+        assert any(one.membership.waiting for one in processes)
+        together(processes, [terms] * len(processes))
+
+
+def close(processes):
+    for one in processes:
+        one.door.close()
+
+
+def assert_agree(processes):
+    """They are one group, each with its rank, and nobody is in doubt."""
+    epochs = {one.membership.epoch for one in processes}
+    assert len(epochs) == 1
+    assert set(epochs.pop().places) == {one.door.here for one in processes}
+    for one in processes:
+        assert one.membership.ready is None
+        assert one.outcome.rank == one.membership.rank
+        assert replace(one.outcome, rank=0) == replace(processes[0].outcome, rank=0)
+
+
+def test_everybody_goes_on_where_nobody_is_lost():
+    three = group("", "", "")
+    together(three)
+    assert_agree(three)
+    assert [one.outcome.sources for one in three] == [(0, 1, 2)] * 3
+    assert three[0].outcome.said == (b"\0", b"\1", b"\2")
+    together(three)
+    assert_agree(three)
+    assert three[1].outcome.epoch == 2
+    close(three)
+
+
+@pytest.mark.parametrize("dead", [(0,), (1,), (2,), (0, 1), (1, 2)])
+def test_survivors_keep_their_order(dead):
+    three = group(*("start" if rank in dead else "" for rank in range(3)))
+    together(three)
+    left = [one for rank, one in enumerate(three) if rank not in dead]
+    assert_agree(left)
+    assert left[0].outcome.lost == dead
+    assert left[0].outcome.sources == tuple(rank for rank in range(3) if rank not in dead)
+    close(three)
+
+
+@pytest.mark.parametrize("moment", ["offer", "build", "built"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_dies_while_all_agree_is_left_out(rank, moment):
+    if moment == "offer" and rank:
+        return  # only a leader offers
+    four = group(*(moment if each == rank else "" for each in range(4)))
+    together(four)
+    left = [one for each, one in enumerate(four) if each != rank]
+    assert_agree(left)
+    assert left[0].outcome.lost == (rank,)
+    close(four)
+
+
+def test_leaders_that_die_one_after_the_other():
+    five = group("start", "offer", "build", "built", "")
+    together(five)
+    assert_agree(five[4:])
+    assert five[4].outcome.sources == (4,)
+    close(five)
+
+
+def test_newcomers_follow_whoever_was_there():
+    three = [*group("", ""), alone()]
+    joining = Terms(contacts=lambda: [three[1].door.here])
+    newcomer = threading.Thread(target=three[2].agree, args=(joining,))
+    newcomer.start()
+    while not three[1].membership.waiting:
+        three[1].membership.listen()
+        time.sleep(0.005)
+    take_in(three[:2], Terms(age=5), 3)
+    newcomer.join(60)
+    assert_agree(three)
+    assert three[0].outcome.sources == (0, 1, None)
+    assert three[2].outcome.was is None
+    assert three[0].outcome.new == (2,)
+    close(three)
+
+
+@pytest.mark.parametrize("ends", ["", "build"])
+def test_members_ask_whether_a_slow_newcomer_runs_and_are_not_taken_for_latecomers(monkeypatch, ends):
+    """Its door answers that it is of another epoch, which it is: nobody has gone on without the members."""
+    three, newcomer, whole = group("", "", ""), alone(ends), Conversation.send
+
+    def send(link, kind, **content):
+        if kind == "accept" and threading.current_thread() is joining:
+            until = time.monotonic() + 0.4
+            while time.monotonic() < until:
+                newcomer.membership.listen()
+                time.sleep(0.01)
+        return whole(link, kind, **content)
+
+    monkeypatch.setattr(Conversation, "send", send)
+    terms = Terms(contacts=lambda: [three[0].door.here])
+    joining = threading.Thread(target=newcomer.agree, args=(terms,))
+    joining.start()
+    take_in(three, Terms(age=1), 3 if ends else 4)
+    joining.join(60)
+    assert_agree([*three, newcomer] if not ends else three)
+    close([*three, newcomer])
+
+
+def test_two_groups_become_one_and_the_older_goes_on():
+    old, young = group("", "", ""), group("", "")
+    terms = [Terms(age=7, contacts=lambda: [young[0].door.here])] * 3 + [Terms()] * 2
+    three = [threading.Thread(target=one.agree, args=(each,)) for one, each in zip(old, terms[:3], strict=True)]
+    for thread in three:
+        thread.start()
+    while young[0].membership.waiting < 3:
+        young[0].membership.listen()
+        time.sleep(0.005)
+    take_in(young, Terms(), 5)
+    for thread in three:
+        thread.join(60)
+    assert_agree([*old, *young])
+    assert [one.outcome.was for one in (*old, *young)] == [0, 1, 2, None, None]
+    assert young[0].outcome.size_before == 3
+    close([*old, *young])
+
+
+def test_two_groups_that_have_trained_equally_long_stay_apart():
+    old, other = alone(), alone()
+    joiner = threading.Thread(target=other.agree, args=(Terms(age=3, contacts=lambda: [old.door.here]),))
+    joiner.start()
+    while not old.membership.waiting:
+        old.membership.listen()
+        time.sleep(0.005)
+    together([old], [Terms(age=3)])
+    joiner.join(60)
+    assert old.outcome.sources == (0,)
+    assert isinstance(other.outcome, InvalidArgument)
+    assert "both groups have trained for 3 steps" in str(other.outcome)
+    close([old, other])
+
+
+def test_a_minority_does_not_go_on():
+    """Three of five neither answer nor are dead."""
+    five = group(*[""] * 5)
+    outcomes = together(five[3:], timeout=8.0)
+    for outcome in outcomes:
+        assert isinstance(outcome, NoQuorum)
+        assert "2 of 5 ranks are left, which is no majority" in str(outcome)
+        assert outcome.ranks == (0, 1, 2) or outcome is not outcomes[0]
+    close(five)
+
+
+@pytest.mark.parametrize(("here", "goes_on"), [((0, 1), True), ((2, 3), False)])
+def test_of_two_halves_the_one_with_the_first_rank_goes_on(here, goes_on):
+    four = group(*[""] * 4)
+    some = [four[rank] for rank in here]
+    together(some, timeout=8.0)
+    if goes_on:
+        assert_agree(some)
+    else:
+        assert all(isinstance(one.outcome, NoQuorum) for one in some)
+    close(four)
+
+
+def test_one_that_was_stopped_is_told_that_the_others_went_on():
+    """It did not answer; then it asks them. It may join again, in the same process."""
+    three = group(*[""] * 3)
+    together(three[:2])
+    assert_agree(three[:2])
+    watching = threading.Event()
+
+    def answer():
+        while not watching.is_set():
+            three[0].membership.listen()
+            three[1].membership.listen()
+            time.sleep(0.005)
+
+    guard = threading.Thread(target=answer)
+    guard.start()
+    together(three[2:])
+    assert isinstance(three[2].outcome, Excluded)
+    contact = place_of(three[2].outcome.contact)
+    assert contact in [one.door.here for one in three[:2]]
+    again = threading.Thread(target=three[2].agree, args=(Terms(age=9, contacts=lambda: [contact]),))
+    again.start()
+    while not any(one.membership.waiting for one in three[:2]):
+        time.sleep(0.005)
+    watching.set()
+    guard.join()
+    take_in(three[:2], Terms(age=9), 3)
+    again.join(60)
+    assert_agree(three)
+    assert three[2].outcome.was is None
+    close(three)
+
+
+def test_objects_that_differ_are_named():
+    two = group("", "")
+    outcomes = together(two, [Terms(labels=lambda: ["a"]), Terms(labels=lambda: ["a", "b"])])
+    for outcome in outcomes:
+        assert isinstance(outcome, InvalidArgument)
+        assert "construct the same ones" in str(outcome)
+    close(two)
+
+
+def test_objects_that_nobody_holds_any_more_do_not_count():
+    """A cycle keeps one alive on one rank only, until the garbage collector has run."""
+
+    class Owner:
+        def __init__(self):
+            self.itself = self
+
+    held = weakref.ref(Owner())
+    two = group("", "")
+    together(two, [Terms(), Terms(labels=lambda: ["owner"] if held() else [])])
+    assert_agree(two)
+    close(two)
+
+
+def test_a_minimum_is_kept():
+    two = group("", "start")
+    together(two, [Terms(minimum=2), Terms()], timeout=2.0)
+    assert isinstance(two[0].outcome, NoQuorum)
+    assert "minimum is 2" in str(two[0].outcome)
+    close(two)
+
+
+def test_nobody_answers_in_time():
+    """The leader runs and is not there: its door is answered, by its other thread."""
+    two = group("", "")
+    done = threading.Event()
+
+    def answer():
+        while not done.is_set():
+            two[0].membership.listen()
+            time.sleep(0.005)
+
+    guard = threading.Thread(target=answer)
+    guard.start()
+    start = time.monotonic()
+    together(two[1:], timeout=1.0)
+    done.set()
+    guard.join()
+    assert isinstance(two[1].outcome, PeerFailure)
+    assert two[1].outcome.ranks == (0,)
+    assert time.monotonic() - start < 10
+    close(two)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_is_left_of_a_crowd_is_one_group(seed):
+    """Any number die, anywhere."""
+    draw = random.Random(seed)
+    crowd = group(*(draw.choice(["", "", "start", "offer", "build", "built"]) for _ in range(5)), "")
+    together(crowd)
+    left = [one for one in crowd if not one.when or (one.outcome is not None)]
+    assert_agree(left)
+    close(crowd)

@@ -1,0 +1,273 @@
+"""`commpress chaos` does what its schedule says, sees what goes wrong, and leaves nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import sources
+from commpress.cli import fault_schedule, main
+from commpress.cli.fault_schedule import LAUNCHER, Fault
+from commpress.cli.history import EventFile, History, Hit, Verdict
+from commpress.cli.hosts import Hosts, HostsUnavailable, parse_delay, parse_rate
+from commpress.errors import InvalidArgument
+
+TOY = Path(__file__).with_name("chaos_toy.py")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="chaos needs Linux")
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def test_a_seed_draws_the_same_faults_at_the_rate_asked_for():
+    def draw(seed):
+        return list(fault_schedule.drawn(("kill", "stop", "cut"), 125, 4, 360_000, seed, first=10))
+
+    faults = draw(3)
+    assert faults == draw(3) != draw(4)
+    assert 12_000 < len(faults) < 13_000
+    assert {fault.victim for fault in faults} == {0, 1, 2, 3}
+    assert {fault.kind for fault in faults} == {"kill", "stop", "cut"}
+    assert min(fault.at for fault in faults) > 10
+    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
+
+
+def test_a_schedule_is_read(tmp_path):
+    file = tmp_path / "faults"
+    file.write_text("9.5 cut 3 for 8 bulk\n# nothing\n\n1 kill 2 # at once\n4 stop launcher for 2\n")
+    assert fault_schedule.read(file, 4) == [
+        Fault(1.0, "kill", 2), Fault(4.0, "stop", LAUNCHER, 2.0), Fault(9.5, "cut", 3, 8.0, "bulk"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line", ["x kill 1", "1 kick 1", "1 kill 4", "1 kill -1", "1 stop 1 for", "1 stop 1 half", "1 cut 1 for 2 some", "1 kill"]
+)
+def test_a_line_that_says_no_fault_is_named(line, tmp_path):
+    (tmp_path / "faults").write_text(f"1 kill 1\n{line}\n")
+    with pytest.raises(InvalidArgument, match="line 2 is"):
+        fault_schedule.read(tmp_path / "faults", 4)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def written(folder, lines):
+    """A history of (victim, clock, step, epoch, hash, samples)."""
+    history = History()
+    for victim in sorted({line[0] for line in lines}):
+        path = folder / f"{victim}.jsonl"
+        names = ("clock", "step", "epoch", "hash", "samples")
+        events = [{"kind": "commit", **dict(zip(names, line[1:], strict=True))} for line in lines if line[0] == victim]
+        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+        history.follow(path, victim, 0)
+    history.read()
+    return history
+
+
+def test_figures_of_a_run_that_is_known_by_hand(tmp_path):
+    """Two ranks, a step a second; rank 1 is killed at 20.5 and back at step 23, which takes the survivor 4 seconds in all."""
+    lines = [(victim, float(t), t, 0, f"h{t}", None) for t in range(1, 21) for victim in (0, 1)]
+    lines += [(0, 23.0, 21, 1, "h21", None), (0, 24.0, 22, 1, "h22", None)]
+    lines += [(victim, 27.0 + i, 23 + i, 2, f"h{23 + i}", None) for i in range(3) for victim in (0, 1)]
+    hits = [Hit("kill", 1, 20.5, 20.5, back=27.0, restarted=22.0)]
+    verdict = Verdict(written(tmp_path, lines), hits, 2, 15.0, 30.0)
+    assert verdict.usual == 1.0
+    assert [(pause.step, pause.seconds) for pause in verdict.pauses] == [(20, 2.0), (22, 2.0)]
+    assert verdict.goodput == pytest.approx(10 / 15)
+    assert verdict.participation == pytest.approx((8 * 2 + 2) / 20)
+    assert verdict.healing == [5.0]
+    assert (verdict.repeated, verdict.skipped, verdict.unequal, verdict.hashed_steps) == ([], [], [], 25)
+
+
+def test_what_is_lost_or_done_twice_is_found(tmp_path):
+    lines = [
+        (0, 1.0, 1, 0, "a", [0, 4]), (1, 1.0, 1, 0, "a", [4, 8]),
+        (0, 2.0, 2, 0, "b", [8, 12]), (1, 2.0, 2, 0, "c", [12, 16]),
+        (0, 3.0, 2, 0, "b", [10, 12]), (0, 4.0, 4, 0, "d", [17, 20]),
+    ]  # fmt: skip
+    verdict = Verdict(written(tmp_path, lines), [], 2, 0.0, 5.0)
+    assert (verdict.repeated, verdict.skipped, verdict.unequal) == ([2], [3], [2])
+    assert (verdict.samples_lost, verdict.samples_twice) == (1, 2)
+
+
+def test_half_a_line_is_read_when_the_rest_of_it_is_there(tmp_path):
+    path = tmp_path / "events"
+    events = EventFile(path, 0, 0)
+    assert events.new() == []
+    path.write_text('{"kind": "commit"}\n{"kind"')
+    assert events.new() == [{"kind": "commit"}]
+    with open(path, "a") as file:
+        file.write(': "end"}\n')
+    assert events.new() == [{"kind": "end"}]
+    assert events.new() == []
+
+
+# ---------------------------------------------------------------- runs
+
+
+def chaos(folder, *arguments, toy=()):
+    """The exit status of a short run of a training that is none, and its report."""
+    report = folder / "report.json"
+    common = ["--seconds", "3", "--calm", "0.5", "--restart-after", "0.1", "--json", report]
+    status = main([str(a) for a in ["chaos", *common, *arguments, "--", sys.executable, TOY, folder, *toy]])
+    return status, json.loads(report.read_text())
+
+
+def soak(folder, *arguments):
+    report = folder / "report.json"
+    status = main([str(a) for a in ["chaos", "--check", "--json", report, *arguments]])
+    return status, json.loads(report.read_text())
+
+
+@pytest.mark.slow
+def test_the_small_model_goes_on_when_a_rank_is_killed(tmp_path, capsys):
+    (tmp_path / "faults").write_text("2 kill 1\n")
+    status, report = soak(
+        tmp_path, "--ranks", 3, "--step-seconds", 0.1, "--seconds", 8, "--calm", 2, "--schedule", tmp_path / "faults",
+        "--min-goodput", 10, "--min-participation", 50, "--longest-healing", 60, "--median-pause", 30,
+    )  # fmt: skip
+    assert status == 0, capsys.readouterr().out
+    assert len(report["figures"]["healing"]) == 1
+    assert report["figures"]["hashed_steps"] > 20
+    assert (report["figures"]["samples_lost"], report["figures"]["samples_twice"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_two_minutes_of_faults_hold_their_bars(tmp_path, capsys):
+    """At 125 faults an hour, as `commpress chaos --check` has them."""
+    status, _ = soak(tmp_path)
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_random_bytes_are_survived_and_replaced(tmp_path):
+    """In a Python of its own: it forks."""
+    command = [sys.executable, sources.ROOT / "benchmarks", "kills", "--kills", "2", "--check", "--logs", tmp_path]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def left_over(folder):
+    """Processes whose command names the folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(folder).encode() in command:
+                found.append(command)
+    return found
+
+
+def test_a_run_that_survives_holds_all_bars(tmp_path, capsys):
+    (tmp_path / "faults").write_text("0.6 kill 1\n1 stop 2 for 0.3\n1.4 slow 0 for 0.3\n2 kill launcher\n")
+    status, report = chaos(tmp_path, "--schedule", tmp_path / "faults", "--check", "--min-goodput", "50")
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert [hit["kind"] for hit in report["hits"]] == ["kill", "stop", "slow", "kill"]
+    killed = report["hits"][0]
+    assert killed["begin"] < killed["restarted"] < killed["back"]
+    assert len(report["figures"]["healing"]) == 1
+    assert 0.5 < report["figures"]["participation"] <= 1
+    assert "kill 1" in said
+    assert "ok    weights equal on all ranks" in said
+    assert left_over(tmp_path) == []
+
+
+def test_what_goes_wrong_is_said_and_told_by_the_exit_status(tmp_path, capsys):
+    toy = ["unequal=30", "twice=40", "skips=50", "ends=60", "samples=1", "hangs=100"]
+    status, report = chaos(tmp_path, "--faults-per-hour", "0", "--patience", "3", toy=toy)
+    said = capsys.readouterr().out
+    assert status == 1
+    assert {what for what, holds in report["bars"] if not holds} >= {
+        "no step lost: 50", "no step committed twice: 40", "weights equal on all ranks: 30", "no sample lost",
+    }  # fmt: skip
+    assert "rank 0 ended with status 1: commpress.errors.PeerFailure: rank 1 died" in said
+    assert "FAIL  nothing hangs: no step was committed for" in said
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("ends", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_nothing_stays_whatever_ends_it(ends, tmp_path):
+    command = [sys.executable, "-c", "from commpress.cli import main; raise SystemExit(main())", "chaos", "--logs", tmp_path]
+    running = subprocess.Popen([*command, "--", sys.executable, TOY, tmp_path], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("*.jsonl"))) < 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(left_over(tmp_path)) >= 4
+    running.send_signal(ends)
+    assert running.wait(30) == (128 + ends if ends == signal.SIGTERM else -ends)
+    while left_over(tmp_path) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert left_over(tmp_path) == []
+
+
+# ---------------------------------------------------------------- hosts
+
+ECHO = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.bind(("", 7))
+    print("up", flush=True)
+    while True:
+        data, sender = s.recvfrom(9999)
+        s.sendto(data, sender)
+"""
+ASK = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.connect((sys.argv[1], 7))
+    s.settimeout(0.05)
+    came = 0
+    for _ in range(12):
+        try:
+            s.send(bytes(int(sys.argv[2])))
+            came += len(s.recv(9999)) > 0
+        except OSError:
+            pass
+print(came)
+"""
+
+
+def test_links_of_hosts_lose_what_they_are_cut_to_lose():
+    try:
+        hosts = Hosts(3, rate=parse_rate("1gbit"))
+    except (HostsUnavailable, ImportError) as error:
+        pytest.skip(str(error))
+    with hosts:
+        echo = [hosts.start(i, [sys.executable, "-SE", "-c", ECHO], stdout=subprocess.PIPE) for i in (0, 2)]
+        for process in echo:
+            process.stdout.readline()
+
+        def answers(name, size):
+            asking = hosts.start(1, [sys.executable, "-SE", "-c", ASK, name, str(size)], stdout=subprocess.PIPE)
+            return int(asking.communicate()[0])
+
+        assert answers("host0", 1000) == 12
+        hosts.cut(1, "bulk")
+        assert (answers("host0", 10), answers("host2", 1000)) == (12, 0)
+        hosts.restore(1)
+        hosts.cut(1, peer=2)
+        assert (answers("host0", 1000), answers("host2", 10)) == (12, 0)
+        hosts.restore(1)
+        assert answers("host2", 1000) == 12
+        assert hosts.sent_bytes(1) > 24_000
+    assert [process.wait(10) for process in echo] == [-9, -9]
+    for process in echo:
+        process.stdout.close()
+
+
+def test_rates_and_delays_are_read():
+    assert (parse_rate("100mbit"), parse_rate("2.5Gbit"), parse_rate("9600")) == (1e8, 2.5e9, 9600.0)
+    assert (parse_delay("200us"), parse_delay("20ms")) == (pytest.approx(2e-4), pytest.approx(0.02))
+    for call, text in ((parse_rate, "fast"), (parse_rate, "0"), (parse_delay, "20")):
+        with pytest.raises(InvalidArgument, match="expected"):
+            call(text)

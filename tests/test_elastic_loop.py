@@ -1,0 +1,651 @@
+"""The loop over ranks that die, leave and come, in threads of one process: nothing is committed twice, nothing is lost."""
+
+import copy
+import json
+import time
+from collections import defaultdict
+from functools import partial
+from itertools import islice
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from commpress import ElasticSampler, Metrics
+from commpress.collectives.channel import Channel
+from commpress.collectives.scalars import gathered
+from commpress.errors import InvalidArgument, NoQuorum, PeerFailure
+from commpress.integrations.elastic.construction import newest
+from commpress.integrations.elastic.loop import Elastic, fault_of
+from commpress.integrations.elastic.shared_state import SharedState
+from commpress.integrations.elastic.snapshots import Snapshots
+from elastic_world import Killed, Rank, World, until
+from test_elastic_snapshots import OPTIONS
+
+SAMPLES, BATCH = 60, 2
+DATA = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).view(-1, 1).expand(-1, 3) / 17, torch.arange(SAMPLES) % 5 / 3.0)
+torch.manual_seed(11)
+MODEL = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+@pytest.fixture(autouse=True)
+def channels_of_the_world(monkeypatch):
+    among = classmethod(lambda cls, group=None, *, name, **_: group.channel(name))
+    monkeypatch.setattr(Channel, "among", among)
+
+
+class Run:
+    """One process: a model, its optimizer and schedule, and gradients that are averaged over a channel of its own."""
+
+    def __init__(self, seed=0, lr=0.05):
+        self.model = copy.deepcopy(MODEL)
+        if seed:  # another beginning than the others': to be healed
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p.add_(seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, gamma=0.8)
+        self.sampler = ElasticSampler(DATA, BATCH, seed=5, rank=0, size=1)
+        self.loader = DataLoader(DATA, BATCH, sampler=self.sampler)
+        self.channel, self.seen = None, []
+
+    @property
+    def state(self):
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+
+    def taken_apart(self):
+        return SharedState(self.state).taken_apart()
+
+    def gradient(self, batch):
+        x, y = batch
+        self.optimizer.zero_grad()
+        loss = (self.model(x).squeeze(1) - y).square().mean()
+        loss.backward()
+        return loss
+
+    def flat(self):
+        return torch.cat([p.grad.view(-1) for p in self.model.parameters()]).double().tolist()
+
+    def apply(self, rows):
+        mean = torch.from_numpy(rows).mean(0).float()
+        for p in self.model.parameters():
+            count = p.numel()
+            p.grad.copy_(mean[:count].view_as(p))
+            mean = mean[count:]
+        self.optimizer.step()
+        self.schedule.step()
+
+    def step(self, batch):
+        loss = self.gradient(batch)
+        channel = self.channel
+        self.apply(channel.run(gathered(self.flat(), transport=channel.transport, sequence=channel.take())))
+        return float(loss.detach())
+
+
+def train(rank, world, folder, *, seed=0, join=None, during=None, pace=0.0, **options):
+    run = Run(seed)
+    run.channel = rank.channel("gradients")
+    run.sampler.rank, run.sampler.size = rank.rank(), rank.size()
+    file = f"{folder}/events-{world.ranks.index(rank)}"
+    step = (lambda batch: time.sleep(pace) or run.step(batch)) if pace else run.step
+    options = {"data": run.loader, "events": file, "join": join, "hash_every": 1, "epochs": 1} | options
+    loop = Elastic(step, run.state, group=rank, **options)
+    for _ in loop:
+        if during is not None:
+            during(rank, loop, run)
+    loop.close()
+    return loop, run
+
+
+def events(folder, kind=None):
+    lines = [json.loads(line) for file in sorted(folder.glob("events-*")) for line in file.read_text().splitlines()]
+    return [line for line in lines if kind in (None, line["kind"])]
+
+
+def check(folder, runs, *, epochs=1, survivors=None):
+    """Weights are equal in every bit, what the committed windows lead to, and each sample of an epoch was in one of them."""
+    assert len({str(run.model.state_dict()) for run in runs}) == 1
+    windows = {}
+    for line in events(folder, "commit"):
+        windows.setdefault(line["step"], set()).add((line["position"], line["size"]))
+    ordered = [windows[step] for step in sorted(windows)]
+    assert sorted(windows) == list(range(1, len(windows) + 1))
+    assert all(len(each) == 1 for each in ordered), "a step was committed twice, with other samples"
+    twin, position = Run(), 0
+    for ((at, size),) in ordered:
+        assert at == position, "samples were lost or read twice"
+        position += size * BATCH
+        rows = []
+        for rank in range(size):
+            twin.sampler.rank, twin.sampler.size, twin.sampler.position, twin.sampler.epoch = rank, size, at, epochs
+            samples = [DATA[i] for i in islice(twin.sampler, BATCH)]
+            twin.gradient([torch.stack(each) for each in zip(*samples, strict=True)])
+            rows.append(twin.flat())
+        twin.apply(torch.tensor(rows, dtype=torch.float64).numpy())
+    for run in runs:
+        for mine, theirs in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs), "weights are not what the committed steps lead to"
+    hashes = defaultdict(set)
+    for line in events(folder, "commit"):
+        hashes[line["step"]].add(line["hash"])
+    assert all(len(each) == 1 for each in hashes.values())
+    assert position > epochs * SAMPLES - BATCH * 4
+    return ordered
+
+
+def test_an_undisturbed_run_reads_every_sample_once(tmp_path):
+    world = World()
+    members = world.found(3)
+    world.go(members, train, world, tmp_path)
+    loops, runs = zip(*world.join().values(), strict=True)
+    check(tmp_path, runs)
+    assert [loop.step for loop in loops] == [10, 10, 10]
+    assert all(loop.counters.participation == loop.counters.goodput == 1 for loop in loops)
+
+
+@pytest.mark.parametrize("kill_at", range(1, 13))
+def test_a_rank_that_dies_at_any_message_is_left_behind(tmp_path, kill_at):
+    world = World()
+    members = world.found(3)
+    members[1].kill_at = kill_at
+    world.go(members, train, world, tmp_path)
+    results = world.join()
+    loops, runs = zip(*(results[rank] for rank in (members[0], members[2])), strict=True)
+    sizes = [size for ((_, size),) in check(tmp_path, runs)]
+    together = max(kill_at - 2, 0)  # its first message compares steps, each of the others is of a step
+    assert sizes == [3] * together + [2] * (len(sizes) - together)
+    assert all((loop.counters.faults, loop.counters.lost) == (1, 1) for loop in loops)
+    assert all(loop.counters.pause_seconds > 0 for loop in loops)
+    assert all(loop.counters.participation == sum(sizes) / (3 * len(sizes)) for loop in loops)
+
+
+@pytest.mark.parametrize("loses_at", [2, 6, 11])
+def test_a_step_that_others_have_committed_counts_for_who_did_not(tmp_path, loses_at):
+    """Rank 1 loses what comes in one step, after its own gradients have gone: the others take the step, and heal it."""
+    world = World()
+    members = world.found(3)
+    members[1].loses_at = loses_at
+    world.go(members, train, world, tmp_path)
+    loops, runs = zip(*world.join().values(), strict=True)
+    check(tmp_path, runs)
+    (healed,) = events(tmp_path, "healed")
+    assert healed["donors"] == [0, 2]
+    assert [loop.step for loop in loops] == [10, 10, 10]
+    assert sum(loop.counters.samples for loop in loops) == SAMPLES
+
+
+def test_the_last_step_counts_for_who_did_not_commit_it(tmp_path):
+    world = World()
+    members = world.found(2)
+    members[0].loses_at = 15
+    world.go(members, train, world, tmp_path)
+    loops, runs = zip(*world.join().values(), strict=True)
+    check(tmp_path, runs)
+    assert [loop.step for loop in loops] == [15, 15]
+
+
+class Starter:
+    """Starts processes that join when rank 0 has committed ``step``, and waits until they are at its door."""
+
+    def __init__(self, world, folder, step, count, **options):
+        self.world, self.folder, self.step, self.count, self.options = world, folder, step, count, options
+        self.started = []
+
+    def __call__(self, rank, loop, run):
+        if rank is self.world.ranks[0] and loop.step == self.step and not self.started:
+            self.started = [
+                self.world.start(lambda rank: train(rank, self.world, self.folder, seed=1, join=True, **self.options))
+                for _ in range(self.count)
+            ]
+            until(lambda: rank.waiting == self.count)
+
+
+@pytest.mark.parametrize("newcomers", [1, 2])
+def test_newcomers_are_healed_and_go_on_like_the_others(tmp_path, newcomers):
+    world = World()
+    members, starter = world.found(2), Starter(world, tmp_path, 4, newcomers)
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=starter))
+    _, runs = zip(*world.join().values(), strict=True)
+    windows = check(tmp_path, runs)
+    assert {size for ((_, size),) in windows[-2:]} == {2 + newcomers}
+    healed = events(tmp_path, "healed")
+    assert len(healed) == newcomers
+    assert len({line["hash"] for line in healed}) == 1
+    assert all(line["donors"] == [0, 1] for line in healed)
+
+
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 4, 5])
+def test_a_newcomer_that_dies_while_it_joins_is_forgotten(tmp_path, kill_at):
+    world = World()
+    members, starter = world.found(2), Starter(world, tmp_path, 4, 1)
+
+    def dies(rank, loop, run):
+        starter(rank, loop, run)
+        for newcomer in starter.started:
+            newcomer.kill_at = kill_at
+
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=dies))
+    results = world.join()
+    check(tmp_path, [results[rank][1] for rank in members])
+    assert starter.started[0] not in results
+
+
+@pytest.mark.parametrize("messages", [1, 2, 3, 4])
+def test_a_donor_that_dies_while_it_gives_is_replaced(tmp_path, messages):
+    """Rank 1 ends after so many messages of the healing; rank 0 and the newcomer form the group anew, and rank 0 gives."""
+    world = World()
+    members, starter = world.found(3), Starter(world, tmp_path, 4, 1)
+
+    def dies(rank, loop, run):
+        starter(rank, loop, run)
+        if starter.started:
+            members[1].kill_at = members[1].kill_at or members[1].messages + 1 + messages
+
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=dies))
+    results = world.join()
+    assert members[1] not in results
+    check(tmp_path, [run for _, run in results.values()])
+    assert {size for ((_, size),) in check(tmp_path, [run for _, run in results.values()])[-2:]} == {3}
+
+
+def test_a_fresh_process_overwrites_nobody(tmp_path):
+    """Even where it comes while only one rank is left, which has a lower number than none."""
+    world = World()
+    members, starter = world.found(1), Starter(world, tmp_path, 7, 2)
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=starter))
+    _, runs = zip(*world.join().values(), strict=True)
+    check(tmp_path, runs)
+    assert all(line["donors"] == [0] for line in events(tmp_path, "healed"))
+
+
+def test_who_is_not_healed_gives_nothing_to_others(tmp_path):
+    """The only rank with the state dies while it gives it: the newcomers say so, and do not train from what they have."""
+    world = World()
+    members, starter = world.found(1), Starter(world, tmp_path, 3, 2)
+
+    def dies(rank, loop, run):
+        starter(rank, loop, run)
+        if starter.started:
+            rank.kill_at = rank.kill_at or rank.messages + 3
+
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=dies))
+    with pytest.raises(NoQuorum, match="none of the 2 ranks"):
+        world.join()
+
+
+def test_below_the_minimum_ranks_wait_for_newcomers(tmp_path):
+    world = World()
+    members = world.found(2)
+
+    def dies(rank, loop, run):
+        if loop.step == 3 and rank is members[1]:
+            world.start(lambda rank: train(rank, world, tmp_path, seed=1, join=True, minimum=2))
+            raise Killed
+
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=dies, minimum=2, patience=15.0))
+    results = world.join()
+    windows = check(tmp_path, [run for _, run in results.values()])
+    assert {size for ((_, size),) in windows} == {2}
+
+
+def test_below_the_minimum_for_too_long_is_an_error(tmp_path):
+    world = World()
+    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, minimum=2, patience=0.2))
+    with pytest.raises(NoQuorum, match="minimum is 2"):
+        world.join()
+
+
+# ---------------------------------------------------------------- the step itself
+
+
+def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path):
+    """An all-reduce of the user's own behind ``optimizer.step()`` fails because a rank died: the step is not taken twice."""
+    world = World()
+    members = world.found(3)
+
+    def steps(rank):
+        run = Run()
+        run.channel = rank.channel("gradients")
+        run.sampler.rank, run.sampler.size = rank.rank(), rank.size()
+
+        def step(batch):
+            loss = run.step(batch)
+            channel = run.channel
+            if rank is members[2] and loop.step == 3:
+                raise Killed
+            channel.run(gathered([loss], transport=channel.transport, sequence=channel.take()))
+
+        file = f"{tmp_path}/events-{members.index(rank)}"
+        loop = Elastic(step, run.state, data=run.loader, group=rank, epochs=1, events=file, hash_every=1)
+        list(loop)
+        return loop, run
+
+    world.go(members, steps)
+    results = world.join()
+    check(tmp_path, [run for _, run in results.values()])
+
+
+def test_metrics_tell_of_faults_and_participation(tmp_path):
+    world, samples = World(), []
+    members = world.found(2)
+    members[1].kill_at = 5
+
+    def measures(rank, loop, run):
+        if rank is members[0]:
+            if loop.step == 1:
+                samples.append(Metrics(elastic=loop))
+            else:
+                samples.append(samples[0].step())
+
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=measures))
+    world.join()
+    figures = samples[1:]
+    assert sum(each.faults for each in figures) == sum(each.lost for each in figures) == 1
+    assert sum(each.pause_seconds for each in figures) > 0
+    assert (figures[0].ranks, figures[-1].ranks, figures[-1].joined) == (2, 1, 0)
+    assert figures[-1].participation < figures[0].participation == 1
+
+
+def test_an_error_of_the_users_own_is_raised_as_it_is(tmp_path):
+    world = World()
+
+    def steps(rank):
+        def step(batch):
+            raise ZeroDivisionError("mine")
+
+        list(Elastic(step, Run().state, data=Run().loader, group=rank, epochs=1, events=f"{tmp_path}/events-0"))
+
+    world.go(world.found(1), steps)
+    with pytest.raises(ZeroDivisionError):
+        world.join()
+    assert events(tmp_path, "error")[0]["error"] == "ZeroDivisionError: mine"
+
+
+def test_accumulated_batches_come_as_a_list(tmp_path):
+    world, seen = World(), []
+
+    def steps(rank):
+        run = Run()
+        run.sampler = ElasticSampler(DATA, 6, rank=0, size=1)
+        loader = DataLoader(DATA, 2, sampler=run.sampler)
+        list(Elastic(lambda batches: seen.append([len(x) for x, _ in batches]), run.state, data=loader, group=rank, epochs=2))
+        return run.sampler
+
+    world.go(world.found(1), steps)
+    (sampler,) = world.join().values()
+    assert seen == [[2, 2, 2]] * 20
+    assert sampler.position == 2 * SAMPLES
+
+
+# ---------------------------------------------------------------- leaving
+
+
+def leave_at(steps):
+    """Ranks leave when they have committed so many steps."""
+
+    def during(rank, loop, run):
+        if steps.get(rank) == loop.step:
+            loop.leave()
+
+    return during
+
+
+def owing(members):
+    for number, rank in enumerate(members):
+        rank.owed = 2.0**number
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_who_leaves_hands_over_what_it_owes_and_is_no_loss(tmp_path, together):
+    world = World()
+    members = world.found(4)
+    owing(members)
+    leave = leave_at({members[0]: 3, members[2]: 3 if together else 5})
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=leave))
+    results = world.join()
+    stayed = [results[members[number]] for number in (1, 3)]
+    check(tmp_path, [run for _, run in stayed])
+    assert [results[member][0].left for member in members] == [True, False, True, False]
+    assert [results[members[0]][0].step, results[members[2]][0].step] == [3, 3 if together else 5]
+    for loop, _ in stayed:
+        assert (loop.counters.left, loop.counters.lost, loop.counters.faults) == (2, 0, 0)
+    assert sum(member.owed for member in members) == members[1].owed + members[3].owed == 15
+    assert not events(tmp_path, "error")
+
+
+@pytest.mark.parametrize("kill_at", range(1, 9))
+def test_a_rank_that_dies_while_another_leaves_changes_nothing_for_the_others(tmp_path, kill_at):
+    world = World()
+    members = world.found(4)
+    owing(members)
+
+    def during(rank, loop, run):
+        if rank is members[1] and loop.step == 4:
+            loop.leave()
+        if rank is members[2] and loop.step == 4:
+            rank.kill_at = rank.messages + kill_at
+
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=during))
+    results = world.join()
+    check(tmp_path, [results[members[0]][1], results[members[3]][1]])
+    assert results[members[1]][0].left
+    assert members[1].owed == 0
+
+
+def test_where_all_leave_the_last_takes_a_snapshot(tmp_path):
+    first = World()
+
+    def train_with(rank, world, **options):
+        snapshots = Snapshots(tmp_path / f"disk-{world.ranks.index(rank)}", every=100, **OPTIONS)
+        return train(rank, world, tmp_path, snapshots=snapshots, **options)
+
+    members = first.found(2)
+    leave = leave_at({members[0]: 3, members[1]: 6})
+    first.go(members, lambda rank: train_with(rank, first, during=leave))
+    first.join()
+    second = World()
+    second.go(second.found(2), lambda rank: train_with(rank, second, seed=1))
+    runs = [run for _, run in second.join().values()]
+    assert [line["step"] for line in events(tmp_path, "healed")] == [6]
+    check(tmp_path, runs)
+
+
+def test_who_waits_for_newcomers_may_leave(tmp_path):
+    world = World()
+    members = world.found(2)
+
+    def waits(rank):
+        run = Run()
+        run.channel = rank.channel("gradients")
+        loop = Elastic(run.step, run.state, data=run.loader, group=rank, epochs=1, minimum=3, patience=0.5)
+        if rank is members[0]:
+            loop.leave()
+        return loop, list(loop)
+
+    world.go(members, waits)
+    with pytest.raises(NoQuorum):
+        world.join()
+    loop, steps = world.results[members[0]]
+    assert loop.left
+    assert steps == []
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+def test_all_ranks_go_on_from_the_newest_snapshot(tmp_path):
+    """The run ends after 8 steps; it is started again, and one rank has lost its disk."""
+    first = World()
+
+    def train_with(rank, world, steps, seed=0):
+        number = world.ranks.index(rank)
+        snapshots = Snapshots(tmp_path / f"disk-{number}", every=4, **OPTIONS)
+        return train(rank, world, tmp_path, seed=seed, snapshots=snapshots, steps=steps, epochs=None)
+
+    first.go(first.found(2), train_with, first, 9)
+    first.join()
+    (tmp_path / "disk-1").rename(tmp_path / "lost")
+    second = World()
+    second.go(second.found(2), train_with, second, 12, 1)
+    loops, runs = zip(*second.join().values(), strict=True)
+    assert [line["step"] for line in events(tmp_path, "healed")] == [8]
+    assert {loop.counters.steps for loop in loops} == {4}
+    twin = World()
+    folder = tmp_path / "twin"
+    folder.mkdir()
+    twin.go(twin.found(2), lambda rank: train(rank, twin, folder, steps=12, epochs=None))
+    twins = [run for _, run in twin.join().values()]
+    assert str(twins[0].model.state_dict()) == str(runs[0].model.state_dict()) == str(runs[1].model.state_dict())
+
+
+def test_of_ranks_that_start_together_the_newest_snapshot_counts(tmp_path):
+    """One of them has an older one, and one has none."""
+    for disk, steps in (("0", 5), ("1", 9)):
+        first, snapshots = World(), Snapshots(tmp_path / disk, every=4, **OPTIONS)
+        first.go(first.found(1), partial(train, snapshots=snapshots, steps=steps, epochs=None), first, tmp_path)
+        first.join()
+    second = World()
+
+    def go_on(rank):
+        snapshots = Snapshots(tmp_path / str(second.ranks.index(rank)), every=4, **OPTIONS)
+        return train(rank, second, tmp_path, seed=rank.rank(), snapshots=snapshots, steps=12, epochs=None)
+
+    second.go(second.found(3), go_on)
+    loops, runs = zip(*second.join().values(), strict=True)
+    assert {loop.counters.steps for loop in loops} == {4}
+    assert {loop.snapshots._last for loop in loops} == {12}
+    assert len({str(run.model.state_dict()) for run in runs}) == 1
+
+
+@pytest.mark.parametrize(("every", "steps", "ends"), [(3, [3], False), (20, [20], False), (2, [100], True)])
+def test_who_joins_with_a_snapshot_takes_what_the_others_have(tmp_path, every, steps, ends):
+    """An older one, one that is newer by less than an interval, and one of another run."""
+    theirs = Snapshots(tmp_path / "newcomer", every=every, **OPTIONS)
+    theirs.open()
+    for step in steps:
+        theirs.save(step, *Run(7).taken_apart())
+    theirs.close()
+    world = World()
+    members, starter = world.found(2), Starter(world, tmp_path, 4, 1, snapshots=theirs)
+
+    def member(rank):
+        snapshots = Snapshots(tmp_path / str(rank.rank()), every=every, **OPTIONS)
+        return train(rank, world, tmp_path, during=starter, snapshots=snapshots)
+
+    world.go(members, member)
+    if ends:
+        with pytest.raises(InvalidArgument, match="of step 100, but the run that this process joins is at step 4"):
+            world.join()
+    else:
+        world.join()
+        loop, _ = world.results[starter.started[0]]
+        assert loop.counters.healed == 1
+        assert theirs._last == loop.step // every * every
+    for thread in world.threads:
+        thread.join(60)
+    check(tmp_path, [outcome[1] for outcome in world.results.values() if isinstance(outcome, tuple)])
+
+
+@pytest.mark.parametrize("of", [(), (0, 2)], ids=["all", "survivors"])
+def test_divided_models_go_back_to_the_newest_snapshot_of_who_was_there(tmp_path, of):
+    """Rank 1 is new: the steps that its snapshot is ahead are taken anew by the others."""
+    world, took = World(), {}
+    kept = {0: [4], 1: [4, 8], 2: []}
+
+    def goes_back(rank):
+        number = rank.rank()
+        snapshots = Snapshots(tmp_path / str(number), every=4, **OPTIONS)
+        snapshots.open()
+        for step in kept[number]:
+            snapshots.save(step, *Run(step).taken_apart())
+        step, document, tensors = newest(snapshots, rank.channel("elastic"), of=of)
+        snapshots.give_way(step)
+        took[number] = step, document, len(tensors), snapshots.last
+        snapshots.close()
+
+    world.go(world.found(3), goes_back)
+    world.join()
+    wanted = (4, 4, 4, 0, 0) if of else (8, 8, 4, 8, 0)
+    assert [took[rank][0] for rank in range(3)] == [wanted[0]] * 3
+    assert len({took[rank][1:3] for rank in range(3)}) == 1
+    assert [took[rank][3] for rank in range(3)] == [wanted[2], wanted[3], wanted[4]]
+
+
+def test_a_snapshot_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path, caplog):
+    world = World()
+    snapshots = Snapshots(tmp_path / "disk", every=5, disk="4KiB", **OPTIONS)
+    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, snapshots=snapshots))
+    ((loop, run),) = world.join().values()
+    assert loop.counters.failed_snapshots == 5
+    assert "goes on with that of step 5" in caplog.text
+    check(tmp_path, [run])
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"epochs": None}, "epochs and steps"), ({"data": None}, "data is None"), ({"train_step": None}, "train_step"),
+        ({"state": {"model": 3}}, "state"), ({"state": {}}, "state"), ({"build": dict}, "build"), ({"minimum": -1}, "minimum"),
+        ({"data": DataLoader(DATA, 2)}, "ElasticSampler"), ({"state": {"commpress": MODEL}}, "commpress"),
+        ({"data": DataLoader(DATA, 4, sampler=ElasticSampler(DATA, 6))}, "same"), ({"group": None}, "not initialised"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(options, named):
+    rank = World().found(1)[0]
+    usual = {"train_step": print, "state": {"model": MODEL}, "data": Run().loader, "epochs": 1, "group": rank}
+    with pytest.raises(InvalidArgument, match=named):
+        Elastic(**usual | options)
+
+
+def test_a_group_over_mpi_is_refused_before_anything_is_trained(monkeypatch):
+    """Not in its first fault, when the job is gone."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: "commpress_mpi")
+    rank = World().found(1)[0]
+    rank.communicator = object()
+    with pytest.raises(InvalidArgument, match=r"'commpress_mpi', over MPI, .*ULFM is not used.*expected 'commpress'"):
+        Elastic(print, {"model": MODEL}, data=Run().loader, epochs=1, group=rank)
+
+
+def test_the_fault_behind_an_error_is_found():
+    fault = NoQuorum("gone")
+    wrapped = RuntimeError("backward failed")
+    wrapped.__cause__ = fault
+    assert fault_of(wrapped) is fault
+    assert fault_of(ValueError("mine")) is None
+
+
+class Door(Rank):
+    """Somebody always knocks here and never gets in."""
+
+    @property
+    def waiting(self):
+        return 1
+
+
+def test_a_newcomer_that_never_gets_in_does_not_keep_the_others_from_training(tmp_path):
+    world = World()
+    members = world.found(2)
+    members[0].__class__ = Door
+    world.go(members, partial(train, pace=0.01), world, tmp_path)
+    loops, runs = zip(*world.join().values(), strict=True)
+    check(tmp_path, runs)
+    assert 1 <= max(loop.counters.reforms for loop in loops) < 10
+
+
+def test_who_is_never_let_in_says_so(tmp_path, monkeypatch):
+    """Not after the first attempt: those who were asked may have died just then; but not for ever either."""
+    world, asked = World(), []
+
+    def refuses(rank, said, age, joins):
+        asked.append(joins)
+        raise PeerFailure("nobody answers")
+
+    monkeypatch.setattr(world, "reform", refuses)
+    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, join=True))
+    with pytest.raises(PeerFailure, match="nobody answers"):
+        world.join()
+    assert asked == [True] * 5

@@ -1,0 +1,264 @@
+"""Hot experts on several ranks: the sums, gradients and weights of one copy, and less to do for who has them."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.cli.expert_load import draw, expert_table
+from commpress.collectives.all_to_all.routes import Nodes
+from commpress.collectives.all_to_all.tokens import Placement
+from commpress.collectives.transports.loopback import Loopback, simulate
+from commpress.errors import InvalidArgument
+from commpress.integrations.experts.expert_copies import ExpertCopies, filled, hottest
+from commpress.integrations.observe.metrics import StepMetrics
+from test_experts import Batch, same, simulated, through, walked
+from test_moe import Batched, Net, batch_of
+from test_moe import trained as plain
+
+PAIRS = Nodes.of(((0, 1), (2, 3)), 4)
+
+
+# ---------------------------------------------------------------- which copy
+
+
+def test_copies_go_to_other_nodes_and_tokens_to_the_nearest():
+    every = [ExpertCopies(Placement.even(8, 4), PAIRS, rank, {1: 2, 6: 4}) for rank in range(4)]
+    assert all(each.holders == every[0].holders for each in every)
+    first, second = every[0].holders[1]
+    assert (first, PAIRS.home[second]) == (0, 1)  # where none of the expert was
+    assert sorted(every[0].holders[6]) == [0, 1, 2, 3]
+    for rank, each in enumerate(every):
+        assert each.shares[6].tolist() == [float(on == rank) for on in each.holders[6]]
+        assert each.shares[1].tolist() == [float(PAIRS.home[on] == PAIRS.home[rank]) for on in (first, second)]
+        assert each.expert.tolist() == [*range(8), 1, 6, 6, 6]
+        wanted = np.array([[1, 6], [0, -1], [6, 1]])
+        assert (each.expert[each.spread(wanted)][wanted >= 0] == wanted[wanted >= 0]).all()
+        assert each.spread(wanted)[1, 1] == -1
+
+
+def test_far_tokens_fill_up_who_has_least():
+    """One node of four: ranks 1 and 3 have no copy, and give to ranks 0 and 2 so that both come to the same."""
+    one = Nodes.of(((0, 1, 2, 3),), 4)
+    load = [40, 12, 0, 20]  # of experts 0, 1, 2, 3: rank 0 has its own 10 of expert 0, and rank 2 would have 10
+    every = [ExpertCopies(Placement([0, 0, 2, 3], 4), one, rank, {0: 2}, load) for rank in range(4)]
+    holders = every[0].holders[0]
+    assert holders == (0, 1)  # rank 1 had nothing to do
+    for rank in (2, 3):  # 10 + 12 there already at rank 0, 10 at rank 1, 20 more: 26 each
+        np.testing.assert_allclose(every[rank].shares[0], [4 / 20, 16 / 20])
+    assert filled(np.array([3.0, 1.0, 9.0]), 4).tolist() == [1, 3, 0]
+    assert filled(np.array([3.0, 1.0]), 0).tolist() == [0, 0]
+
+
+def test_the_hottest_get_copies():
+    assert hottest([100, 10, 40, 0], 3, 4) == {0: 3, 2: 2}
+    assert hottest([100, 0], 9, 4) == {0: 4}
+    assert hottest([0, 0], 9, 4) == {}
+
+
+def zipf(seed, tokens=256, experts=16, k=2):
+    draw, weight = np.random.default_rng(seed), 1 / np.arange(1, experts + 1) ** 1.2
+    return [draw.choice(experts, k, replace=False, p=weight / weight.sum()) for _ in range(tokens)]
+
+
+def test_a_zipf_routing_is_more_even_with_copies():
+    """Counted: the fullest of 8 ranks has over 3 times the mean, and with 8 copies, made of that load, less than half of it."""
+    batch = Batch(8, 16, 2, seed=4)
+    batch.topk = [torch.from_numpy(np.stack(zipf(rank))) for rank in range(8)]
+    batch.tokens, batch.gates = [torch.randn(256, 24) for _ in range(8)], [torch.rand(256, 2) for _ in range(8)]
+    exchanges = [commpress.ExpertExchange(16, topology="2x4", transport=t) for t in Loopback(8).transports()]
+
+    def fullest():
+        before = [e.counters.received for e in exchanges]
+        simulate([through(e, batch, torch.ones(24)) for e in exchanges])
+        received = [e.counters.received - b for e, b in zip(exchanges, before, strict=True)]
+        assert sum(received) == 8 * 256 * 2
+        return max(received) * 8 / sum(received)
+
+    alone = fullest()
+    load = [int(sum(e.counters.since[e.counters.experts == i].sum() for e in exchanges)) for i in range(16)]
+    assert load == np.bincount(np.concatenate([t.numpy().ravel() for t in batch.topk]), minlength=16).tolist()
+    for exchange in exchanges:
+        exchange.copy_experts(hottest(load, 8, 8), load)
+        assert not exchange.counters.since.any()
+    assert alone > 3
+    assert fullest() < 1.4
+
+
+# ---------------------------------------------------------------- sums and weights
+
+
+@pytest.mark.parametrize("topology", [None, "2x2", "1,3"])
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_identity_experts_with_copies(topology, k):
+    """With one or two choices no bit changes; with more, those of a rank come first, and copies are of their ranks."""
+    batch, copies, ones = Batch(4, 8, k, seed=k), {0: 3, 3: 2, 7: 4}, torch.ones(8 + 6)
+    with_copies, exchanges = simulated(batch, ones, topology=topology, copies=copies)
+    without, _ = simulated(batch, ones, topology=topology)
+    if k <= 2:
+        assert same(with_copies, without)
+    nodes = exchanges[0].carrier.nodes.members
+    spread = Batch(4, 8, k, seed=k)
+    spread.topk = [torch.from_numpy(e.copies.spread(t.numpy())) for e, t in zip(exchanges, batch.topk, strict=True)]
+    assert same(with_copies, walked(spread, ones, nodes, exchanges[0].placement.owner.tolist()))
+    assert sum(e.counters.received for e in exchanges) == sum(int((t >= 0).sum()) for t in batch.topk)
+
+
+class Listed(Net):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.experts = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(5))
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        gates, chosen = self.gate(hidden).softmax(-1).topk(2)
+        return x + self.experts(hidden, chosen, gates)
+
+
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3),
+    "onebit": lambda p: commpress.OneBitAdam(p, lr=1e-2, eps=1e-3, warmup_steps=30),
+}
+
+
+def trained(kind, optimizer, copies, options):
+    torch.set_num_threads(1)
+    model = Listed() if kind == "list" else Net()
+    if kind == "list":
+        model.experts = commpress.moe.Experts(model.experts, copies=copies, **options)
+    commpress.moe.parallelise(model, **({} if kind == "list" else {"copies": copies} | options))
+    ddp, layer = DistributedDataParallel(model), commpress.moe.experts_of(model)[0]
+    made = OPTIMIZERS[optimizer](model.parameters())
+    if optimizer == "onebit":
+        commpress.overlap(ddp, made)
+    norms = []
+    for step in range(20):
+        for part in (0, 1):  # micro-batches, the second of tokens that few have
+            ddp(batch_of(dist.get_rank(), 2 * step + part)[: 9 - 8 * part]).square().mean().backward()
+        if optimizer != "onebit":
+            norms.append(float(commpress.moe.clip_grad_norm_(model.parameters(), 0.05)))
+        made.step()
+        made.zero_grad()
+        if copies and step == 9:
+            commpress.moe.copy_experts(model, 3)
+            assert sum(len(on) - 1 for on in layer.exchange.copies.holders.values()) == 3
+    own = layer.copied.home_weights(layer.experts, layer.own)
+    seen = layer.copied.fetch(torch.zeros(0, 6), layer.experts, layer.own)[1].weights
+    return (
+        {name: p.detach().numpy() for name, p in model.named_parameters()}, norms,
+        {e: w.detach().numpy() for e, w in own.items()},
+        {e: w.detach().numpy() for e, w in seen.items()}, sorted(layer.state_dict()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "options"),
+    [("batched", "momentum", {}), ("list", "adamw", {"chunks": 2}), ("batched", "onebit", {"separate": True}),
+     ("batched", "adamw", {"topology": "2,1"})], ids=str,
+)  # fmt: skip
+def test_copies_train_as_one_and_stay_equal(pool, kind, optimizer, options):
+    """20 steps of three ranks, clipped, with other copies from the tenth on; sums in another order make the difference."""
+    ours = pool.run(trained, kind, optimizer, {0: 3, 2: 2}, options, size=3)
+    plain = pool.run(trained, kind, optimizer, None, options, size=3)
+    homes = {e: weights for _, _, own, *_ in ours for e, weights in own.items()}
+    assert sorted(homes) == list(range(5))
+    assert sum(len(seen) for *_, seen, _ in ours) == 3
+    for (weights, norms, _, seen, state), (others, expected, _, _, names) in zip(ours, plain, strict=True):
+        assert state == names
+        np.testing.assert_allclose(norms, expected, rtol=1e-4)
+        assert weights.keys() == others.keys()
+        for name, value in weights.items():
+            np.testing.assert_allclose(value, others[name], rtol=0, atol=3e-5)
+        for e, copied in seen.items():
+            assert (copied == homes[e]).all()
+
+
+def islands():
+    """Experts divided between ranks 0, 1 and again between 2, 3, each with copies of their own."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = Net()
+    layers = commpress.moe.parallelise(model, process_group=inside, replicas=across, copies={0: 2, 4: 2})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    plain(optimizer, [rank], model=DistributedDataParallel(model), clip=commpress.moe.clip_grad_norm_)
+    return layers[0].own, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def test_copies_among_ranks_that_hold_the_same_experts_elsewhere(pool):
+    twin = Net()
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, eps=1e-3)
+    plain(optimizer, range(4), model=twin, clip=torch.nn.utils.clip_grad_norm_)
+    expected = {name.replace("experts.", "experts.experts."): p.detach().numpy() for name, p in twin.named_parameters()}
+    for own, parameters in pool.run(islands, size=4):
+        for name, ours in parameters.items():
+            np.testing.assert_allclose(ours, expected[name][own] if "experts" in name else expected[name], rtol=0, atol=2e-5)
+
+
+def test_an_expert_without_tokens_has_no_gradient_whether_or_not_it_has_copies(pool):
+    for gradients in pool.run(untouched, size=3):
+        assert gradients in ([(0, True), (1, False)], [(2, False), (3, False)], [(4, True)])
+
+
+def untouched():
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    layer = commpress.moe.Experts([torch.nn.Linear(6, 6) for _ in range(5)], placement=[0, 0, 1, 1, 2], copies={0: 3, 2: 2})
+    tokens = torch.randn(4, 6)
+    chosen = torch.tensor([[0, 4]] * 4) if rank else torch.full((4, 2), 4)
+    layer(tokens, chosen, torch.ones(4, 2)).sum().backward()
+    return [(e, m.weight.grad is not None) for e, m in zip(layer.own, layer.experts.children(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("copies", "says"),
+    [({9: 2}, "expert 9 on 2 ranks, expected experts 0 to 4"), ({0: 2}, "expert 0 on 2 ranks, expected .* on 1 to 1 ranks"),
+     ({0: 0}, "on 0 ranks"), ({"a": 1}, "expert 'a'")],
+)  # fmt: skip
+def test_mistakes_are_refused(copies, says):
+    with pytest.raises(InvalidArgument, match=says):
+        commpress.moe.Experts(Batched(5), transport=Loopback(1).transport(0), copies=copies)
+
+
+def test_what_cannot_have_copies_is_refused(tmp_path):
+    transport = Loopback(2).transport(0)
+    store = commpress.TieredStore.open(tmp_path, host="1MiB")
+    mixed = torch.nn.Linear(6, 6).to(torch.bfloat16)
+    for experts, options, says in [
+        (Batched(4), {"store": store, "resident": 2}, "copies are given beside a store"),
+        ([torch.nn.Linear(6, 6), mixed], {}, r"parameters of .*bfloat16.*, expected one type"),
+        ([torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)) for _ in range(2)], {}, "no buffers"),
+    ]:  # fmt: skip
+        with pytest.raises(InvalidArgument, match=says):
+            commpress.moe.Experts(experts, transport=transport, copies={0: 2}, **options)
+    with pytest.raises(InvalidArgument, match=r"load is .*, expected the choices of each of the 5"):
+        ExpertCopies(Placement.even(5, 4), PAIRS, 0, {0: 2}, [1.0])
+
+
+# ---------------------------------------------------------------- a picture
+
+
+def sampled(tokens, dropped=0):
+    """Three samples of a rank that has experts ``tokens``."""
+    each = [{f"layer 0/{e}": float(n * step) for e, n in tokens.items()} for step in (1, 2, 3)]
+    fixed = {"expert_choices": 100, "expert_dropped": dropped}
+    return [StepMetrics(5 * i, 5, 0.1, expert_tokens=tokens, **fixed) for i, tokens in enumerate(each, 1)]
+
+
+def test_a_picture_of_load_has_every_expert_once(tmp_path):
+    pytest.importorskip("matplotlib")
+    ranks = [sampled({0: 10, 10: 3}), sampled({2: 4, 0: 6}, dropped=25)]
+    names, table = expert_table(ranks)
+    assert names == ["layer 0/0", "layer 0/2", "layer 0/10"]
+    assert table.tolist() == [[16, 32, 48], [4, 8, 12], [3, 6, 9]]  # a copy's tokens are its expert's
+    draw(str(tmp_path / "load.svg"), ranks)
+    drawn = (tmp_path / "load.svg").read_text()
+    for text in ("fullest", "rank 1", "layer 0/10", "of all choices, %"):
+        assert f"<!-- {text} -->" in drawn
+    with pytest.raises(InvalidArgument, match=r"samples of \[3, 2\] steps"):
+        draw(str(tmp_path / "load.svg"), [ranks[0], ranks[1][:2]])

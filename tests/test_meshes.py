@@ -1,0 +1,548 @@
+"""Parameters that are DTensors of tensor parallelism: optimizers take their shards and keep columns together.
+
+Gradients come from a generator, the same for every mesh, so a run on 2 × 2 ranks has a twin on 2 × 1 with whole parameters.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
+
+import commpress
+from commpress.errors import InvalidArgument, StateMismatch
+from commpress.schedules import DoublingIntervals
+
+# One shard's row on two ranks is a whole number of blocks, so whole parameters are cut into the same blocks.
+SHAPES = {"tall": (64, 128), "wide": (48, 64), "odd": (5, 64), "same": (16, 16), "norm": (64,)}
+PLACED = {"tall": Shard(0), "wide": Shard(1), "odd": Shard(0), "same": Replicate(), "norm": None}
+STEPS = 9
+
+
+def columns(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+
+
+def values(name, seed):
+    generator = torch.Generator().manual_seed(1000 * seed + list(SHAPES).index(name))
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+def placed(name, tensor, mesh):
+    """As tensor parallelism leaves it; whole where there is no mesh."""
+    if mesh is None or PLACED[name] is None:
+        return tensor
+    return distribute_tensor(tensor, mesh["tp"], [PLACED[name]], src_data_rank=None)
+
+
+def parameters(mesh, names):
+    return {name: nn.Parameter(placed(name, values(name, 0), mesh)) for name in names}
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def onebit(params, **options):
+    return commpress.OneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), warmup_steps=3, **options)
+
+
+def lamb(params, **options):
+    return commpress.OneBitLamb(params, lr=1e-2, betas=(0.9, 0.99), warmup_steps=3, **options)
+
+
+def zero_one(params, **options):
+    sync = DoublingIntervals(start=3, period=100)
+    return commpress.ZeroOneAdam(params, lr=1e-2, betas=(0.9, 0.99), sync=sync, variance_updates=1, **options)
+
+
+def sharded(params, **options):
+    return commpress.ShardedOneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), warmup_steps=3, **options)
+
+
+def sharded_zero_one(params, **options):
+    sync = DoublingIntervals(start=3, period=100)
+    return commpress.ShardedZeroOneAdam(params, lr=1e-2, betas=(0.9, 0.99), sync=sync, variance_updates=1, **options)
+
+
+MAKERS = {"1-bit": onebit, "LAMB": lamb, "0/1": zero_one, "sharded": sharded, "sharded 0/1": sharded_zero_one}
+
+
+def optimizer_on(make, params, mesh, options):
+    if mesh is None:
+        return make(params.items(), **options)
+    return make(params.items(), process_group=mesh["dp"].get_group(), agree_over=mesh, **options)
+
+
+def move(optimizer, params, mesh, steps, bad=None):
+    """Steps with drawn gradients; in step ``bad`` the first rank's shard of the first parameter has NaN."""
+    rank = dist.get_rank() if mesh is None else mesh["dp"].get_local_rank()
+    for step in steps:
+        for name, p in params.items():
+            p.grad = placed(name, values(name, 100 * (step + 1) + rank), mesh)
+        if step == bad and dist.get_rank() == 0:
+            p = next(iter(params.values()))
+            (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)[0, 0] = float("nan")
+        optimizer.step()
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+
+
+def ran(make, shape, names, options, steps=tuple(range(STEPS)), bad=None):
+    """Whole weights, the number of steps and of skipped ones."""
+    mesh = None if shape is None else columns(shape)
+    params = parameters(mesh, names)
+    optimizer = optimizer_on(MAKERS[make], params, mesh, options)
+    move(optimizer, params, mesh, steps, bad)
+    return {name: whole(p) for name, p in params.items()}, optimizer.steps_done, optimizer.counters.skipped_steps
+
+
+def apart(one, other):
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("make", ["1-bit", "0/1", "sharded", "sharded 0/1"])
+def test_shards_take_the_steps_of_the_whole_in_every_bit(pool, make):
+    """Without a floor nothing is asked of a tensor as a whole; rows of shards and of the whole have the same blocks."""
+    names, options = ("tall", "norm"), {"variance_floor": 0.0, "spiky_codec": None}
+    (expected, *_), _ = pool.run(ran, make, None, names, options, size=2)
+    for weights, *_ in pool.run(ran, make, (2, 2), names, options, size=4):
+        assert apart(weights, expected) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "bound"),
+    [("1-bit", {"max_grad_norm": 1.0}, 1e-6), ("LAMB", {}, 1e-6), ("LAMB", {"max_grad_norm": 1.0}, 1e-6)],
+    ids=["clipped", "LAMB", "LAMB, clipped"],
+)
+def test_norms_are_those_of_whole_tensors(pool, make, options, bound):
+    """Exact steps; norms are summed in another order, which the last bit of a factor may tell."""
+    (expected, *_), _ = pool.run(ran, make, None, tuple(SHAPES), options, range(3), size=2)
+    for weights, *_ in pool.run(ran, make, (2, 2), tuple(SHAPES), options, range(3), size=4):
+        assert apart(weights, expected) < bound
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_bad_shard_is_left_out_by_all_columns(pool, make):
+    """NaN in one shard on one rank, in a step that is exact (0/1 Adam: in a window) and in one that is compressed."""
+    options = {"max_grad_norm": 1.0} if make in ("1-bit", "LAMB") else {}
+    for bad in (1, 6):
+        results = pool.run(ran, make, (2, 2), tuple(SHAPES), options, range(STEPS), bad, size=4)
+        for weights, done, skipped in results:
+            assert apart(weights, results[0][0]) == 0.0
+            assert all(torch.isfinite(w).all() for w in weights.values())
+            assert (done, skipped) == (STEPS - 1, 1)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def owed(optimizer, params, mesh):
+    """R of every parameter, whole, summed over the ranks that have the same shard."""
+    found = {}
+    for name, p in params.items():
+        part = torch.zeros(p.to_local().shape if isinstance(p, DTensor) else p.shape)
+        optimizer.quantized.residuals.owed(name, part.view(-1), optimizer.channel.rank, optimizer.channel.size)
+        if optimizer.channel.size > 1:
+            dist.all_reduce(part, group=mesh["dp"].get_group())
+        part /= optimizer.channel.size
+        found[name] = whole(DTensor.from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+                            if isinstance(p, DTensor) else part)  # fmt: skip
+    return found
+
+
+def went_on(make, shape, states, steps):
+    """Load what other ranks saved, say what was loaded, go on and save."""
+    mesh = columns(shape)
+    params = parameters(mesh, tuple(SHAPES))
+    optimizer = optimizer_on(MAKERS[make], params, mesh, {})
+    if states:
+        optimizer.load_state_dict(*states)
+    loaded = {name: whole(optimizer.state[p]["exp_avg"]) for name, p in params.items()}
+    before = owed(optimizer, params, mesh)
+    move(optimizer, params, mesh, steps)
+    after = {name: whole(optimizer.state[p]["exp_avg"]) for name, p in params.items()}
+    frozen = [int(optimizer.state[p]["frozen_at"]) for p in params.values()]
+    return optimizer.elastic_state_dict(), loaded, before, after, owed(optimizer, params, mesh), frozen
+
+
+@pytest.mark.parametrize("make", ["1-bit", "LAMB", "0/1"])
+def test_states_go_from_mesh_to_mesh(pool, make):
+    """2 × 2 → 4 × 1 → 1 × 2: moments in every bit, what is owed up to the rounding of its sums."""
+    first = pool.run(went_on, make, (2, 2), [], range(6), size=4)
+    second = pool.run(went_on, make, (4, 1), [each[0] for each in first], (), size=4)
+    third = pool.run(went_on, make, (1, 2), [each[0] for each in second], (), size=2)
+    assert max(float(each.abs().max()) for each in first[0][4].values()) > 0
+    for before, after in ((first, second), (second, third)):
+        for each in after:
+            assert apart(each[1], before[0][3]) == 0.0
+            assert apart(each[2], before[0][4]) < 1e-6
+            assert each[5] == before[0][5]
+
+
+def part_of_a_state(states):
+    mesh = columns((2, 2))
+    optimizer = optimizer_on(onebit, parameters(mesh, tuple(SHAPES)), mesh, {})
+    with pytest.raises(StateMismatch) as caught:
+        optimizer.load_state_dict(*states)
+    return str(caught.value)
+
+
+def test_half_of_the_shards_are_refused(pool):
+    states = [each[0] for each in pool.run(went_on, "1-bit", (2, 2), [], range(4), size=4)]
+    for said in pool.run(part_of_a_state, states[::2], size=4):
+        assert "4096 of the 8192 elements of parameter 'tall': pass those of all ranks" in said
+
+
+def resumed(make, shape):
+    """A run that was saved and loaded in its middle, and one that was not."""
+    mesh, ends = columns(shape), []
+    for breaks in (False, True):
+        params = parameters(mesh, tuple(SHAPES))
+        optimizer = optimizer_on(MAKERS[make], params, mesh, {})
+        move(optimizer, params, mesh, range(5))
+        if breaks:
+            state = optimizer.state_dict()
+            optimizer = optimizer_on(MAKERS[make], params, mesh, {})
+            optimizer.load_state_dict(state)
+        move(optimizer, params, mesh, range(5, STEPS))
+        ends.append({name: whole(p) for name, p in params.items()})
+    return apart(*ends)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_run_resumes_in_every_bit(pool, make):
+    assert pool.run(resumed, make, (2, 2), size=4) == [0.0] * 4
+
+
+# ---------------------------------------------------------------- one call for a mesh
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+
+    def forward(self, x):
+        h = self.embed(x)
+        return self.norm(h + self.down(self.up(h).relu()))
+
+
+def one_call(kind, codec, bad=None, accumulate=False):
+    """Weights as this rank knows them, bytes sent and bytes that torch would send, and how often gradients were refused."""
+    mesh = columns((2, 2))
+    torch.manual_seed(0 if kind != "plain" else dist.get_rank())
+    model = net = Net()
+    if kind == "plain":  # replicas are made alike, as DDP makes them; torch's twin starts from what the first one has
+        torch.manual_seed(0)
+        if codec is None or dist.get_rank() < 2:
+            model = net = Net()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if kind == "ddp":
+        _pre_dp_module_transform(model)
+        net = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    if kind == "fsdp":
+        for module in (model.up, model.down, model):
+            fully_shard(module, mesh=mesh["dp"])
+    states = commpress.compress(net, mesh=mesh, dims={"dp": codec}) if codec else None
+    held = list(net.named_parameters())
+    optimizer, now = torch.optim.SGD([p for _, p in held], lr=0.05, foreach=False), {"step": 0}
+    if dist.get_rank() == 0 and bad and kind != "fsdp":
+        held[2][1].register_hook(lambda g: g * bad if now["step"] == 1 else g)  # of up
+    for now["step"] in range(3):
+        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(10 * now["step"] + mesh["dp"].get_local_rank()))
+        loss = net(x).square().mean()
+        if accumulate:
+            with states.no_sync():
+                loss.backward()
+                states.synchronize()
+        else:
+            (loss * bad if bad and kind == "fsdp" and now["step"] == 1 and dist.get_rank() == 0 else loss).backward()
+        if kind == "plain" and states is None:
+            for _, p in held:
+                gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                dist.all_reduce(gradient.div_(2), group=mesh["dp"].get_group())
+        if bad and kind != "fsdp":
+            states.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    counters = None if states is None else getattr(states["dp"], "gradients", None) or states["dp"].counters
+    sent = None if counters is None else (counters.wire_bytes, counters.logical_bytes, counters.skipped_buckets)
+    return {name: whole(p) for name, p in held}, sent
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+def test_without_a_codec_a_mesh_trains_as_torch_does(pool, kind):
+    runs = [pool.run(one_call, kind, codec, size=4) for codec in (None, "none")]
+    if kind == "plain":
+        runs.append(pool.run(one_call, kind, "none", None, True, size=4))
+    for each in runs[1:]:
+        for (weights, _), (expected, _) in zip(each, runs[0], strict=True):
+            assert apart(weights, expected) == 0.0
+
+
+@pytest.mark.parametrize(("kind", "codec", "ratio"), [("plain", "sign", 8), ("ddp", "int4", 4), ("fsdp", "int8", 1.5)])
+@pytest.mark.parametrize("bad", [float("nan"), 1e5], ids=["NaN", "clipped"])
+def test_replicas_stay_equal_whatever_one_shard_sees(pool, kind, codec, ratio, bad):
+    if kind == "fsdp" and bad == bad:
+        pytest.skip("torch clips there")
+    results = pool.run(one_call, kind, codec, bad, size=4)
+    for rank, (weights, (sent, plain, refused)) in enumerate(results):
+        assert apart(weights, results[rank % 2 if kind == "ddp" else 0][0]) == 0.0  # DDP shows a rank its shards only
+        assert all(torch.isfinite(w).all() for w in weights.values())
+        assert plain > ratio * sent
+        assert (refused > 0) == (bad != bad)
+
+
+# ---------------------------------------------------------------- FSDP2 with tensor parallelism
+
+
+def sharded_states(codec, weights, shape):
+    mesh = columns(shape)
+    torch.manual_seed(0)
+    model = parallelize_module(Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for module in (model.up, model.down, model):
+        fully_shard(module, mesh=mesh["dp"])
+    return mesh, model, commpress.compress(model, mesh=mesh, dims={"dp": codec}, weights=weights, min_numel=0)["dp"]
+
+
+def train_sharded(mesh, model, steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+        model(torch.randn(6, 16, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def differences(shape, folder, load):
+    """Weights, what is owed, and shares of the bytes: saved after three steps on one mesh, or loaded on another."""
+    mesh, model, state = sharded_states("int8", commpress.Difference("int4"), shape)
+    if not load:
+        train_sharded(mesh, model, range(3))
+    saved = {"model": model.state_dict(), "state": state.elastic_state_dict()}
+    if load:
+        dcp.load(saved, checkpoint_id=folder)
+        model.load_state_dict(saved["model"])
+        state.load_state_dict(saved["state"])
+    else:
+        dcp.save(saved, checkpoint_id=folder)
+    weights = {name: whole(p) for name, p in model.named_parameters()}
+    residuals = {name: whole(r) for name, r in state.elastic_state_dict()["residuals"].items()}
+    shares = [c.wire_bytes / max(c.logical_bytes, 1) for c in (state.gradients, state.weights)]
+    if load:
+        train_sharded(mesh, model, range(3, 5))
+    return weights, residuals, shares, state.step, {name: whole(p) for name, p in model.named_parameters()}
+
+
+def test_weight_differences_under_tensor_parallelism_go_to_another_mesh(pool, tmp_path):
+    first = pool.run(differences, (2, 2), str(tmp_path), False, size=4)
+    assert max(float(r.abs().max()) for r in first[0][1].values()) > 0
+    assert all(share < 0.5 for share in first[0][2])
+    for weights, residuals, _, step, after in (again := pool.run(differences, (4, 1), str(tmp_path), True, size=4)):
+        assert apart(weights, first[0][0]) == apart(residuals, first[0][1]) == apart(after, again[0][4]) == 0.0
+        assert step == 5
+
+
+def whole_tensors():
+    codec = commpress.ByName({"norm|bias": "none"}, "powersgd-2")
+    mesh, model, state = sharded_states(codec, None, (2, 2))
+    train_sharded(mesh, model, range(2))
+    with pytest.raises(StateMismatch) as caught:
+        state.elastic_state_dict()
+    counted = (state.gradients.compressed_elements, state.gradients.wire_bytes / state.gradients.logical_bytes)
+    return {name: whole(p) for name, p in model.named_parameters()}, counted, str(caught.value)
+
+
+def test_powersgd_of_shards_keeps_ranks_equal_and_has_no_elastic_form(pool):
+    results = pool.run(whole_tensors, size=4)
+    for weights, (elements, share), said in results:
+        assert apart(weights, results[0][0]) == 0.0
+        assert elements > 0
+        assert share < 0.6
+        assert "save with state_dict()" in said
+
+
+# ---------------------------------------------------------------- pipelines
+
+
+def piped(shape, codec, forgets=False):
+    """Weights of this rank's stage after three steps; bytes and what torch would send, of edges and of gradients."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
+    number, count = mesh["pp"].get_local_rank(), shape[0]
+    torch.manual_seed(number)
+    part = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    stage = PipelineStage(part, number, count, torch.device("cpu"), group=mesh["pp"].get_group())
+    states = commpress.compress([stage], mesh=mesh, dims={"dp": codec, "pp": codec}) if codec else None
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().mean())
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+        x, target = torch.randn(32, 64, generator=generator), torch.randn(32, 64, generator=generator)
+        schedule.step(*([x] if number == 0 else []), **({"target": target} if number == count - 1 else {}))
+        if states is None:
+            for p in part.parameters():
+                dist.all_reduce(p.grad.div_(shape[1]), group=mesh["dp"].get_group())
+        elif not forgets:
+            states.synchronize()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+    edges, gradients = (None, None) if states is None else (states["pp"].counters, states["dp"].counters)
+    sent = edges and (edges.sent_bytes, edges.exact_bytes, gradients.wire_bytes, gradients.logical_bytes)
+    return {name: whole(p) for name, p in part.named_parameters()}, sent
+
+
+def test_one_call_compresses_edges_and_gradients(pool):
+    expected, exact = pool.run(piped, (2, 2), None, size=4), pool.run(piped, (2, 2), "none", size=4)
+    for (weights, _), (torchs, _) in zip(exact, expected, strict=True):
+        assert apart(weights, torchs) == 0.0
+    results = pool.run(piped, (2, 2), "int4", size=4)
+    for rank, (weights, (edges, exact_edges, sent, plain)) in enumerate(results):
+        assert apart(weights, results[2 * (rank // 2)][0]) == 0.0
+        assert exact_edges > 4 * edges > 0
+        assert plain > 4 * sent > 0
+
+
+def forgotten():
+    with pytest.raises(RuntimeError, match="failed to run forward") as caught:  # torch's, around ours
+        piped((1, 2), "int4", forgets=True)
+    return repr(caught.value.__cause__)
+
+
+def versions_of_a_shard():
+    mesh = columns((1, 2))
+    p = nn.Parameter(placed("tall", values("tall", 0), mesh))
+    before, p.grad = p._version, placed("tall", values("tall", 1), mesh)
+    torch.optim.SGD([p], lr=0.1, foreach=False).step()
+    return p._version - before
+
+
+def test_gradients_of_a_pipeline_that_nobody_averaged_are_noticed(pool):
+    for said in pool.run(forgotten, size=2):
+        assert "call states.synchronize() on every rank" in said
+    assert all(moved > 0 for moved in pool.run(versions_of_a_shard, size=2))  # DTensors tell too
+
+
+def whole_mesh_refusals():
+    mesh = columns((2, 2))
+    model = parallelize_module(Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    nameless = init_device_mesh("cpu", (4,))
+    calls = {
+        "mesh": lambda: commpress.compress(model, mesh=nameless, dims={"dp": "sign"}),
+        "dims": lambda: commpress.compress(model, mesh=mesh),
+        "name": lambda: commpress.compress(model, mesh=mesh, dims={"fp": "sign"}),
+        "tp": lambda: commpress.compress(model, mesh=mesh, dims={"tp": "sign"}),
+        "group": lambda: commpress.compress(ddp, mesh=mesh, dims={"dp": "sign"}),
+        "auto": lambda: commpress.compress(model, mesh=mesh, dims={"dp": "auto"}),
+        "pp": lambda: commpress.compress(model, mesh=columns_of_a_pipeline(), dims={"pp": "int4"}),
+    }
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(InvalidArgument) as caught:
+            call()
+        said[name] = str(caught.value)
+    return said
+
+
+def columns_of_a_pipeline():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+
+def test_what_one_call_cannot_do_is_refused_with_the_cure(pool):
+    for said in pool.run(whole_mesh_refusals, size=4):
+        assert "whose dimensions have names" in said["mesh"]
+        assert "dims is None" in said["dims"]
+        assert "expected dimensions of the mesh: ['dp', 'tp']" in said["name"]
+        assert "dims names 'tp'" in said["tp"]
+        assert "Leave it out" in said["tp"]
+        assert "process_group=mesh['dp'].get_group()" in said["group"]
+        assert "name a codec" in said["auto"]
+        assert "pass the stages of this rank" in said["pp"]
+
+
+# ---------------------------------------------------------------- local updates, and optimizers in stores
+
+
+def own_shards(kind, cut, folder):
+    """This rank's shards after drawn gradients: as DTensors, or as plain tensors of the same values."""
+    mesh = columns((2, 2))
+    params = parameters(mesh, tuple(SHAPES))
+    if not cut:
+        params = {n: nn.Parameter((p.to_local() if isinstance(p, DTensor) else p).detach().clone()) for n, p in params.items()}
+    store = None
+    if kind == "local":
+        inner = torch.optim.AdamW(params.values(), lr=1e-2, foreach=False)
+        optimizer = commpress.LocalUpdates(inner, every=3, group=mesh["dp"].get_group())
+    else:
+        store = commpress.TieredStore.open(f"{folder}/{cut}-{dist.get_rank()}", host="1MiB", engine="threads")
+        optimizer = commpress.Offloaded(params.values(), torch.optim.AdamW, store=store, lr=1e-2, chunk_mb=0.004, fused=True)
+    for step in range(7):
+        for name, p in params.items():
+            gradient = placed(name, values(name, 100 * (step + 1) + mesh["dp"].get_local_rank() * (kind == "local")), mesh)
+            p.grad = gradient if cut or not isinstance(gradient, DTensor) else gradient.to_local()
+        optimizer.step()
+    if kind == "local":
+        optimizer.drain()
+    else:
+        store.close()
+    return {n: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for n, p in params.items()}
+
+
+@pytest.mark.parametrize("kind", ["local", "offloaded"])
+def test_dtensors_train_as_their_shards_do(pool, tmp_path, kind):
+    found = pool.run(own_shards, kind, True, str(tmp_path), size=4)
+    for rank, (mine, plain) in enumerate(zip(found, pool.run(own_shards, kind, False, str(tmp_path), size=4), strict=True)):
+        assert apart(mine, plain) == 0.0
+        assert apart(mine, found[(rank + 2) % 4]) == 0.0  # the other replica
+        assert float((mine["tall"] - values("tall", 0)[:32] if rank % 2 == 0 else torch.ones(1)).abs().max()) > 0
+
+
+# ---------------------------------------------------------------- refused
+
+
+def refusals(shape):
+    mesh = columns(shape)
+    params = parameters(mesh, tuple(SHAPES)).items()
+    group = {"process_group": mesh["dp"].get_group()}
+    both = group | {"agree_over": mesh}
+    cut = fully_shard(nn.Linear(64, 64), mesh=mesh["dp"]).named_parameters()
+    calls = {
+        "group": lambda: onebit(params),
+        "agree": lambda: onebit(params, **group),
+        "column": lambda: onebit(params, process_group=mesh["tp"].get_group(), agree_over=mesh),
+        "fsdp": lambda: onebit(cut, **both),
+        "rates": lambda: lamb(params, rates="frozen", **both),
+        "whole": lambda: lamb(params, codec="powersgd-2", **both),
+        "clip": lambda: zero_one(params, max_grad_norm=1.0, **both),
+        "partitioned": lambda: commpress.Partitioned(params, torch.optim.AdamW, process_group=group["process_group"]),
+    }
+    if shape[0] == 1:  # a rank alone has all of it, whatever it is called
+        del calls["column"], calls["fsdp"]
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(InvalidArgument) as caught:
+            call()
+        said[name] = str(caught.value)
+    return said
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_what_cannot_be_done_with_shards_is_refused_with_the_cure(pool, shape):
+    for said in pool.run(refusals, shape, size=shape[0] * shape[1]):
+        assert "process_group is None, which means all ranks" in said["group"]
+        assert "agree_over is None" in said["agree"]
+        assert "Pass the whole mesh" in said["agree"]
+        for name in ("column", "fsdp") if shape[0] > 1 else ():
+            assert "process_group=mesh['dp'].get_group()" in said[name]
+        assert "leave rates= out" in said["rates"]
+        assert "codec is 'powersgd" in said["whole"]
+        assert "max_grad_norm is 1.0" in said["clip"]
+        assert "is a DTensor" in said["partitioned"]

@@ -1,0 +1,231 @@
+"""The demo: ways of training that race on the same ranks, the slow network under them, and the picture of it."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commpress.cli import connections, demo, main, race, svg
+from commpress.cli.contenders import CONTENDERS, Choices, Racer
+from commpress.cli.gpt import batch, standard_library
+from commpress.cli.hosts import Hosts, HostsUnavailable
+from commpress.cli.race import Course, Lane, RaceClock
+from commpress.cli.ranks import LocalRanks
+from commpress.errors import MissingPackage
+
+COURSE = Course(width=32, layers=1, length=16, batch=2, seconds=60.0, steps=4)
+TINY = ["--width", "32", "--layers", "1", "--length", "16", "--batch", "2", "--network", "loopback"]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with LocalRanks(2) as pool:
+        yield pool
+
+
+def quiet(*_):
+    pass
+
+
+# ---------------------------------------------------------------- on two ranks
+
+
+def test_demo_shows_every_way_in_a_table_a_picture_and_a_file(two, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(demo, "LocalRanks", lambda size, hosts: nullcontext(two))
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", *TINY, "--steps", "4", "--json", "demo.json"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("7 ways to train the same GPT (")
+    table = said[said.index("held-out loss  against plain") :]
+    ranked = re.findall(rf"^({'|'.join(CONTENDERS)}) +([\d.]+)", table, re.M)
+    assert sorted(name for name, _ in ranked) == sorted(CONTENDERS)
+    assert [float(loss) for _, loss in ranked] == sorted(float(loss) for _, loss in ranked), "the lowest loss first"
+    assert max(map(len, table.splitlines())) <= 128
+    runs = {row["name"]: row for row in json.loads(Path("demo.json").read_text())["rows"]}
+    assert all(run["steps"] == 4 and len(run["times"]) == 4 and run["seconds"] >= run["times"][-1] for run in runs.values())
+    assert len({run["losses"][0] for run in runs.values()}) == 1, "equal weights and batches"
+    sent = {name: run["sent_bytes"] for name, run in runs.items()}
+    if None not in sent.values():
+        assert sent["plain"] > sent["bf16"] > sent["int8"] > sent["sign"] > 0
+    assert runs["int8"]["counters"]["wire_bytes"] > 0
+    drawn = ElementTree.parse("demo.svg").getroot()
+    texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"seconds of training", "training loss, nats per byte"} <= set(texts)
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}polyline"))) == len(CONTENDERS)
+
+
+def after_three_steps(rank, size, name, ask):
+    """Weights of all ranks after three steps and the finish, and after the first step alone."""
+    lane = Lane(COURSE, name, 1e-3)
+    model = lane.course.model(0)
+    racer, draws = Racer(CONTENDERS[name], model, lane.lr, Choices(), 0), torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        racer.step(batch(standard_library(), 2, 16, draws), 1e-3)
+    racer.finish()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    every = [torch.empty_like(weights) for _ in range(size)]
+    dist.all_gather(every, weights)
+    moved = (weights - torch.cat([p.detach().flatten() for p in lane.course.model(0).parameters()])).abs().max()
+    return all(torch.equal(one, weights) for one in every), float(moved)
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_every_way_ends_with_the_same_weights_on_all_ranks(two, name):
+    equal, moved = two.call(after_three_steps, name, quiet)
+    assert equal
+    assert moved > 1e-4, "it trained"
+
+
+def test_error_feedback_acts_from_the_second_gradient_on(two):
+    losses = {}
+    for kept in (True, False):
+        course = Course(32, 1, 16, 2, 60.0, 4, choices=Choices(error_feedback=kept))
+        losses[kept] = race.time_it(two, Lane(course, "sign", 1e-2), 2, quiet).losses
+    assert losses[True][:2] == losses[False][:2]
+    assert losses[True][2:] != losses[False][2:]
+
+
+def test_search_tries_every_rate_and_names_the_best(two, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(demo, "LocalRanks", lambda size, hosts: nullcontext(two))
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", *TINY, "--ways", "plain", "--steps", "6", "--search", "--lr", "1e-6,1e-2"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].split()[:2] == ["plain", "6"]
+    assert said[-1].split()[-1] == "0.01"
+
+
+# ---------------------------------------------------------------- the clock
+
+
+def test_all_ranks_stop_before_the_same_step_whoever_asks_first(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(race, "perf_counter", lambda: now[0])
+    clock = RaceClock(Lane(Course(seconds=10.0), "plain", 1.0), 2, quiet)
+    assert [clock.answer(0, 0, None, 0), clock.answer(1, 0, None, 0)] == [0.0, 0.0]
+    now[0] = 9.9
+    assert clock.answer(1, 1, 2.0, 0) == pytest.approx(0.99)
+    now[0] = 12.0
+    assert clock.answer(0, 1, 4.0, 0) == pytest.approx(0.99), "what was answered to one is answered to all"
+    assert clock.answer(0, 2, 4.0, 0) is None
+    now[0] = 1.0
+    assert clock.answer(1, 2, 6.0, 0) is None
+    clock.finished()
+    assert clock.losses == [3.0, 5.0]
+    assert clock.times == [9.9, 12.0]
+
+
+def test_the_learning_rate_rises_and_falls_to_a_tenth():
+    assert race.schedule(0, 0.0) == pytest.approx(0.1)
+    assert race.schedule(1, 0.1) == pytest.approx(0.91), "few steps: it rises for a tenth of the time"
+    assert race.schedule(9, 0.0) == 1.0
+    assert race.schedule(10_000, 1.0) == pytest.approx(0.1)
+
+
+# ---------------------------------------------------------------- slow networks
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux paces connections")
+def test_a_paced_connection_takes_its_time():
+    server = socket.create_server(("127.0.0.1", 0))
+    sender = socket.create_connection(server.getsockname())
+    receiver, _ = server.accept()
+    with server, sender, receiver:
+        assert connections.pace(8e7) >= 2
+        (rate,) = struct.unpack("=I", sender.getsockopt(socket.SOL_SOCKET, 47, 4))
+        assert rate == 10_000_000
+        start = time.perf_counter()
+        thread = threading.Thread(target=sender.sendall, args=(bytes(4_000_000),))
+        thread.start()
+        left = 4_000_000
+        while left:
+            left -= len(receiver.recv(left))
+        thread.join()
+        assert time.perf_counter() - start > 0.25, "4 MB at 10 MB/s, but for the first ten segments, of up to 64 kB here"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="namespaces are Linux's")
+def test_hosts_with_stdin_closed_and_no_trace_after_ctrl_c(tmp_path):
+    """The ranks of a running demo end with it, and its namespaces; nobody prints a traceback."""
+    try:
+        Hosts(2, rate=1e8).close()
+    except (HostsUnavailable, MissingPackage) as error:
+        pytest.skip(str(error))
+    tiny = [*TINY[:-2], "--network", "hosts", "--ways", "plain,int8", "--seconds", "100", "--out", str(tmp_path / "d.svg")]
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-m", "commpress", "demo", *tiny]
+    ran = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    said = []
+    for text in ran.stdout:
+        said.append(text)
+        if "local " in text or "int8 " in text:
+            break
+    holders = []
+    while ran.poll() is None and len(holders) < 5:
+        holders = descendants(ran.pid)
+    assert len(holders) >= 5, "a switch, two hosts and two ranks"
+    os.killpg(ran.pid, signal.SIGINT)
+    said.append(ran.communicate(timeout=60)[0])
+    assert ran.returncode == 130, said
+    assert "Traceback" not in "".join(said)
+    assert "Network: 2 hosts (network namespaces) whose links carry 100 Mbit/s" in "".join(said)
+    assert [pid for pid in holders if Path(f"/proc/{pid}").exists()] == []
+
+
+def descendants(of):
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            found.append((int(entry.name), parent))
+    below, waiting = [], [of]
+    while waiting:
+        parent = waiting.pop()
+        children = [pid for pid, above in found if above == parent]
+        below += children
+        waiting += children
+    return below
+
+
+# ---------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 50), (1.83, 3.41), (0.0, 0.007), (-5, 12_000)])
+def test_ticks_are_round_and_within(low, high):
+    found = svg.ticks(low, high)
+    assert 4 <= len(found) <= 13
+    assert low - 1e-9 <= found[0]
+    assert found[-1] <= high + 1e-9
+    steps = {round(b - a, 9) for a, b in itertools.pairwise(found)}
+    assert len(steps) == 1
+
+
+def test_names_at_the_ends_of_lines_do_not_cover_each_other():
+    placed = svg.apart([100.0, 101.0, 102.0, 300.0])
+    assert all(b - a >= svg.LINE - 1e-9 for a, b in itertools.pairwise(placed))
+    assert placed[3] == 300.0
+    assert sum(placed[:3]) / 3 == pytest.approx(101.0), "moved as little as it takes"
+
+
+def test_a_matrix_names_its_cells(tmp_path):
+    file = tmp_path / "m.svg"
+    svg.matrix(file, "a < b", ["0", "1"], [[None, 12.5], [50.0, None]], note="MB/s")
+    root = ElementTree.parse(file).getroot()
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a < b", "12.5", "50", "MB/s"} <= set(texts)
+    assert len({r.get("fill") for r in root.iter("{http://www.w3.org/2000/svg}rect")}) == 4, "paper, no pair, slow, fast"
