@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -237,6 +238,7 @@ print(came)
 """
 
 
+@pytest.mark.skipif(shutil.which("nft") is None, reason="links are cut by the command nft: install nftables")
 def test_links_of_hosts_lose_what_they_are_cut_to_lose():
     try:
         hosts = Hosts(3, rate=parse_rate("1gbit"))
