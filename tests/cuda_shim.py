@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from commpress.kernels.cuda import row_codec as cuda
+from commpress.kernels.cuda import modules
+from commpress.kernels.cuda.row_codec import Launch
 
 HEADER = Path(__file__).with_name("cuda_shim.h")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas")
@@ -20,7 +21,7 @@ def compiler() -> str | None:
 
 
 def kernel_names(family: int) -> list[str]:
-    return re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(', cuda.source(family))
+    return re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(', modules.source(family))
 
 
 class Shim:
@@ -33,7 +34,7 @@ class Shim:
         self.reverse = False
 
     def _build(self, family: int) -> ctypes.CDLL:
-        parts = cuda.source(family).split("#line 1 ")
+        parts = modules.source(family).split("#line 1 ")
         kernels = "#line 1 ".join(part for part in parts if not part.startswith('"arithmetic.cu"'))
         launchers = "\n".join(f"LAUNCHER({name})" for name in kernel_names(family))
         path = self.folder / f"family{family}.cpp"
@@ -44,7 +45,7 @@ class Shim:
         assert result.returncode == 0, result.stderr
         return ctypes.CDLL(str(library))
 
-    def execute(self, launch: cuda.Launch) -> None:
+    def execute(self, launch: Launch) -> None:
         """All of the launch, before this returns. ``reverse`` turns the order of threads and blocks around."""
         function = getattr(self.libraries[launch.family], f"launch_{launch.kernel}")
         function.restype = ctypes.c_char_p

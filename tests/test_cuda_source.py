@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from time import sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +21,6 @@ from hypothesis import strategies as st
 
 import cuda_shim
 import cuda_twin as twin
-import nvrtc
 from commpress.codecs import SparseCodec, codec_named
 from commpress.codecs.family import NAMES
 from commpress.codecs.registry import EXAMPLES
@@ -28,6 +28,7 @@ from commpress.codecs.whole_tensors import WholeTensorCodec
 from commpress.errors import InvalidArgument, MissingPackage
 from commpress.kernels import reference
 from commpress.kernels.cpu import row_codec as cpu
+from commpress.kernels.cuda import machine_code, modules, nvrtc
 from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import Piece, cut, width_of
 
@@ -50,7 +51,7 @@ def test_source_compiles_for_every_family(architecture, families):
     added = ("-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space")
 
     def compiled(family):
-        return nvrtc.compile_source(cuda.source(family), cuda.options(family) + added)
+        return nvrtc.compile_source(modules.source(family), modules.options(family) + added)
 
     with ThreadPoolExecutor(2) as pool:
         for family, (ptx, binary) in zip(families, pool.map(compiled, families), strict=True):
@@ -58,6 +59,69 @@ def test_source_compiles_for_every_family(architecture, families):
             assert set(re.findall(r"\.entry (\w+)", ptx)) == set(cuda_shim.kernel_names(family))
             inexact = re.findall(r"\b\S*(?:\.ftz|\.approx|fma\.|mad\.rn)\S*", ptx)
             assert not inexact, f"family {family}: {set(inexact)} round twice, approximately or drop denormals"
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A folder for machine code that a package ships."""
+    monkeypatch.setattr(modules, "FOLDER", tmp_path / "cubins")
+    monkeypatch.setenv("COMMPRESS_CACHE_DIR", str(tmp_path / "cache"))
+    return modules.FOLDER
+
+
+def test_shipped_code_is_that_of_the_source_and_of_the_major_version(shipped, monkeypatch):
+    if nvrtc.loaded() is None:
+        pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc")
+    monkeypatch.setattr(modules, "FAMILIES", (reference.FP16,))
+    (path,) = machine_code.build(shipped, (80,))
+    assert path.read_bytes().startswith(b"\x7fELF")
+    assert [modules.shipped(reference.FP16, card) for card in (75, 80, 86, 89, 90)] == [None, path, path, path, None]
+    assert modules.shipped(reference.BF16, 80) is None
+    monkeypatch.setattr(modules, "digest", lambda family: "of another source")
+    assert modules.shipped(reference.FP16, 80) is None
+
+
+class DriverError(Exception):
+    pass
+
+
+def cupy_that(refuses=False):
+    """CuPy as ``modules`` sees it on an A10; what it is asked to make is in ``made``."""
+    made, inside = [], []
+
+    class RawModule:
+        def __init__(self, path=None, code=None, options=None):
+            self.path = path
+
+        def compile(self):
+            inside.append(self)
+            made.append("load" if self.path else f"compile, {len(inside)} at once")
+            sleep(0.05)
+            inside.remove(self)
+            if self.path and refuses:
+                raise DriverError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+    driver = SimpleNamespace(CUDADriverError=DriverError)
+    device = SimpleNamespace(compute_capability="86")
+    return SimpleNamespace(RawModule=RawModule, cuda=SimpleNamespace(Device=lambda: device, driver=driver), made=made)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_shipped_code_is_loaded_and_compiled_where_the_driver_refuses_it(shipped, refuses, caplog):
+    cupy, path = cupy_that(refuses), modules.cubin(reference.FP16, 80)
+    path.parent.mkdir(parents=True)
+    path.touch()
+    modules.load(cupy, reference.FP16)
+    assert cupy.made == (["load", "compile, 1 at once"] if refuses else ["load"])
+    assert ("the driver does not take" in caplog.text) == refuses
+
+
+def test_one_process_compiles_while_others_wait(shipped):
+    """A lock of files keeps out threads as it does processes: each opens the file itself."""
+    cupy = cupy_that()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: modules.load(cupy, reference.FP16), range(4)))
+    assert cupy.made == ["compile, 1 at once"] * 4
 
 
 # ---------------------------------------------------------------- run on the CPU
@@ -277,9 +341,9 @@ def test_launches_go_to_cupy_on_the_current_stream(monkeypatch):
         SimpleNamespace(),
     ):
         cupy = SimpleNamespace(
-            RawModule=lambda code, options: SimpleNamespace(get_function=get_function),
+            RawModule=lambda code, options: SimpleNamespace(get_function=get_function, compile=lambda: None),
             cuda=SimpleNamespace(
-                Device=lambda index: context("device", index),
+                Device=lambda *index: context("device", *index) if index else SimpleNamespace(compute_capability="75"),
                 Stream=stream_class,
                 ExternalStream=lambda pointer, index: context("external", pointer, index),
             ),

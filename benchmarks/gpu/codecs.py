@@ -25,6 +25,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.kernels import devices, reference
 from commpress.kernels.cpu import compiled
 from commpress.kernels.cpu.digest import FAMILIES
+from commpress.kernels.cuda import machine_code, modules
 from commpress.kernels.cuda import row_codec as cuda
 from commpress.work import Steps
 from gpu.machine import Machine
@@ -44,9 +45,31 @@ WAITS = 1.0  # of the host per bucket
 
 
 def compiling(machine: Machine, report: Report) -> None:
-    """Kernels compiled on first use, all families at once, those of the CPU too, and loaded again by other processes."""
+    """Kernels compiled on first use, all families at once, those of the CPU too, and loaded again by other processes.
+
+    Then as a package has them that ships machine code for this card.
+    """
     names = ["sign", "int8"] if machine.twin else [*bench_codec.CODECS, *COMPOSED[:-1]]
-    for wave in ("first use", "again"):
+    with tempfile.TemporaryDirectory() as folder:
+        _compiling(machine, report, names, ("first use", "again"))
+        with report.line("shipped", must=False):
+            _build(machine, report, Path(folder))
+            _compiling(machine, report, names, ("shipped",))
+
+
+def _build(machine: Machine, report: Report, folder: Path) -> None:
+    """Machine code for this card in a folder, from which every process after this one loads it."""
+    card = 80 if machine.twin else int("".join(map(str, torch.cuda.get_device_capability())))
+    modules.FOLDER, start = folder, perf_counter()
+    if machine.twin:
+        modules.FAMILIES = (reference.FP16,)
+    made = machine_code.build(folder, (card,))
+    report("shipped: made", perf_counter() - start, "s")
+    report("shipped: size", sum(path.stat().st_size for path in made) / 1e6, "MB")
+
+
+def _compiling(machine: Machine, report: Report, names: Sequence[str], waves: Sequence[str]) -> None:
+    for wave in waves:
         start = perf_counter()
         with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), get_context("fork")) as pool:
             bitcode = pool.map(compiled.bitcode, FAMILIES)

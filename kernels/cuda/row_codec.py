@@ -1,9 +1,8 @@
 """The CUDA path: the names, arguments and bytes of ``cpu``, on torch's current stream.
 
-Each function is a *plan*: the launches it takes, as data. ``execute`` hands a launch to CuPy, which compiles the
-``.cu`` files beside this one, one module per family of kinds, on first use, and keeps the result on disk; the tests
-execute the same plans on the CPU. Tensors are passed as addresses: nothing is copied, the host never waits, and any
-length, alignment and row stride will do.
+Each function is a *plan*: the launches it takes, as data. ``execute`` hands a launch to CuPy, with the module of the
+kind's family (``modules``); the tests execute the same plans on the CPU. Tensors are passed as addresses: nothing is
+copied, the host never waits, and any length, alignment and row stride will do.
 
 Pieces of one family share a launch. Its table of pieces lies on the device, uploaded once per table. One scale per row
 takes a second launch; the two meet in a workspace of one word per 2048 elements, which comes from torch's caching
@@ -13,15 +12,15 @@ in stream order, calls on several streams never share it.
 
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
-from importlib.resources import files
 from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 import torch
 
 from commpress.errors import InvalidArgument, MissingPackage
+from commpress.kernels.cuda import modules
 from commpress.kernels.pieces import BLOCK, COLUMN, HASH, KIND, NUMEL, RESIDUAL, SHARD, SOURCE, WIDTH, Pieces
-from commpress.kernels.reference import BITS, CHUNK, SIGN_L1, SIGN_RMS, row_header_bytes
+from commpress.kernels.reference import BITS, CHUNK, SIGN_RMS, row_header_bytes
 
 THREADS, FINISH_THREADS = 256, 1024
 TILE, DECODE_TILE = CHUNK, 2 * CHUNK  # elements per thread block; of blocks with a header always TILE
@@ -45,20 +44,6 @@ class Launch(NamedTuple):
 # ---------------------------------------------------------------- compiling and launching
 
 
-def source(family: int) -> str:
-    """The CUDA source of the module of ``family``, to be compiled with ``options``."""
-    meaning = "headers" if family >= BITS else "codes"
-    names = ["arithmetic.cu", "codes.cu", "tiles.cu", f"read_{meaning}.cu", "decode.cu", "encode.cu", f"write_{meaning}.cu"]
-    if family in (SIGN_L1, SIGN_RMS):
-        names.append("rows.cu")
-    here = files("commpress.kernels.cuda")
-    return "\n".join(f'#line 1 "{name}"\n{here.joinpath(name).read_text("ascii")}' for name in names)
-
-
-def options(family: int) -> tuple[str, ...]:
-    return "-std=c++17", "--fmad=false", f"-DKIND={family}"
-
-
 def _cupy() -> Any:
     try:
         import cupy
@@ -71,13 +56,13 @@ def _cupy() -> Any:
 
 
 @cache
-def _module(family: int) -> Any:
-    return _cupy().RawModule(code=source(family), options=options(family))
+def _module(family: int, device: int) -> Any:
+    return modules.load(_cupy(), family)
 
 
 @cache
-def _kernel(family: int, name: str) -> Any:
-    return _module(family).get_function(name)
+def _kernel(family: int, name: str, device: int) -> Any:
+    return _module(family, device).get_function(name)
 
 
 def execute(launch: Launch) -> None:
@@ -91,7 +76,7 @@ def execute(launch: Launch) -> None:
     else:
         ours = cuda.ExternalStream(stream.cuda_stream, device)
     with cuda.Device(device), ours:
-        _kernel(launch.family, launch.kernel)((launch.grid,), (launch.threads,), launch.args)
+        _kernel(launch.family, launch.kernel, device)((launch.grid,), (launch.threads,), launch.args)
 
 
 def _executed(plan: Callable[Arguments, Iterator[Launch]]) -> Callable[Arguments, None]:

@@ -6,11 +6,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+WHEELS = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
 
 
 @cache
 def loaded() -> ctypes.CDLL | None:
+    """The compiler's library, if one of its wheels is installed."""
     for wheel in WHEELS:
         try:
             files = distribution(wheel).files or []
@@ -18,7 +19,7 @@ def loaded() -> ctypes.CDLL | None:
             continue
         for file in files:
             if re.fullmatch(r"libnvrtc\.so\.\d+", file.name):
-                return ctypes.CDLL(str(Path(file.locate())))
+                return ctypes.CDLL(str(Path(str(file.locate()))))
     return None
 
 
@@ -32,27 +33,34 @@ def architectures() -> list[int]:
 
 
 def compile_source(source: str, options: tuple[str, ...]) -> tuple[str, bytes]:
-    """PTX and machine code; an AssertionError with the compiler's log if it does not compile or warns."""
+    """PTX and machine code; a RuntimeError with the compiler's log if it does not compile or warns."""
     program = ctypes.c_void_p()
     _call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"commpress.cu", 0, None, None)
-    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    status = loaded().nvrtcCompileProgram(program, len(options), arguments)
-    log = _text(program, "ProgramLog").decode()
-    assert status == 0, log
-    assert "warning" not in log, log
-    ptx, binary = _text(program, "PTX").decode(), _text(program, "CUBIN")
-    _call("nvrtcDestroyProgram", ctypes.byref(program))
-    return ptx, binary
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = _library().nvrtcCompileProgram(program, len(options), arguments)
+        said = _output(program, "ProgramLog").rstrip(b"\0").decode()
+        if status or "warning" in said:
+            raise RuntimeError(f"NVRTC with {' '.join(options)} says:\n{said}")
+        return _output(program, "PTX").rstrip(b"\0").decode(), _output(program, "CUBIN")
+    finally:
+        _call("nvrtcDestroyProgram", ctypes.byref(program))
 
 
-def _text(program: ctypes.c_void_p, name: str) -> bytes:
+def _output(program: ctypes.c_void_p, name: str) -> bytes:
     size = ctypes.c_size_t()
     _call(f"nvrtcGet{name}Size", program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
     _call(f"nvrtcGet{name}", program, buffer)
-    return buffer.raw.rstrip(b"\0") if name != "CUBIN" else buffer.raw
+    return buffer.raw
+
+
+def _library() -> ctypes.CDLL:
+    if (library := loaded()) is None:
+        raise RuntimeError('there is no NVRTC to compile CUDA kernels: pip install "nvidia-cuda-nvrtc-cu12>=12.8"')
+    return library
 
 
 def _call(name: str, *arguments: object) -> None:
-    status = getattr(loaded(), name)(*arguments)
-    assert status == 0, f"{name} returned {status}"
+    if status := getattr(_library(), name)(*arguments):
+        raise RuntimeError(f"{name} returned {status}")
