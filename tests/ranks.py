@@ -18,8 +18,11 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from commpress.errors import InvalidArgument
 
 SECONDS = 120  # until a rank that has not answered counts as silent: a loaded machine with two cores needs many
 GROUP = timedelta(seconds=60)
@@ -35,6 +38,16 @@ def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception
     except Exception as error:
         return error
     return None
+
+
+def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """The message with which each call is refused."""
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(InvalidArgument) as refusal:
+            call()
+        said[name] = str(refusal.value)
+    return said
 
 
 class SilentRank(AssertionError):

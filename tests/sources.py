@@ -20,7 +20,7 @@ def folders() -> dict[str, str]:
 def files() -> list[Path]:
     """Every file of the package, relative to ROOT; not what is made from them."""
     found = (path.relative_to(ROOT) for folder in folders() for path in sorted((ROOT / folder).rglob("*")))
-    return [path for path in found if (ROOT / path).is_file() and not {"__pycache__", "bitcode"} & set(path.parts)]
+    return [path for path in found if (ROOT / path).is_file() and not {"__pycache__", "bitcode", "cubins"} & set(path.parts)]
 
 
 def installed(path: Path) -> Path:
