@@ -295,11 +295,11 @@ def test_replicas_stay_equal_whatever_one_shard_sees(pool, kind, codec, ratio, b
     if kind == "fsdp" and bad == bad:
         pytest.skip("torch clips there")
     results = pool.run(one_call, kind, codec, bad, size=4)
-    for rank, (weights, (sent, plain, refused)) in enumerate(results):
+    for rank, (weights, (sent, plain, denied)) in enumerate(results):
         assert apart(weights, results[rank % 2 if kind == "ddp" else 0][0]) == 0.0  # DDP shows a rank its shards only
         assert all(torch.isfinite(w).all() for w in weights.values())
         assert plain > ratio * sent
-        assert (refused > 0) == (bad != bad)
+        assert (denied > 0) == (bad != bad)
 
 
 # ---------------------------------------------------------------- FSDP2 with tensor parallelism

@@ -56,6 +56,10 @@ class Columns:
         """Share of this rank in a sum over the column: its shard counts once, however many have it."""
         return shards_of(parameter) / self.mesh.size()
 
+    def agreed(self, finite: bool, device: torch.device) -> Steps[bool]:
+        """True on every rank of the column if all say so."""
+        return self._consensus.agreed(finite, device)
+
     def gathered(self, values: Sequence[float], device: torch.device) -> Steps[np.ndarray]:
         """These numbers of every rank of the column: float64[ranks, len(values)]."""
         return self._consensus.gathered(values, device)
@@ -75,6 +79,12 @@ def shards_of(parameter: Any) -> int:
         return 1
     sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True)
     return prod(size for size, placement in sizes if placement.is_shard())
+
+
+def columns_of(parameters: Sequence[Any], *, timeout: timedelta | None) -> Columns | None:
+    """None where no parameter is a DTensor; else over their mesh, of several the largest; collective."""
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if is_cut(p))
+    return Columns(max(meshes, key=lambda mesh: mesh.size()), timeout=timeout) if meshes else None
 
 
 def columns_over(

@@ -1,8 +1,8 @@
 """Headers of exchanges between ranks that train locally: a few numbers from each to all, before any change is sent."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, replace
+from math import isfinite, nan
 
 from commpress.collectives.channel import Channel
 from commpress.collectives.scalars import gathered
@@ -26,6 +26,10 @@ class ExchangeHeader:
     @property
     def finite(self) -> bool:
         return isfinite(self.square)
+
+    def left_out(self) -> "ExchangeHeader":
+        """The same from a rank whose change does not count, because one with another shard of it is not finite."""
+        return replace(self, weight=0.0, square=nan)
 
     def gathered(self, channel: Channel, sequence: int) -> Steps[list["ExchangeHeader"]]:
         """Those of all ranks, in their order."""

@@ -30,6 +30,7 @@ from commpress.collectives.transports.factory import on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
 from commpress.optim import local_checkpoint, local_handover
+from commpress.optim.columns import columns_of
 from commpress.optim.exchange_header import ExchangeHeader, check_same
 from commpress.optim.fragments import Flight, Fragment, cut
 from commpress.optim.held import is_held
@@ -62,7 +63,8 @@ class LocalUpdates(torch.optim.Optimizer):
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a round.
     - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of the rank's own weights when it
       arrives.
-    - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as FSDP2 over other ranks.
+    - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as FSDP2 or tensor parallelism
+      over other ranks, which then leave out together what is not finite in a shard of one of them.
       Experts that are divided among these ranks are not averaged: each rank trains its own, in every step.
     - ``warmup``: steps before the first round in which all ranks train as one: their gradients are averaged exactly.
     - ``weight``: "equal", "tokens" (say ``step(tokens=...)``) or "steps": how much a rank counts.
@@ -134,8 +136,9 @@ class LocalUpdates(torch.optim.Optimizer):
         policy = policy_of("none" if codec is None else codec, min_numel=min_numel)
         self.exchanges = self.outer.exchanges(policy, self.channel, feedback=error_feedback and codec is not None, seed=seed)
         check_ranks(self.inner, self.channel)
+        self.columns = columns_of(self.inner.parameters, timeout=timeout) if transport is None else None
         self.exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
-        self._warmup = SharedWarmup(warmup, self.fragments, self.exact, self.channel, self.control)
+        self._warmup = SharedWarmup(warmup, self.fragments, self.exact, self.channel, self.control, self.columns)
         if isinstance(keep, TieredStore):
             check_room(self.fragments, keep, overlap=self.overlap > 0)
         self.steps_done, self.exchanged = 0, 0
@@ -310,6 +313,8 @@ class LocalUpdates(torch.optim.Optimizer):
     ) -> Steps[bool]:
         """``work`` := its weighted mean; True if it is to be taken, False if nobody has trained or a mean is not finite."""
         sent_before = self._sent_bytes()
+        if self.columns is not None and not (yield from self.columns.agreed(header.finite, fragment.device)):
+            header = header.left_out()
         headers = yield from header.gathered(self.control, sequences[0])
         check_same(headers, shared=self.outer.equal)
         self._all_ended = self._all_ended + 1 if all(each.ended for each in headers) else 0
@@ -329,6 +334,8 @@ class LocalUpdates(torch.optim.Optimizer):
             shares=[weight * len(weights) / total for weight in weights], sequence=sequences[1], key=self._key(header.number),
         )  # fmt: skip
         taken = all(outcome.finite for outcome in outcomes)
+        if self.columns is not None:
+            taken = yield from self.columns.agreed(taken, fragment.device)
         settle(outcomes, taken=taken)
         squares = [each.square if each.finite else 0.0 for each in headers]
         self.counters.changed += fragment.numel

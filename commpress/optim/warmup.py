@@ -13,6 +13,7 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, Mismatch
+from commpress.optim.columns import Columns
 from commpress.optim.fragments import Fragment
 from commpress.optim.local_weights import local_part
 from commpress.work import Steps
@@ -24,11 +25,13 @@ class SharedWarmup:
     """Averages gradients of the first ``steps`` steps, a fragment at a time, in the fragment's ``work``."""
 
     def __init__(
-        self, steps: int, fragments: list[Fragment], exact: Exchanges, channel: Channel, control: Channel
-    ) -> None:
+        self, steps: int, fragments: list[Fragment], exact: Exchanges, channel: Channel, control: Channel,
+        columns: Columns | None = None,
+    ) -> None:  # fmt: skip
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise InvalidArgument(f"warmup is {steps!r}, expected a number of steps, 0 for none")
         self.steps, self.fragments, self.channel, self._control = steps, fragments, channel, control
+        self._columns = columns
         self.averaged = -1  # the step whose gradients are averaged already
         self.finite = True  # whether some rank's gradients were, in that step
         self.dropped = 0  # steps in which some rank's gradients were not finite
@@ -47,6 +50,8 @@ class SharedWarmup:
         every = list(self._parameters.values())
         present = [float(p.grad is not None) for p in every]
         finite = all(bool(torch.isfinite(local_part(p.grad)).all()) for p in every if p.grad is not None)
+        if self._columns is not None:
+            finite = yield from self._columns.agreed(finite, self.fragments[0].device)
         head = [float(step), float(finite), *self._digests(), *present]
         heads = yield from gathered(head, transport=self._control.transport, sequence=self._control.take())
         same = len(head) - len(present)
