@@ -293,3 +293,17 @@ def test_a_simulated_mesh_runs_the_collectives_of_one_group_on_its_share_of_the_
     assert found["plain"].parts["tp"] == predicted(Grid(dp=4, tp=4), work(8), PairLinks.of_cluster(cluster), COSTS).parts["tp"]
     with pytest.raises(InvalidArgument, match="kinds of nodes"):
         simulate_mesh(Cluster(((Node(4, 1e8), 2), (Node(4, 2e8), 2))), COSTS, work(8), Grid(dp=4, tp=4), "plain")
+
+
+def test_the_command_simulates_a_grid_as_the_function_does(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    words = ["simulate", "--nodes", "2x4", "--link", "1gbit,50us", "--device", "1TB/s"]
+    words += ["--parameters", "11M", "--compute-ms", "100", "--ways", "plain,int8"]
+    assert main([*words, "--grid", "pp2,dp2,tp2", "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    rows = {row["way"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["plain"]["grid"] == [2, 2, 1, 1, 2]
+    assert 1.9 < rows["plain"]["sent"]["dp"] / rows["int8"]["sent"]["dp"] < 4
+    assert all(f"{1e3 * row['seconds']:.4g}" in said for row in rows.values())
+    for wrong in ("dp4", "dp8,dp1", "dp8,xp1", "dp0", ""):
+        assert main([*words, "--grid", wrong]) == (0 if wrong == "" else 2)

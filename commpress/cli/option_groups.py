@@ -140,13 +140,17 @@ def add_experts(group: Any, chosen: int) -> None:
     group.add_argument("--experts-per-token", type=int, default=chosen, metavar="K", help=said)
 
 
+def add_batch(group: Any) -> None:
+    group.add_argument("--batch", type=int, metavar="N", help="sequences of a step on all ranks (default 4 for each rank)")
+    group.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence (default 512)")
+    group.add_argument("--micro", type=int, default=1, metavar="N", help="sequences of a micro-batch (default 1)")
+
+
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("meshes")
     group.add_argument("--mesh", action="store_true", help="every grid of parallelism instead of ways to average gradients")
     group.add_argument("--pairs", metavar="FILE", help="links of every two ranks: what commpress probe --pairs --json wrote")
-    group.add_argument("--batch", type=int, metavar="N", help="sequences of a step on all ranks (default 4 for each rank)")
-    group.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence (default 512)")
-    group.add_argument("--micro", type=int, default=1, metavar="N", help="sequences of a micro-batch (default 1)")
+    add_batch(group)
     group.add_argument("--dims", default="", metavar="D=C,…", help="codecs, as dp=int4,ep=int8 (default: dp chosen)")
     add_experts(group, 2)
     group.add_argument("--speeds", metavar="A,B", help="of each rank, as 1,1,0.5,0.5: uneven stages, batches (default alike)")

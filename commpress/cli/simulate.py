@@ -1,7 +1,8 @@
 """Time of all-reduces and training steps on a cluster that is described, up to thousands of ranks."""
 
 import argparse
-from dataclasses import dataclass, replace
+import re
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 from commpress.cli import cluster_options, harness
 from commpress.cli.option_groups import counts
 from commpress.codecs import codec_named
-from commpress.codecs.whole_tensors import LowRankCodec
+from commpress.codecs.whole_tensors import LowRankCodec, WholeTensorCodec
 from commpress.errors import InvalidArgument
 from commpress.plan.candidates import training
 from commpress.plan.cluster import Cluster
 from commpress.plan.costs import Costs
 from commpress.plan.expert_way import ExpertWay, hop_seconds
+from commpress.plan.grids import AXES, Grid, MeshWork
 from commpress.plan.local_ways import PREFIX, local_way, simulate_local
+from commpress.plan.mesh_simulator import simulate_mesh
 from commpress.plan.model import Model
 from commpress.plan.pair_links import PairLinks
 from commpress.plan.simulator import Simulated, simulate_calls, simulate_step
@@ -40,10 +43,10 @@ class Row:
     plain_seconds: float
 
 
-
-
 def run(options: argparse.Namespace) -> int:
     ways = options.ways.split(",")
+    if options.grid:
+        return on_a_grid(options, ways)
     if options.experts_per_token:
         return experts(options)
     model = None
@@ -89,6 +92,46 @@ def experts(options: argparse.Namespace) -> int:
     print(f"{what}, {cluster.size} ranks: a layer's routing, dispatch and combine, and their gradients")
     print(harness.render(["codec", "forward ms", "backward ms", "MB/node"], table))
     return harness.deliver(options, rows)
+
+
+def on_a_grid(options: argparse.Namespace, ways: list[str]) -> int:
+    """A step on a grid of parallelism, its gradients averaged in each way."""
+    cluster, grid = cluster_options.cluster_of(options), grid_of(options.grid)
+    if grid.size != cluster.size:
+        raise InvalidArgument(f"--grid {grid} has {grid.size} ranks and the nodes have {cluster.size}: they must be as many")
+    if not options.compute_ms or options.compute_ms < 0:
+        raise InvalidArgument("a step on a grid needs --compute-ms: what a rank takes for its share of it, alone")
+    for way in ways:
+        if way.startswith(PREFIX) or (way not in RINGS and isinstance(codec_named(way), WholeTensorCodec)):
+            raise InvalidArgument(f"--ways has {way}, not simulated on a grid: name rings, or codecs of rows such as int8")
+    work = MeshWork.of(
+        cluster_options.model_of(options), 1e-3 * options.compute_ms, length=options.length, micro=options.micro,
+        batch=4 * cluster.size if options.batch is None else options.batch, experts=options.experts,
+        experts_per_token=options.experts_per_token or 2,
+    )  # fmt: skip
+    if unfit := work.fits(grid):
+        raise InvalidArgument(f"--grid {grid} does not divide this model and batch: {unfit}")
+    costs = cluster_options.costs_of(options)
+    steps = {way: simulate_mesh(cluster, costs, work, grid, way, bucket_mb=options.bucket_mb) for way in dict.fromkeys(ways)}
+    print(f"{grid} on {cluster.size} ranks, a step of {work.batch} sequences of {work.length} tokens")
+    table = [
+        [way, f"{1e3 * step.seconds:.4g}", f"{1e3 * step.parts['dp']:.4g}", f"{step.sent['dp'] / 1e6:.4g}",
+         f"{step.between / 1e6:.4g}"]
+        for way, step in steps.items()
+    ]  # fmt: skip
+    print(harness.render(["way", "step ms", "of it averaging", "MB of gradients/rank", "MB out of node"], table))
+    others = {name: seconds for name, seconds in next(iter(steps.values())).parts.items() if name != "dp" and seconds > 5e-7}
+    print("the rest: " + ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in others.items()))
+    return harness.deliver(options, [{"way": way, **asdict(step)} for way, step in steps.items()])
+
+
+def grid_of(text: str) -> Grid:
+    """The grid that 'pp2,dp4,tp4' names."""
+    parts = [re.fullmatch(r"(pp|dp|ep|sp|tp)([1-9][0-9]{0,5})", part.strip()) for part in text.split(",")]
+    found = {part[1]: int(part[2]) for part in parts if part}
+    if None in parts or len(found) < len(parts):
+        raise InvalidArgument(f"--grid is {text!r}, expected ranks of {', '.join(AXES)}, each at most once, as pp2,dp4,tp4")
+    return Grid(**found)
 
 
 def scaled(cluster: Cluster, nodes: int) -> Cluster:
