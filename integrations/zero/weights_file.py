@@ -54,7 +54,7 @@ class Writer:
         """All of a tensor, or what of it begins at element ``start``."""
         begin = self._header[name]["data_offsets"][0] + start * values.element_size()
         self._file.seek(8 + len(self._text) + begin)
-        self._file.write(values.detach().cpu().clone().view(-1).view(torch.uint8).numpy().data)
+        self._file.write(values.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().data)
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self._file.flush()
@@ -87,6 +87,10 @@ class Reader:
 
     def names(self) -> list[str]:
         return list(self._header)
+
+    def nbytes(self, name: str) -> int:
+        dtype, shape, _ = self._entry(name)
+        return math.prod(shape) * dtype.itemsize
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor as the file has it."""
