@@ -63,6 +63,8 @@ _HOMES = {
     "overlap": "commpress.integrations.ddp.overlap",
     "save_distributed": "commpress.integrations.trainers.distributed_checkpoint",
     "load_distributed": "commpress.integrations.trainers.distributed_checkpoint",
+    "save_safetensors": "commpress.integrations.zero.state_file",
+    "load_safetensors": "commpress.integrations.zero.state_file",
     "ErrorFeedback": "commpress.feedback",
     "compressed_allreduce": "commpress.collectives.allreduce",
     "GroupOptions": "commpress.integrations.process_group.group_options",
@@ -130,6 +132,7 @@ if TYPE_CHECKING:
     from commpress.integrations.trainers.launch import init_process_group
     from commpress.integrations.zero.offloaded import Offloaded
     from commpress.integrations.zero.partitioned import Partitioned
+    from commpress.integrations.zero.state_file import load_safetensors, save_safetensors
     from commpress.integrations.zero.streamed import stream
     from commpress.integrations.zero.tiling import tile
     from commpress.optim import DeMo, Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
@@ -194,6 +197,8 @@ __all__ = [
     "overlap",
     "save_distributed",
     "load_distributed",
+    "save_safetensors",
+    "load_safetensors",
     "ErrorFeedback",
     "compressed_allreduce",
     "GroupOptions",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import commpress
 from fsdp_twin import WIDTH, Net, Plan, Session, Trained, both, equal, shard, train
@@ -282,6 +283,9 @@ def refused() -> list[str]:
     attempt(lambda: commpress.compress_fsdp(shard(Plan()), None, None))
     attempt(lambda: commpress.compress_fsdp(shard(Plan()), inside="int8"))
     attempt(lambda: commpress.compress_fsdp(shard(Plan()), on_nonfinite="ignore"))
+    with torch.device("meta"):
+        model = fully_shard(Net())
+    attempt(lambda: commpress.compress_fsdp(model))
 
     model = shard(Plan())
     commpress.compress_fsdp(model)
@@ -299,8 +303,9 @@ def refused() -> list[str]:
 
 def test_what_cannot_work_is_refused_with_the_cure(pool):
     for said in pool.run(refused, size=2):
-        wanted = ["fully_shard(module) first", "'int9'", "both None", "belong together", "'ignore'", "nothing",
-                  "requires_grad was changed", "Every rank must use the same codec"]  # fmt: skip
+        wanted = ["fully_shard(module) first", "'int9'", "both None", "belong together", "'ignore'",
+                  "materialise the model first", "nothing", "requires_grad was changed",
+                  "Every rank must use the same codec"]  # fmt: skip
         assert len(said) == len(wanted)
         for message, words in zip(said, wanted, strict=True):
             assert words in message

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from prometheus_client import parser
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+import sources
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.errors import InvalidArgument, MissingPackage
+from commpress.integrations.observe import Counters
 from commpress.integrations.observe.endpoint import AT_ONCE
 from commpress.integrations.observe.metrics import StepMetrics, by_layer, to_writer
 from test_experts import Batch, through
@@ -167,6 +170,45 @@ def test_tensorboard_takes_them(tmp_path):
     with tensorboard.SummaryWriter(tmp_path) as writer:
         to_writer(writer)(StepMetrics(1, 1, 0.5, wire_bytes=3))
     assert any(tmp_path.iterdir())
+
+
+class Tracker:
+    """Stand-in for a package that tracks experiments; keeps all that it is given."""
+
+    def __init__(self, *_, **__):
+        self.seen = []
+
+    def log(self, figures, step):
+        self.seen += [(name, value, step) for name, value in figures.items()]
+
+    log_metrics = log
+
+    def add_scalar(self, tag, value, step):
+        self.seen.append((tag.removeprefix("commpress/"), value, step))
+
+    def start_run(self):
+        return self
+
+    def init(self, project):
+        return self
+
+    def SummaryWriter(self, folder):
+        return self
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow", "torch.utils.tensorboard"])
+def test_the_page_sends_figures_to_trackers(monkeypatch, package):
+    """The page's own lines, with a stand-in for the package."""
+    page = (sources.ROOT / "docs" / "observe.md").read_text()
+    (code,) = (code for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if f" {package}" in code)
+    assert len(code.splitlines()) <= 6
+    monkeypatch.setitem(sys.modules, package, tracker := Tracker())
+    names = {"commpress": commpress, "state": SimpleNamespace(counters=Counters())}
+    exec(compile(code, "docs/observe.md", "exec"), names)
+    names["state"].counters.wire_bytes += 30
+    names["metrics"].step()
+    assert ("wire_bytes", 30, 1) in tracker.seen
+    assert all(isinstance(value, int | float) for _, value, _ in tracker.seen)
 
 
 # ---------------------------------------------------------------- the endpoint

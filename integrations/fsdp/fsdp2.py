@@ -132,6 +132,11 @@ class ShardedState(Divided):
         for layer in experts_of(model):
             layer.check_parameters()
         self.param_groups = param_groups_of(model)
+        if waiting := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+            raise InvalidArgument(
+                f"parameter {waiting[0]!r} is on the meta device: materialise the model first, with model.to_empty(device=...) "
+                "and its values, after fully_shard and before compress_fsdp"
+            )
         check_feedback(error_feedback)
         self.model, self.on_nonfinite, self.error_feedback = model, on_nonfinite, error_feedback
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None

@@ -7,13 +7,15 @@ from commpress.lazy import lazily
 if TYPE_CHECKING:
     from commpress.integrations.zero.offloaded import Offloaded
     from commpress.integrations.zero.partitioned import Partitioned
+    from commpress.integrations.zero.state_file import load_safetensors, save_safetensors
     from commpress.integrations.zero.streamed import Streamed, stream
     from commpress.integrations.zero.tiling import tile
 
-__all__ = ["Offloaded", "Partitioned", "Streamed", "stream", "tile"]
+__all__ = ["Offloaded", "Partitioned", "Streamed", "load_safetensors", "save_safetensors", "stream", "tile"]
 __getattr__ = lazily(__name__, {
     "offloaded": ("Offloaded",),
     "partitioned": ("Partitioned",),
+    "state_file": ("load_safetensors", "save_safetensors"),
     "streamed": ("Streamed", "stream"),
     "tiling": ("tile",),
 })  # fmt: skip

@@ -29,7 +29,6 @@ from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.gradients import Gradients
 from commpress.integrations.zero.streamed_group import (
     FirstValues,
-    Fresh,
     StreamedGroup,
     StreamedWeights,
     is_streamed,
@@ -44,7 +43,7 @@ from commpress.integrations.zero.streamed_module import (
     group_specs,
 )
 from commpress.integrations.zero.tiling import PlainName, plain_names
-from commpress.integrations.zero.weights_file import Reader, Writer
+from commpress.integrations.zero.weights_file import Checkpoint, Writer
 from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.parameters import DTYPES
@@ -65,6 +64,8 @@ class Streamed(Divided, NotCopied):
         keep: Sequence[str],
         prefix: str,
         chunk_mb: float,
+        weights: str | os.PathLike[str] | None,
+        initialize: Callable[[nn.Module], object] | None,
         process_group: Any,
         timeout: timedelta | None,
     ) -> None:
@@ -90,14 +91,18 @@ class Streamed(Divided, NotCopied):
                 self.modules.setdefault(module, StreamedModule(module, self._fetch, self._backward)).groups.append(group)
             for parameter, _, _ in spec.members:
                 set_streamer(parameter, self)
-        self._begin(fresh)
+        first = FirstValues(self.groups, fresh, initialize)
+        known = self._begin(first, new=weights is None)
         ModuleState(model, self.group_of, store, self.loaded)
         self._stale = True  # what is kept in memory is not what the store has
+        self._followers: list[Callable[[str], None]] = []
+        if weights is not None and not known:
+            self.load(weights)
+            self._remember()
         self._order: list[StreamedGroup] = []  # as they were fetched since the last step, and in the step before
         self._before: list[StreamedGroup] = []
         self._endings: dict[int, weakref.ref[Any]] = {}  # to what each backward under way calls at its end
         self._gradients: Gradients | None = None
-        self._followers: list[Callable[[str], None]] = []
         self._hooks = [model.register_forward_pre_hook(self._start, prepend=True)]
         on_reform(None, self)
         for streamed in self.modules.values():
@@ -232,22 +237,27 @@ class Streamed(Divided, NotCopied):
 
     @torch.no_grad()
     def load(self, path: str | os.PathLike[str]) -> None:
-        """From such a file, on any number of ranks."""
-        own = {id(one.value): one for one in plain_names(self.model)}
-        with open(path, "rb") as file:
-            reader = Reader(file)
+        """From such a file, or a folder of several with their index, group by group; on any number of ranks."""
+        own: dict[int, list[PlainName]] = {}
+        for one in plain_names(self.model):
+            own.setdefault(id(one.value), []).append(one)
+        with Checkpoint(path) as checkpoint:
+            for every in own.values():
+                if not checkpoint.holds(names := [one.name for one in every]):
+                    raise StateMismatch(f"{' or '.join(map(repr, names))} is not in {path}: load the weights of the same model")
             for group in self.groups:
                 group.appear()
                 for member in group.members:
-                    one = own[id(member.parameter)]
-                    reader.into(one.name, member.view(group.flat), one.shape, one.start)
+                    every = own[id(member.parameter)]
+                    names = [one.name for one in every]
+                    checkpoint.into(names, member.view(group.flat), every[0].shape, every[0].start)
                 group.save(self.store)
                 self.loaded(group)
                 if not group.kept:
                     group.vanish()
-            for one in own.values():
-                if not self._has(one):
-                    reader.into(one.name, one.value)
+            for every in own.values():
+                if not self._has(one := every[0]):
+                    checkpoint.into([one.name for one in every], one.value, one.shape, one.start)
 
     def _has(self, one: PlainName) -> bool:
         return id(one.value) in self.group_of
@@ -260,23 +270,35 @@ class Streamed(Divided, NotCopied):
 
     # ------------------------------------------------------------ first values
 
-    def _begin(self, fresh: Fresh) -> None:
-        meta = f"{self.prefix}/meta"
-        mine = torch.tensor([float(self._layout())], dtype=torch.float64)
-        first = FirstValues(self.groups, fresh)
-        if meta not in self.store:
+    def _begin(self, first: FirstValues, *, new: bool) -> bool:
+        """Take the values that the store has, and say that it has some; else write first ones, if ``new``."""
+        known = self._meta in self.store
+        if known:
+            with self.store.borrow(self._meta, write=False) as held:
+                if held.tolist() != self._mark().tolist():
+                    raise StateMismatch(
+                        f"the store holds parameters {self.prefix!r} of another model, chunk_mb or number of ranks: open it "
+                        "with those it was made with, or pass another prefix="
+                    )
+        elif new:
             first.write(self.model, self.store)
-            self.store.put(meta, mine)
-            return
-        with self.store.borrow(meta, write=False) as held:
-            if held.tolist() != mine.tolist():
-                raise StateMismatch(
-                    f"the store holds parameters {self.prefix!r} of another model, chunk_mb or number of ranks: open it with "
-                    "those it was made with, or pass another prefix="
-                )
+            self._remember()
+            return False
         first.only_buffers(self.model)
         for group in self.groups:
             group.vanish()
+        return known
+
+    @property
+    def _meta(self) -> str:
+        return f"{self.prefix}/meta"
+
+    def _mark(self) -> torch.Tensor:
+        return torch.tensor([float(self._layout())], dtype=torch.float64)
+
+    def _remember(self) -> None:
+        """The store has all values."""
+        self.store.put(self._meta, self._mark())
 
     def _layout(self) -> int:
         """A digest of what lies where."""
@@ -303,17 +325,22 @@ def stream(
     keep: Sequence[str] = (),
     prefix: str = "parameters",
     chunk_mb: float = 64.0,
+    weights: str | os.PathLike[str] | None = None,
+    initialize: Callable[[nn.Module], object] | None = None,
     process_group: Any = None,
     timeout: timedelta | None = None,
 ) -> Streamed:
     """Move the parameters of ``model`` into ``store``; each block's are in memory only while it computes.
 
     Train it with ``Offloaded`` of the same store. A store that holds committed parameters of the same model keeps them: the
-    model takes these. Parameters on the meta device get their first values block by block from ``reset_parameters``.
+    model takes these. Parameters on the meta device get their first values block by block: from ``initialize``, from the
+    model's own function for that (``_init_weights`` of transformers), or from ``reset_parameters``.
 
     - ``blocks``: classes of modules that are fetched as one; by default the elements of the outermost module lists, and
       every module that owns parameters outside of these.
     - ``keep``: names of parameters, or of modules, that stay in memory; for what other modules read directly.
+    - ``weights``: a safetensors file, or a folder with ``model.safetensors.index.json``, that has the first values.
+    - ``initialize``: a function that gives the parameters and buffers of one module values, those of its children left alone.
     - ``process_group``: each rank's store has 1/P of everything; by default all ranks, if torch.distributed is initialised.
     """
     return Streamed(
@@ -323,6 +350,8 @@ def stream(
         keep=keep,
         prefix=prefix,
         chunk_mb=chunk_mb,
+        weights=weights,
+        initialize=initialize,
         process_group=process_group,
         timeout=timeout,
     )

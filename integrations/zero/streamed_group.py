@@ -241,19 +241,23 @@ def on_memory(model: nn.Module) -> Fresh:
 
 
 class FirstValues:
-    """Values that parameters hold, or, from the meta device, that ``reset_parameters`` gives, written into a store.
+    """Values that parameters hold, or, from the meta device, that the model's own functions give, written into a store.
 
     Modules are initialised in the order in which a constructor registers them, so a seed gives the values of a model that was
     built in memory. A group is in memory until all its modules have been there.
     """
 
-    def __init__(self, groups: list[StreamedGroup], fresh: Fresh) -> None:
+    def __init__(
+        self, groups: list[StreamedGroup], fresh: Fresh, initialize: Callable[[nn.Module], object] | None = None
+    ) -> None:
         self._groups = {id(m.parameter): group for group in groups for m in group.members}
-        self._fresh = fresh
+        self._fresh, self._initialize = fresh, initialize
+        self._models: dict[int, Callable[[nn.Module], object]] = {}  # modules, by id → their model's function
 
     @torch.no_grad()
     def write(self, model: nn.Module, store: TieredStore) -> None:
         """All groups into the store, and out of memory."""
+        self._find_functions(model)
         visits = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
         left = {group: sum(visits[id(m.parameter)] for m in group.members) for group in self._groups.values()}
         done: set[int] = set()
@@ -275,6 +279,7 @@ class FirstValues:
     @torch.no_grad()
     def only_buffers(self, model: nn.Module) -> None:
         """Buffers, which no store has; parameters stay out of memory."""
+        self._find_functions(model)
         for name, module in model.named_modules():
             if self._fresh.get(id(module)):
                 groups = {self._groups[id(p)] for p in module.parameters(recurse=False)}
@@ -285,26 +290,54 @@ class FirstValues:
                 for group in groups:
                     group.vanish()
 
+    def _find_functions(self, model: nn.Module) -> None:
+        """Models of transformers initialise one module at a time; one inside another does so for its own part."""
+        for part in model.modules() if self._initialize is None else ():
+            if callable(function := getattr(part, "_init_weights", None)):
+                self._models |= {id(module): function for module in part.modules()}
+
     def _reset(self, name: str, module: nn.Module, done: set[int]) -> None:
         """A parameter that another module has initialised keeps that value."""
-        if not callable(reset := getattr(module, "reset_parameters", None)):
+        function = self._initialize or self._models.get(id(module))
+        reset = getattr(module, "reset_parameters", None)
+        if function is None and not callable(reset):
             raise InvalidArgument(
-                f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters: give it one, or "
-                "build it in memory"
+                f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters: give it one, "
+                "pass initialize= or weights=, or build it in memory"
             )
         before = {p: p.clone() for p in module.parameters(recurse=False) if id(p) in done}
         buffers = {one: module.get_buffer(one) for one in self._fresh[id(module)]}
         for buffer in buffers.values():
             _bytes(buffer).fill_(UNSET)
-        reset()
+        unset = {} if function is None else self._unset(module)
+        if function is not None:
+            function(module)
+        elif reset is not None:
+            reset()
+        for own, parameter in unset.items():
+            if bool((_bytes(parameter) == UNSET).all()):
+                raise InvalidArgument(
+                    f"parameter {own!r} of module {name!r} ({type(module).__name__}) is on the meta device, and the "
+                    "function that initialises it gives it no values: pass another initialize=, or weights="
+                )
         for one, buffer in buffers.items():
             if module.get_buffer(one) is buffer and buffer.numel() and bool((_bytes(buffer) == UNSET).all()):
+                who = "reset_parameters" if function is None else "the function that initialises it"
                 raise InvalidArgument(
-                    f"buffer {one!r} of module {name!r} ({type(module).__name__}) is on the meta device and reset_parameters "
+                    f"buffer {one!r} of module {name!r} ({type(module).__name__}) is on the meta device and {who} "
                     "gives it no values: let it do so, or build the module in memory"
                 )
         for parameter, value in before.items():
             parameter.copy_(value)
+
+
+    @staticmethod
+    def _unset(module: nn.Module) -> dict[str, nn.Parameter]:
+        """The module's own parameters, which hold what no function would give them."""
+        own = dict(module.named_parameters(recurse=False))
+        for parameter in own.values():
+            _bytes(parameter.data).fill_(UNSET)
+        return {name: parameter for name, parameter in own.items() if parameter.numel()}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

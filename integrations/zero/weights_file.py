@@ -1,4 +1,4 @@
-"""A streamed model's values as a safetensors file, unit by unit: the model is never in memory as a whole.
+"""Values as safetensors files, tensor by tensor: what a file holds is never in memory as a whole.
 
 8 bytes: length of the header | JSON {name: {dtype, shape, data_offsets}} | values, little-endian
 """
@@ -6,7 +6,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,15 +19,20 @@ NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 LONGEST_HEADER = 100 << 20
+INDEX = "model.safetensors.index.json"
+ALONE = "model.safetensors"
 
 
 class Writer:
     """A context; the file has its name when it has been left without an error."""
 
-    def __init__(self, path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self._path, at = Path(path), 0
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         for name, tensor in tensors.items():
             if tensor.dtype not in NAMES:
                 raise InvalidArgument(f"{name!r} is {tensor.dtype}, which a safetensors file cannot hold")
@@ -35,6 +41,8 @@ class Writer:
             at += size
         text = json.dumps(header, separators=(",", ":")).encode()
         self._text = text + b" " * (-len(text) % 8)
+        if len(self._text) > LONGEST_HEADER:
+            raise InvalidArgument(f"{path} would have a header of {len(self._text)} bytes, which no reader takes: save less")
         self._header, self._temporary = header, self._path.with_name(self._path.name + ".part")
 
     def __enter__(self) -> "Writer":
@@ -46,7 +54,7 @@ class Writer:
         """All of a tensor, or what of it begins at element ``start``."""
         begin = self._header[name]["data_offsets"][0] + start * values.element_size()
         self._file.seek(8 + len(self._text) + begin)
-        self._file.write(values.detach().cpu().clone().view(-1).view(torch.uint8).numpy().data)
+        self._file.write(values.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().data)
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self._file.flush()
@@ -59,34 +67,124 @@ class Writer:
 
 
 class Reader:
-    """Tensors of a file, one at a time."""
+    """Tensors of a file, one at a time. What the header claims is checked against the file before memory is taken for it."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self._file, self._nbytes = file, os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if length > LONGEST_HEADER:
+        if not 2 <= length <= min(LONGEST_HEADER, self._nbytes - 8):
             raise StateMismatch(f"{file.name} is not a safetensors file: its header would have {length} bytes")
         try:
             self._header: dict[str, Any] = dict(json.loads(file.read(length)))
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise StateMismatch(f"{file.name} is not a safetensors file: its header is no JSON ({error})") from error
         self._start = 8 + length
+        metadata = self._header.pop("__metadata__", {})
+        self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._header
+
+    def names(self) -> list[str]:
+        return list(self._header)
+
+    def nbytes(self, name: str) -> int:
+        dtype, shape, _ = self._entry(name)
+        return math.prod(shape) * dtype.itemsize
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor as the file has it."""
+        dtype, shape, _ = self._entry(name)
+        out = torch.empty(shape, dtype=dtype)
+        self.into(name, out)
+        return out
 
     def into(self, name: str, out: torch.Tensor, shape: tuple[int, ...] | None = None, start: int = 0) -> None:
-        """Copy the values of a tensor like ``out``; or, of one of ``shape``, those from element ``start`` on."""
-        shape, found = shape or tuple(out.shape), self._header.get(name)
-        wanted = {"dtype": NAMES[out.dtype], "shape": list(shape)}
-        if not isinstance(found, dict) or any(found.get(key) != value for key, value in wanted.items()):
+        """Copy the values of a tensor of ``out``'s shape; or, of one of ``shape``, those from element ``start`` on.
+
+        Floats become floats of ``out``'s type.
+        """
+        wanted = shape or tuple(out.shape)
+        dtype, found, first = self._entry(name)
+        if found != wanted or (dtype != out.dtype and not (dtype.is_floating_point and out.is_floating_point())):
             raise StateMismatch(
-                f"{name!r} is {found} in the file, expected {wanted}: load the weights of the same model"
+                f"{name!r} is {NAMES[dtype]} of {list(found)} in the file, expected {NAMES[out.dtype]} of {list(wanted)}: load "
+                "the weights of the same model"
             )
-        size, width = out.numel() * out.element_size(), out.element_size()
-        first, last = found["data_offsets"]
-        if last - first != (nbytes := math.prod(shape) * width):
-            raise StateMismatch(f"{name!r} has data_offsets {[first, last]} in the file, expected {nbytes} bytes")
-        self._file.seek(self._start + first + start * width)
+        size = out.numel() * dtype.itemsize
+        self._file.seek(self._start + first + start * dtype.itemsize)
         data = bytearray(self._file.read(size))
         if len(data) != size:
             raise StateMismatch(f"the file ends inside {name!r}")
         if size:
-            out.copy_(torch.frombuffer(data, dtype=out.dtype).view(out.shape))
+            out.copy_(torch.frombuffer(data, dtype=dtype).view(out.shape))
+
+    def _entry(self, name: str) -> tuple[torch.dtype, tuple[int, ...], int]:
+        """(type, shape, first byte) of a tensor, which lies inside the file."""
+        found = self._header.get(name)
+        if found is None:
+            raise StateMismatch(f"{name!r} is not in {self._file.name}: load the weights of the same model")
+        try:
+            dtype, shape, (first, last) = DTYPES[found["dtype"]], tuple(found["shape"]), found["data_offsets"]
+            whole = all(type(number) is int and number >= 0 for number in (*shape, first, last))
+        except (KeyError, TypeError, ValueError):
+            whole = False
+        if not whole:
+            raise StateMismatch(f"{name!r} is {found} in {self._file.name}, expected {'/'.join(DTYPES)}, a shape and offsets")
+        if last - first != (nbytes := math.prod(shape) * dtype.itemsize) or self._start + last > self._nbytes:
+            raise StateMismatch(
+                f"{name!r} has data_offsets {[first, last]} in {self._file.name}, expected {nbytes} bytes inside the file"
+            )
+        return dtype, shape, first
+
+
+class Checkpoint(ExitStack):
+    """A context: the safetensors file, or the folder of several with ``model.safetensors.index.json``, at a path.
+
+    Files stay open until its end; of each no more than the header is in memory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._path = Path(path)
+        self._readers: list[Reader] = []
+
+    def __enter__(self) -> "Checkpoint":
+        super().__enter__()
+        try:
+            self._readers = [Reader(self.enter_context(file.open("rb"))) for file in self._files()]
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _files(self) -> list[Path]:
+        path = self._path
+        if path.is_dir():
+            found = [path / name for name in (INDEX, ALONE) if (path / name).exists()]
+            if not found:
+                raise InvalidArgument(f"{path} has neither {INDEX} nor {ALONE}: pass a folder that save_pretrained has written")
+            path = found[0]
+        if path.suffix != ".json":
+            return [path]
+        if path.stat().st_size > LONGEST_HEADER:
+            raise StateMismatch(f"{path} has {path.stat().st_size} bytes, which is no index of weights")
+        try:
+            names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+            outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise StateMismatch(f"{path} is no index of weights: {error!r}") from error
+        if outside:
+            raise StateMismatch(f"{path} names {outside[0]!r}, expected files beside it")
+        return [path.with_name(name) for name in names]
+
+    def holds(self, names: Iterable[str]) -> bool:
+        return any(name in reader for reader in self._readers for name in names)
+
+    def into(self, names: list[str], out: torch.Tensor, shape: tuple[int, ...], start: int) -> None:
+        """``Reader.into`` by the first of a tensor's names that is there: of tied weights files have one."""
+        for name in names:
+            for reader in self._readers:
+                if name in reader:
+                    return reader.into(name, out, shape, start)
+        raise StateMismatch(f"{' or '.join(map(repr, names))} is not in {self._path}: load the weights of the same model")

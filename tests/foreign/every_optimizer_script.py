@@ -14,10 +14,20 @@ from tiny_gpt2 import Words, model
 WARM = {"lr": 1e-3, "warmup_steps": 1}
 
 
+def check(name, move, exact):
+    """Weights move to where AdamW moves them, none jumps and none stands still; LAMB has a rate of its own for each layer."""
+    alike = torch.cosine_similarity(move, exact, dim=0).item()
+    assert alike > {"AdamW": 0.999, "Offloaded": 0.999, "OneBitLamb": 0.2}.get(name, 0.75), f"{name}: cosine {alike}"
+    assert move.abs().max() < 3 * exact.abs().max(), f"{name}: a weight jumps by {move.abs().max()}"
+    still = ((move == 0) & (exact != 0)).sum() / (exact != 0).sum()
+    assert still < 0.01, f"{name}: {still:.0%} of the weights stand still"
+
+
 def main(folder):
     dist.init_process_group("commpress")  # before TrainingArguments: Accelerate knows no backend but Gloo on CPUs
     store = commpress.TieredStore.open(folder / f"store{dist.get_rank()}", host="64MiB")
     every = {
+        torch.optim.AdamW: {"lr": 1e-3},  # what the others are compared with
         commpress.OneBitAdam: WARM,
         commpress.ZeroOneAdam: WARM,
         commpress.OneBitLamb: WARM,
@@ -25,6 +35,7 @@ def main(folder):
         commpress.ShardedZeroOneAdam: WARM,
         commpress.Offloaded: {"optimizer": torch.optim.AdamW, "store": store, "chunk_mb": 0.05, "lr": 1e-3},
     }
+    moves = {}
     for kind, options in every.items():
         arguments = TrainingArguments(
             str(folder / kind.__name__), use_cpu=True, max_steps=3, per_device_train_batch_size=4, report_to=[],
@@ -38,12 +49,14 @@ def main(folder):
         )  # fmt: skip
         trainer.train()
         weights = torch.cat([p.detach().view(-1) for p in net.parameters()])
+        moves[kind.__name__] = weights - before
         first = weights.clone()
         dist.broadcast(first, 0)
         assert torch.equal(weights, first), f"{kind.__name__}: replicas differ"
         assert torch.isfinite(weights).all()
         assert not torch.equal(weights, before), f"{kind.__name__} has learnt nothing"
         assert dist.get_backend() == "commpress"
+        check(kind.__name__, moves[kind.__name__], moves["AdamW"])
         del trainer, net
     dist.destroy_process_group()
     print("all is well")
