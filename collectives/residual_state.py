@@ -6,7 +6,7 @@ zero, so R, and with it everything still owed, is unchanged.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,14 @@ Residuals = dict[Key, Residual]
 _TENSORS = ("sent", "reduced", "known")
 
 
-def exact_state(store: ResidualStore, transport: Transport, step: int, nodes: str = "") -> dict[str, Any]:
+class Ranked(Protocol):
+    """One of several ranks: a transport, or a group."""
+
+    rank: int
+    size: int
+
+
+def exact_state(store: ResidualStore, transport: Ranked, step: int, nodes: str = "") -> dict[str, Any]:
     """``nodes``: the topology, if it decides who has which residual."""
     residuals = {
         _text(key): {name: tensor.clone() for name, tensor in zip(_TENSORS, kept, strict=False)}
@@ -68,7 +75,7 @@ def elastic_of(
 
 def residuals_of(
     states: Sequence[dict[str, Any]],
-    transport: Transport,
+    transport: Ranked,
     *,
     share: Callable[[dict[Key, torch.Tensor]], Residuals] | None = None,
     nodes: str = "",
@@ -183,7 +190,7 @@ def check_fit(residuals: Residuals, numels: dict[str, int], lengths: dict[Key, i
             )
 
 
-def _head(kind: str, transport: Transport, step: int) -> dict[str, Any]:
+def _head(kind: str, transport: Ranked, step: int) -> dict[str, Any]:
     return {"format": _FORMAT, "kind": kind, "rank": transport.rank, "size": transport.size, "step": step}
 
 

@@ -71,7 +71,7 @@ def overlapped(jobs: Iterable[Steps[T]], *, limit: int) -> Steps[list[T]]:
     return [results[i] for i in range(len(results))]
 
 
-def future_on(device: torch.device) -> torch.futures.Future[torch.Tensor]:
+def future_on(device: torch.device) -> torch.futures.Future[Any]:
     """One for tensors of ``device`` that torch itself waits for: the streams of others wait for the one that sets it."""
     return torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
 

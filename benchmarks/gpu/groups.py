@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.cli.ranks import LocalRanks
 from commpress.cli.ranks import Report as Told
+from commpress.integrations.process_group.group_options import GroupOptions
 from commpress.torch_private import all_gather_single, reduce_scatter_single
 from gpu.machine import Card, Machine, Twin
 from gpu.runner import Report
@@ -24,6 +25,7 @@ DEAREST = 1.10  # a call behind the guard over a plain one, from 4 MiB on
 
 def backend(machine: Machine, report: Report) -> None:
     """Collectives of "cpu:commpress,cuda:commpress" with tensors of the device: torch's results, and the cost of a call."""
+    _two_compressed(machine, report)
     import_module("commpress.backend")
     machine.join()
     ours, plain = (dist.new_group(backend=name, timeout=PATIENT) for name in ("commpress", machine.backend))
@@ -42,6 +44,37 @@ def backend(machine: Machine, report: Report) -> None:
                 f"commpress over {machine.backend}, {4 * numel} bytes", took["commpress"] / took["plain"], "x",
                 limit=DEAREST if not machine.twin and numel >= 1 << 20 else None, bound="most",
             )  # fmt: skip
+
+
+def _two_compressed(machine: Machine, report: Report) -> None:
+    """Two ranks on one card, which NCCL allows from 2.30 on, with a codec in the group's options; before this process has CUDA."""
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    with report.line("two ranks with a codec", must=machine.twin), LocalRanks(2, forked=True) as pool:
+        for what, value, unit, limit in pool.call(_compressed, machine.twin, lambda *_: None):
+            report(what, value, unit, limit=limit, bound="most")
+
+
+def _compressed(rank: int, size: int, twin: bool, told: Told) -> list[tuple[str, float, str, float | None]]:
+    import_module("commpress.backend")
+    machine: Machine = Twin() if twin else Card()
+    if not twin:
+        torch.cuda.set_device(0)
+    found = list[tuple[str, float, str, float | None]]()
+    numel = machine.size(16 << 20, 1 << 13)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    for codec in ("exact", "sign", "int8"):
+        named = "exact" if codec == "exact" else GroupOptions(codec, 1, only="everything")
+        group = dist.new_group(backend="commpress", timeout=PATIENT, pg_options=named)
+        here, there = x.to(machine.device, copy=True), x.clone()
+        for each in (here, there):
+            dist.all_reduce(each, group=group)
+        machine.synchronize()
+        if codec != "exact":
+            wrong = float((here.cpu() != there).sum())
+            found.append((f"all_reduce with {codec}: elements with other bits than by the CPU", wrong, "", 0))
+        took = machine.seconds(partial(dist.all_reduce, torch.zeros_like(here), group=group), times=machine.size(10, 2))
+        found.append((f"two ranks, all-reduce of {4 * numel} bytes, {codec}", 1e3 * took, "ms", None))
+    return found
 
 
 def nccl_ranks(machine: Machine, report: Report) -> None:

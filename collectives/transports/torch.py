@@ -282,6 +282,16 @@ class _TorchTransfer:
         return self.transport.fail(f"rank {self.transport.rank}: " + "; ".join(says) + ".", tuple(silent or closed))
 
 
+class _Post(dist.P2POp):
+    """One send or receive of a batch, in a group of which torch need not know the global ranks."""
+
+    def __init__(self, call: Callable[..., Any], tensor: torch.Tensor, group: dist.ProcessGroup, tag: int, peer: int) -> None:
+        self.op, self.tensor, self.group, self.tag, self.peer, self.group_peer = call, tensor, group, tag, peer, peer
+
+    def __new__(cls, *_: Any) -> "_Post":
+        return object.__new__(cls)
+
+
 class _BatchedTransfer:
     """The same with torch's batched calls, in two rounds: rows of different length would hang or end the process."""
 
@@ -297,8 +307,8 @@ class _BatchedTransfer:
 
     def _post(self, out: Mapping[int, torch.Tensor], inp: Mapping[int, torch.Tensor], tag: int) -> list[dist.Work]:
         group = self.transport.group
-        operations = [
-            dist.P2POp(call, tensor, group=group, tag=tag, group_peer=self.transport.members[r])
+        operations: list[dist.P2POp] = [
+            _Post(call, tensor, group, tag, self.transport.members[r])
             for call, rows in ((dist.irecv, out), (dist.isend, inp))
             for r, tensor in rows.items()
             if tensor.numel()

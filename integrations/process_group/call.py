@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.integrations.process_group.records import Record, unpack
+from commpress.work import future_on
 
 if TYPE_CHECKING:
     from commpress.integrations.process_group.guard import Guard
@@ -114,7 +115,7 @@ class GroupWork(dist.Work):
         if self._future is None:
             if self.settled and self.error is None:
                 return self.inner.get_future()
-            self._future = torch.futures.Future()
+            self._future = future_on(self.tensors[0].device) if len(self.tensors) else torch.futures.Future()
             if self.error is not None:
                 self._future.set_exception(self.error)
         return self._future

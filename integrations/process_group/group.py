@@ -1,4 +1,4 @@
-"""The process group "commpress": Gloo and NCCL, or MPI, behind a guard, and all-reduces compressed where asked for.
+"""The process group "commpress": Gloo and NCCL, or MPI, behind a guard, and collectives compressed where asked for.
 
 Every call is described to all peers first (``guard``); what it then does is torch's own, or ``mpi_group``'s. Calls over NCCL
 are issued at once, because NCCL neither ends the process nor blocks the host; the guard checks them meanwhile.
@@ -9,6 +9,7 @@ are issued at once, because NCCL neither ends the process nor blocks the host; t
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from commpress.integrations.process_group.inner import (
     at_once,
     mpi_group,
     options_of,
-    private_transport,
+    private_transports,
     ready,
     torch_group,
 )  # fmt: skip
@@ -58,7 +59,7 @@ Tensors = list[torch.Tensor]
 class ProcessGroup(dist.ProcessGroup):
     """Made by ``init_process_group("commpress")`` and ``new_group``; directly like ``ProcessGroupGloo``.
 
-    ``pg_options``: the all-reduces that may be compressed; None reads ``COMMPRESS_GROUP_OPTIONS``, without which all are exact.
+    ``pg_options``: the calls that may be compressed; None reads ``COMMPRESS_GROUP_OPTIONS``, without which all are exact.
     ``name``: what it answers for its backend; as a stand-in for Gloo, Gloo's.
     ``inner``: what carries the data: torch's own Gloo and NCCL, or MPI.
     ``formed``: False for a group that has no members, and no calls, before ``reconfigure`` names them.
@@ -101,17 +102,17 @@ class ProcessGroup(dist.ProcessGroup):
         weakref.finalize(self, _close, self._parts)
         self._backward: tuple[int, list[GroupWork]] = (-1, [])
 
-    def _private(self) -> Callable[[], Any]:
+    def _private(self) -> Any:
         store = dist.PrefixStore("compressed", self._store)
-        return partial(private_transport, self._inner, store, self._rank, self._size, self._timeout)
+        return private_transports(self._inner, store, self._rank, self._size, self._timeout)
 
     def _connect(self, connections: ControlConnections | None) -> None:
         """Guard the calls, if there are others."""
         self.guard = None
         if connections is not None:
             self.guard = Guard(
-                connections, timeout=self._timeout, abort=self._abort, name=self._peer_names(),
-                reforms=partial(_reforms, weakref.ref(self)),
+                connections, timeout=self._timeout, abort=partial(_both, self._abort, self.reducer.abort),
+                name=self._peer_names(), reforms=partial(_reforms, weakref.ref(self)),
             )  # fmt: skip
         self._parts[:] = [part for part in (self.guard, self.reducer, self._membership) if part is not None]
 
@@ -135,12 +136,12 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any) -> GroupWork:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = options_of(dist.AllreduceOptions, opts, timeout, named, "reduceOp")
-        codec = self.reducer.codec_for(tensors, opts.reduceOp)
+        numel = tensors[0].numel() if tensors else 0
+        codec = self.reducer.codec_for("all_reduce", tensors, numel=numel, op=opts.reduceOp, plain=len(tensors) == 1)
         if codec is None:
             return self._reduction("all_reduce", self._inner.allreduce, (tensors, opts), tensors, opts)
-        issue = self.reducer.steps(tensors[0], opts.reduceOp)
         record = call("all_reduce", tensors, reduction=int(opts.reduceOp.op), codec=codec)
-        return self._begin(record, None, lambda work: issue(), tensors, opts)
+        return self._compressed("all_reduce", record, tensors[0], tensors[0], opts, opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllreduceCoalescedOptions()
@@ -166,6 +167,7 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = options_of(AllgatherOptions, opts, timeout, {}, "")
+        self.reducer.codec_for("all_gather", inputs, numel=0, plain=False)
         return self._call(call("all_gather", inputs), self._inner.allgather, (outputs, inputs, opts), inputs, opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
@@ -175,11 +177,16 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
         opts = opts or AllgatherOptions()
+        equal = output.numel() == self._size * input.numel()
+        codec = self.reducer.codec_for("all_gather", [input, output], numel=output.numel(), plain=equal)
+        if codec is not None:
+            return self._compressed("all_gather", call("all_gather_single", [input], codec=codec), input, output, opts)
         record = call("all_gather_single", [input])
         return self._call(record, self._inner._allgather_base, (output, input, opts), [output], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or AllgatherOptions()
+        self.reducer.codec_for("all_gather", inputs, numel=0, plain=False)
         record = call("all_gather_single_coalesced", inputs)
         return self._call(record, self._inner.allgather_into_tensor_coalesced, (outputs, inputs, opts), outputs, opts)
 
@@ -207,23 +214,32 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = options_of(dist.ReduceScatterOptions, opts, timeout, named, "reduceOp")
+        self.reducer.codec_for("reduce_scatter", outputs, numel=0, plain=False)
         return self._reduction("reduce_scatter", self._inner.reduce_scatter, (outputs, inputs, opts), outputs, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
         opts = opts or dist.ReduceScatterOptions()
         arguments = (output, input, opts)
+        equal = input.numel() == self._size * output.numel()
+        codec = self.reducer.codec_for("reduce_scatter", [input, output], numel=input.numel(), op=opts.reduceOp, plain=equal)
+        if codec is not None:
+            record = call("reduce_scatter_single", [output], reduction=int(opts.reduceOp.op), codec=codec)
+            return self._compressed("reduce_scatter", record, input, output, opts, opts.reduceOp)
         return self._reduction("reduce_scatter_single", self._inner._reduce_scatter_base, arguments, [output], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.ReduceScatterOptions()
         start, arguments = self._inner.reduce_scatter_tensor_coalesced, (outputs, inputs, opts)
+        self.reducer.codec_for("reduce_scatter", outputs, numel=0, plain=False)
         return self._reduction("reduce_scatter_single_coalesced", start, arguments, outputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllToAllOptions()
         gives, takes = [t.numel() for t in inputs], [t.numel() for t in outputs]
         arguments = (outputs, inputs, opts)
-        return self._all_to_all("all_to_all", inputs[0].dtype, gives, takes, self._inner.alltoall, arguments, outputs)
+        self.reducer.codec_for("all_to_all", inputs, numel=0, plain=False)
+        start = partial(self._inner.alltoall, *arguments)
+        return self._all_to_all("all_to_all", inputs[0].dtype, gives, takes, start, outputs, opts)
 
     def all_to_all_single(
         self,
@@ -236,9 +252,15 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> GroupWork:
         opts = options_of(dist.AllToAllOptions, opts, timeout, {}, "")
         gives, takes = counts(input, input_splits, self.size()), counts(output, output_splits, self.size())
-        arguments = (output, input, list(output_splits), list(input_splits), opts)
-        start = self._inner.alltoall_base
-        return self._all_to_all("all_to_all_single", input.dtype, gives, takes, start, arguments, [output])
+        start: Callable[[], Any] = partial(
+            self._inner.alltoall_base, output, input, list(output_splits), list(input_splits), opts
+        )
+        own, fits = gives[self._rank], sum(gives) == input.numel() and sum(takes) == output.numel()
+        plain = fits and own == takes[self._rank] and input.dim() > 0 and input.shape[1:] == output.shape[1:]
+        codec = self.reducer.codec_for("all_to_all", [input, output], numel=0, plain=plain)
+        if codec is not None:
+            start = self.reducer.all_to_all(output, input, output_splits, input_splits, own)
+        return self._all_to_all("all_to_all_single", input.dtype, gives, takes, start, [output], opts, codec or b"")
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> GroupWork:
         opts = options_of(dist.BarrierOptions, opts, timeout, {}, "")
@@ -296,16 +318,22 @@ class ProcessGroup(dist.ProcessGroup):
         return self._call(record, start, arguments, tensors, opts)
 
     def _all_to_all(
-        self, name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], start: Callable[..., Any],
-        arguments: tuple[Any, ...], tensors: Tensors,
+        self, name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], start: Callable[[], Any],
+        tensors: Tensors, opts: Any, codec: bytes = b"",
     ) -> GroupWork:  # fmt: skip
-        records = all_to_all(name, dtype, gives, takes, 0)
+        records = all_to_all(name, dtype, gives, takes, 0, codec)
         if len({*gives, *takes}) == 1:
-            return self._call(records[0].pack(), start, arguments, tensors, arguments[-1])
+            return self._call(records[0].pack(), start, (), tensors, opts)
         peers = [r for r in range(self.size()) if r != self.rank()]
         record = {r: records[r].pack() for r in peers}
         expected = {r: records[r].mirrored().pack() for r in peers}
-        return self._begin(record, expected, lambda work: start(*arguments), tensors, arguments[-1])
+        return self._begin(record, expected, lambda work: start(), tensors, opts)
+
+    def _compressed(
+        self, name: str, record: bytes, input: torch.Tensor, output: torch.Tensor, opts: Any, op: Any = None
+    ) -> GroupWork:
+        issue = self.reducer.steps(name, input, output, op)
+        return self._begin(record, None, lambda work: issue(), [output], opts)
 
     def _call(
         self, record: bytes, start: Callable[..., Any], arguments: tuple[Any, ...], tensors: Tensors, opts: Any
@@ -408,9 +436,10 @@ class ProcessGroup(dist.ProcessGroup):
         label = group_name or "split:" + ",".join(map(str, ordered))
         store = dist.PrefixStore(f"{label}/", self._store)
         members = [self._global_ranks[r] for r in ordered]
+        given = self.pg_options and replace(self.pg_options, topology=None)  # whose nodes are those of all ranks
         group = ProcessGroup(
             store, ordered.index(self.rank()), len(ordered), timeout or self._timeout,
-            pg_options=self.pg_options, global_ranks=members, name=self._called,
+            pg_options=given or "exact", global_ranks=members, name=self._called,
             inner="torch" if self.communicator is None else "mpi",
         )  # fmt: skip
         group._set_group_name(label)  # type: ignore[arg-type]
@@ -418,6 +447,16 @@ class ProcessGroup(dist.ProcessGroup):
         return group
 
     splitGroup = split_group  # what C++ looks for
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and counts of this rank's compressed calls, between two backwards: numbers, texts and tensors."""
+        return self.reducer.state_dict()
+
+    def load_state_dict(self, *states: dict[str, Any]) -> None:
+        """From this rank's state, for a run that goes on bit for bit; at another world size from those of all ranks."""
+        self.reducer.load_state_dict(*states)
 
     # ------------------------------------------------------------ other ranks
 
@@ -561,6 +600,11 @@ class ProcessGroup(dist.ProcessGroup):
     def _peer_names(self) -> Callable[[int], str]:
         ranks = self._global_ranks
         return lambda r: f"rank {r}" if ranks[r] == r else f"rank {r} (global rank {ranks[r]})"
+
+
+def _both(one: Callable[[], object], other: Callable[[], object]) -> None:
+    one()
+    other()
 
 
 def _close(parts: list[Any]) -> None:

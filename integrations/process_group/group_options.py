@@ -1,4 +1,4 @@
-"""All-reduces of a process group that may be compressed: none unless somebody says so."""
+"""Collectives of a process group that may be compressed: none unless somebody says so."""
 
 import os
 from collections.abc import Sequence
@@ -10,10 +10,14 @@ import torch.distributed as dist
 
 from commpress.codecs import Codec, LowRankCodec, codec_named
 from commpress.codecs.planned import load_plan
+from commpress.codecs.whole_tensors import WholeTensorCodec
+from commpress.collectives.all_to_all.all_to_all import check_codec
+from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
 
 VARIABLE = "COMMPRESS_GROUP_OPTIONS"
-_KEYS = ("codec", "min_numel", "ops", "only")
+_KEYS = ("codec", "min_numel", "ops", "only", "reduce_scatter", "all_gather", "all_to_all", "topology")
+_EXACT = "exact"
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,19 +26,32 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class GroupOptions:
     """Compress an all-reduce if all of this holds; otherwise it is exact.
 
-    - its tensor has at least ``min_numel`` elements, in float32, bfloat16 or float16, on the CPU;
+    - its tensor has at least ``min_numel`` elements, in float32, bfloat16 or float16, on the CPU or on CUDA;
     - its reduction is one of ``ops``: "sum", "avg", also as ``ReduceOp``;
     - ``only="gradients"``: it is called from inside a backward pass, where DDP reduces its buckets. The norm for clipping, a
       metric, a vote are computed outside and never touched. ``only="everything"`` compresses those too.
+
+    ``codec``: of all-reduces; None leaves them exact. Others are exact unless they have a codec too:
+
+    - ``reduce_scatter``: of ``reduce_scatter_tensor``, if the same holds of its input;
+    - ``all_gather``: of ``all_gather_into_tensor`` with ``min_numel`` elements in its output, in a backward or not;
+    - ``all_to_all``: of every ``all_to_all_single`` of these dtypes, however long, as ranks may send different numbers of rows.
+
+    ``topology``: which ranks share a node, as a ``Topology``, in words ("2x4") or "auto" (what the launcher says): all-reduces
+    then add up inside a node, exactly, and compress what leaves it. Groups with one do not ``reform``.
     """
 
-    codec: str | Codec = "int8"
+    codec: str | Codec | None = "int8"
     min_numel: int = 1 << 16
     ops: Sequence[Any] = ("sum", "avg")
     only: Literal["gradients", "everything"] = "gradients"
+    reduce_scatter: str | Codec | None = None
+    all_gather: str | Codec | None = None
+    all_to_all: str | Codec | None = None
+    topology: Topology | str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(codec_named(self.codec), LowRankCodec):
+        if self.codec is not None and isinstance(codec_named(self.codec), LowRankCodec):
             raise InvalidArgument(
                 f"codec is {self.codec!r}, which needs matrices, and an all-reduce brings flat buckets: use "
                 "commpress.compress(ddp, codec=...), which knows the parameters' shapes, or another codec here"
@@ -44,6 +61,32 @@ class GroupOptions:
         if self.only not in ("gradients", "everything"):
             raise InvalidArgument(f"only is {self.only!r}, expected 'gradients' or 'everything'")
         object.__setattr__(self, "ops", tuple(sorted({_op_name(op) for op in self.ops})))
+        codecs = self.codecs()
+        if isinstance(codecs.get("reduce_scatter"), WholeTensorCodec):
+            raise InvalidArgument(
+                f"reduce_scatter is {self.reduce_scatter!r}, which needs whole tensors, and a rank gets a row of one: use a "
+                "codec such as 'int8' or 'sign'"
+            )
+        for name in ("all_gather", "all_to_all"):
+            if name in codecs:
+                check_codec(codecs[name], name)
+        if self.topology is None:
+            return
+        if self.codec is None:
+            raise InvalidArgument(f"topology is {self.topology!r}, and codec is None: it is all-reduces that it divides")
+        if isinstance(self.topology, str):
+            if self.topology != "auto":
+                Topology.parse(self.topology)
+        elif not isinstance(self.topology, Topology):
+            raise InvalidArgument(
+                f"topology is a {type(self.topology).__name__}, expected a Topology, its words such as '2x4', 'auto' or None"
+            )
+
+    def codecs(self) -> dict[str, Codec]:
+        """The codec of each collective that may be compressed."""
+        given = {"all_reduce": self.codec, "reduce_scatter": self.reduce_scatter, "all_gather": self.all_gather,
+                 "all_to_all": self.all_to_all}  # fmt: skip
+        return {name: codec_named(codec) for name, codec in given.items() if codec is not None}
 
     def accepts(self, op: Any) -> bool:
         return any(op == _OPS[name] for name in self.ops)
@@ -62,7 +105,7 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
             f"pg_options is a {type(text).__name__}, expected commpress.GroupOptions such as GroupOptions(codec='int8'), or "
             "their text"
         )
-    if text.strip() in ("", "exact"):
+    if text.strip() in ("", _EXACT):
         return None
     if text.strip().endswith(".json"):  # a plan: all-reduces have no names here, so its rules for single layers do not hold
         plan = load_plan(text.strip())
@@ -82,6 +125,8 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
         values["min_numel"] = int(values["min_numel"])
     if "ops" in values:
         values["ops"] = values["ops"].split("+")
+    if values.get("codec") == _EXACT:
+        values["codec"] = None
     return GroupOptions(**values)
 
 

@@ -1,7 +1,7 @@
 """Groups inside a commpress group: torch's own with Gloo and NCCL, or MPI."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,10 +45,8 @@ def torch_group(
     if within is not None:
         set_timeout(gloo, limit)
     backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, gloo)}
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        backends["cuda"] = (kinds.NCCL, dist.ProcessGroupNCCL(dist.PrefixStore("cuda", store), rank, size, options))
+    if has_nccl():
+        backends["cuda"] = (kinds.NCCL, nccl_backend(dist.PrefixStore("cuda", store), rank, size, timeout))
     for device, (kind, backend) in backends.items():
         begin_sequence(backend)
         inner._register_backend(torch.device(device), kind, backend)
@@ -57,6 +55,16 @@ def torch_group(
     if within is None:
         group._set_default_backend(kinds.GLOO)
     return inner, partial(_abort, inner, connections)
+
+
+def has_nccl() -> bool:
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def nccl_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def inner_of(group: Any) -> Any:
@@ -87,7 +95,7 @@ def mpi_group(
 
 def at_once(inner: Any, tensors: Sequence[torch.Tensor]) -> bool:
     """True where a call may be issued before the peers have agreed: NCCL neither ends the process nor blocks the host."""
-    return bool(tensors) and tensors[0].is_cuda and isinstance(inner, dist.ProcessGroup)
+    return bool(tensors) and tensors[0].is_cuda and isinstance(inner, dist.ProcessGroup) and has_nccl()
 
 
 def ready(tensors: Sequence[torch.Tensor]) -> None:
@@ -96,11 +104,48 @@ def ready(tensors: Sequence[torch.Tensor]) -> None:
         torch.cuda.current_stream(tensors[0].device).synchronize()
 
 
+def card_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of NCCL alone that torch.distributed does not know."""
+    kinds, group = dist.ProcessGroup.BackendType, dist.ProcessGroup(store, rank, size)
+    backend = nccl_backend(store, rank, size, timeout)
+    begin_sequence(backend)
+    group._set_default_backend(kinds.NCCL)
+    group._register_backend(torch.device("cuda"), kinds.NCCL, backend)
+    return group
+
+
 class _PrivateTransport(TorchTransport):
-    """Over a Gloo group that torch.distributed knows nothing of: it has no name and no global ranks there."""
+    """Over a group that torch.distributed knows nothing of: it has no name and no global ranks there."""
 
     def peer(self, rank: int) -> str:
         return f"rank {rank}"
+
+
+class CardTransport(_PrivateTransport):
+    """Over NCCL, by a communicator of its own, which is made when the first message goes."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(card_group(store, rank, size, timeout), timeout=timeout, point_to_point=False)
+        self._store, self._parts = store, 0
+
+    def subset(self, ranks: Sequence[int]) -> "CardTransport | None":
+        self._parts += 1
+        store, members = dist.PrefixStore(f"part{self._parts}", self._store), sorted(ranks)
+        return CardTransport(store, members.index(self.rank), len(members), self.timeout) if self.rank in members else None
+
+    def abandon(self, reason: str) -> None:
+        super().abandon(reason)
+        abort(self.group)
+
+
+def private_transports(
+    inner: Any, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> Mapping[str, Callable[[], Transport]]:
+    """Makers of ``private_transport``, and of a ``CardTransport`` where NCCL carries tensors on CUDA."""
+    makers: dict[str, Callable[[], Transport]] = {"cpu": partial(private_transport, inner, store, rank, size, timeout)}
+    if isinstance(inner, dist.ProcessGroup) and has_nccl():
+        makers["cuda"] = partial(CardTransport, dist.PrefixStore("card", store), rank, size, timeout)
+    return makers
 
 
 def private_transport(inner: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Transport:

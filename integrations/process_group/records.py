@@ -115,11 +115,13 @@ def _packed(
     return Record(CALL, _NUMBERS[name], reduction, code, 0, root, numel, numel, shape, codec).pack()
 
 
-def all_to_all(name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], sequence: int) -> list[Record]:
+def all_to_all(
+    name: str, dtype: torch.dtype, gives: Sequence[int], takes: Sequence[int], sequence: int, codec: bytes = b""
+) -> list[Record]:
     """The records of an all-to-all, one for each peer."""
     number, code = _NUMBERS[name], _DTYPES.get(dtype, OTHER_DTYPE)
     return [
-        Record(operation=number, dtype=code, sequence=sequence, give=give, take=take)
+        Record(operation=number, dtype=code, sequence=sequence, give=give, take=take, codec=codec)
         for give, take in zip(gives, takes, strict=True)
     ]
 

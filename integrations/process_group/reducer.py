@@ -1,50 +1,61 @@
-"""The compressed all-reduce of a process group: residuals per call site, and counters of what was left alone.
+"""The compressed calls of a process group: decided, given to a channel, counted; residuals that it saves and hands over.
 
-Note: the call site. DDP reduces its buckets in the same order in every backward, so the n-th compressed call of a backward
-with so many elements of that dtype is one site and keeps one residual. After DDP has rebuilt its buckets, at its first
-step, sites change and what the old ones still owed is dropped. The hook (``commpress.compress``) keys residuals by parameter
-and loses nothing. Two models that train over one group need one group each. Outside a backward there is no such
-order: ``only="everything"`` compresses there without residuals.
+Note: where they go. Tensors on CUDA go over a communicator of NCCL of the group's own where NCCL carries the group, all others
+over its connections between hosts, those on CUDA by way of pinned memory. Either way has a channel, with a worker, buffers and
+a stream, so the algorithms are those of the DDP hook, and so are the bits.
 
 Note: other ranks. What sites owe is handed over when ranks come and go (``handover``). A call decides by itself, so of those
 that were under way when a rank died some may have been finished by others: they are left out here, and counted.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commpress.codecs import codec_named, policy_of
-from commpress.collectives.allreduce import Workspace, settle
-from commpress.collectives.buckets import Span
+from commpress.collectives.all_to_all.all_to_all import Way, compressed_all_to_all
+from commpress.collectives.allreduce import Workspace
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchange, Exchanges
-from commpress.collectives.handover import Handover
+from commpress.collectives.handover import Handover, cannot_follow
+from commpress.collectives.levels import Levels
+from commpress.collectives.residual_state import exact_state, residuals_of
+from commpress.collectives.topology import Topology
 from commpress.collectives.transports.transport import Transport
+from commpress.collectives.two_level import hierarchy_of
+from commpress.errors import StateMismatch
 from commpress.feedback import ResidualStore
 from commpress.integrations.process_group.call import FutureWork
+from commpress.integrations.process_group.call_sites import GatherSite, ReduceSite, ScatterSite, Site
 from commpress.integrations.process_group.group_options import DTYPES, GroupOptions
-from commpress.work import Steps
+from commpress.work import Steps, future_on
 
 KEPT_BACKWARDS = 8  # a site that has not come for so many backwards is let go
+USUAL = (25 << 20) // 4  # elements of a bucket of DDP
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+_SITES = {"all_reduce": "call", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
+
+Transports = Mapping[str, Callable[[], Transport]]  # by type of the devices whose tensors they carry; "cpu" carries all others
 
 
 @dataclass
 class GroupCounters:
-    """All-reduces of one rank since the group was made."""
+    """Calls of one rank since the group was made, of the collectives for which its options name a codec."""
 
     compressed_calls: int = 0
-    compressed_elements: int = 0
-    logical_bytes: int = 0  # what a float32 ring sends for the compressed calls: 8·(P−1)/P per element
+    compressed_elements: int = 0  # of the longer of what went in and what came out
+    logical_bytes: int = 0  # what float32 takes for the compressed calls: 8·(P−1)/P per element of an all-reduce by a ring
     wire_bytes: int = 0  # what they sent, headers included
+    between_bytes: int = 0  # of these, those that left the node, where there is a topology
     skipped_calls: int = 0  # NaN or infinity somewhere: the result is NaN on all ranks, no residual changed
     dropped_sites: int = 0  # call sites that did not come again; what they owed is lost
     lost_calls: int = 0  # messages under way when a rank died; what they would have left behind is lost
     lost_ranks: int = 0  # that died, and with each what it owed
+    calls: dict[str, int] = field(default_factory=dict)  # compressed ones, by collective
     exact_calls: dict[str, int] = field(default_factory=dict)  # why a call was left alone → how many
     exact_elements: dict[str, int] = field(default_factory=dict)
 
@@ -57,163 +68,264 @@ class GroupCounters:
         return {**asdict(self), "ratio": self.ratio}
 
 
-class _Site:
-    """One call site: how its tensor crosses, what is owed."""
-
-    def __init__(
-        self, name: str, tensor: torch.Tensor, options: GroupOptions, size: int, workspace: Workspace, residuals: ResidualStore,
-        *, feedback: bool,
-    ) -> None:  # fmt: skip
-        exchanges = Exchanges(policy_of(options.codec), size, workspace, feedback=feedback, residuals=residuals)
-        where = [Span(name, 0, tensor.numel())], [tensor.shape]
-        self.name, self.exchange = name, exchanges.of((name,), lambda: where, tensor.device)
-        self.scratch: torch.Tensor | None = None
-        self.last_backward, self.calls = 0, 0
-
-
 class GroupReducer:
-    """Decides, reduces, counts. Its channel exists from the first compressed call on."""
+    """Decides, compresses, counts. Its channels exist from the first compressed call on, with a topology from the beginning."""
 
-    def __init__(self, options: GroupOptions | None, rank: int, size: int, transport: Callable[[], Transport]) -> None:
+    def __init__(self, options: GroupOptions | None, rank: int, size: int, transports: Transports) -> None:
         self.options, self.counters = options, GroupCounters()
-        self._rank, self._size, self._private = rank, size, transport
-        self._codec = codec_named(options.codec).spec.encode() if options is not None else b""
-        self._sites: dict[tuple[object, ...], _Site] = {}
+        self.rank, self.size, self._transports = rank, size, transports
+        self._codecs = options.codecs() if options is not None else {}
+        self._sites: dict[tuple[object, ...], Site] = {}
         self._task, self._backwards, self._nth = -1, 0, 0
         self._sequence = 0  # every rank counts, also a call that the others then refuse
-        self._workspace, self._residuals = Workspace(), ResidualStore()
-        self._dropped: list[Exchange] = []  # whose buffers the worker, which alone touches the workspace, lets go
-        self._channel: Channel | None = None
+        self._residuals, self._scattered = ResidualStore(), ResidualStore()  # of all-reduces; of reduce-scatters
+        self._calls: dict[str, int] = {}  # loaded, of sites that have not come yet
+        self._way = Way()
+        self._workspaces: dict[str, Workspace] = defaultdict(Workspace)
+        self._dropped: dict[str, list[Site]] = defaultdict(list)  # whose buffers the worker, which alone touches them, lets go
+        self._channels: dict[str, Channel] = {}
         self._sent_before = 0  # bytes, by channels that are no more
         self._handover: Handover | None = None
         self._cut = rank, size  # of residuals
+        self._ended = ""  # why nothing is compressed any more
+        self._topology: Topology | None = None
+        if options is not None and options.topology is not None and size > 1 and (codec := self._codecs.get("all_reduce")):
+            host = self._connected("cpu")
+            host.divide(options.topology, USUAL, codec)
+            self._topology = None if host.levels is None else host.levels.hierarchy.topology
 
     # ------------------------------------------------------------ decide
 
-    def codec_for(self, tensors: Any, op: Any) -> bytes | None:
-        """The codec if this all-reduce is to be compressed; otherwise count why not."""
-        reason = self._why_not(tensors, op)
+    def codec_for(
+        self, name: str, tensors: Sequence[torch.Tensor], *, numel: int, op: Any = None, plain: bool = True
+    ) -> bytes | None:
+        """The codec if this call is to be compressed; otherwise count why not, unless it has none anyway.
+
+        ``numel``: of the longer tensor; ``plain``: there is one tensor each way, and the ranks have equal rows of the longer.
+        """
+        reason = self._why_not(name, tensors, op, numel, plain)
         if reason is None:
-            return self._codec
-        self.left_alone(tensors, reason)
+            return self._codecs[name].spec.encode()
+        if name == "all_reduce" or name in self._codecs:
+            self.left_alone(tensors[:1], reason)
         return None
 
-    def left_alone(self, tensors: Any, reason: str) -> None:
+    def left_alone(self, tensors: Sequence[torch.Tensor], reason: str) -> None:
         calls, elements = self.counters.exact_calls, self.counters.exact_elements
         calls[reason] = calls.get(reason, 0) + 1
         elements[reason] = elements.get(reason, 0) + sum(t.numel() for t in tensors)
 
-    def _why_not(self, tensors: Any, op: Any) -> str | None:
+    def _why_not(self, name: str, tensors: Sequence[torch.Tensor], op: Any, numel: int, plain: bool) -> str | None:
         options = self.options
-        if options is None:
+        if options is None or name not in self._codecs:
             return "no options"
-        if self._size == 1 or len(tensors) != 1:
-            return "one rank" if self._size == 1 else "several tensors"
-        if options.only == "gradients" and torch._C._current_graph_task_id() < 0:
+        if self.size == 1 or not plain or self._ended:
+            return "one rank" if self.size == 1 else self._ended or "several tensors or unequal rows"
+        if name in _REDUCTIONS and options.only == "gradients" and torch._C._current_graph_task_id() < 0:
             return "not in a backward"
-        tensor = tensors[0]
-        if tensor.dtype not in DTYPES:
+        if any(tensor.dtype not in DTYPES or tensor.dtype != tensors[0].dtype for tensor in tensors):
             return "dtype"
-        if not options.accepts(op):
+        if name in _REDUCTIONS and not options.accepts(op):
             return "reduction"
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.layout is not torch.strided:
+        if not all(map(_plain, tensors)) or len({tensor.device for tensor in tensors}) > 1:
             return "layout or device"
-        return "small" if tensor.numel() < options.min_numel else None
+        return "small" if name != "all_to_all" and numel < options.min_numel else None
 
-    # ------------------------------------------------------------ reduce
+    # ------------------------------------------------------------ one call
 
-    def steps(self, tensor: torch.Tensor, op: Any) -> Callable[[], FutureWork]:
-        """Fix site and order now, in the order of the calls; the result starts the reduction once all ranks agree."""
-        site = self._site(tensor)
-        sequence, self._sequence = self._sequence, self._sequence + site.exchange.sequences
+    def steps(self, name: str, inp: torch.Tensor, out: torch.Tensor, op: Any = None) -> Callable[[], FutureWork]:
+        """Fix site and order now, in the order of the calls; the result starts the call once all ranks agree."""
+        kind, site = self._kind(inp.device), self._site(name, inp, out)
+        sequence, self._sequence = self._sequence, self._sequence + site.sequences
         key, site.calls = site.calls, site.calls + 1
-        total = op == dist.ReduceOp.SUM
+        factor = self.size if op is not None and op == dist.ReduceOp.SUM else 1
+        given = inp.detach(), out.detach()
+        numel = max(inp.numel(), out.numel())
+        logical = (8 if name == "all_reduce" else 4) * (self.size - 1) * numel // self.size
 
-        def start() -> FutureWork:
-            channel = self._connected()
-            steps = self._reduce(channel, tensor, site, sequence, key, total)
-            return FutureWork(channel.submit(steps, tensor, waits=site.exchange.waits), [tensor])
+        def made(channel: Channel) -> Steps[bool]:
+            dropped = self._dropped[kind]
+            while dropped:
+                dropped.pop().forget(channel.workspace)
+            return (yield from site.steps(channel, *given, sequence=sequence, key=key, factor=factor))
 
-        return start
+        return partial(self._submitted, name, kind, made, inp, out, logical, site.waits)
 
-    def _connected(self) -> Channel:
-        if self._channel is None:
-            self._channel = Channel(self._private(), name="commpress-group", workspace=self._workspace)
-        return self._channel
+    def all_to_all(
+        self, out: torch.Tensor, inp: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int], own: int
+    ) -> Callable[[], FutureWork]:
+        """As ``steps``. Of ``inp`` this rank keeps ``own`` elements."""
+        kind, sequence, self._sequence = self._kind(inp.device), self._sequence, self._sequence + 1
+        codec, given = self._codecs["all_to_all"], (out.detach(), inp.detach())
 
-    def _site(self, tensor: torch.Tensor) -> _Site:
-        assert self.options is not None
-        task = torch._C._current_graph_task_id()
+        def made(channel: Channel) -> Steps[bool]:
+            yield from compressed_all_to_all(
+                *given, codec=codec, transport=channel.transport, out_splits=list(out_splits) or None,
+                in_splits=list(in_splits) or None, way=self._way, sequence=sequence,
+            )  # fmt: skip
+            return True
+
+        return partial(self._submitted, "all_to_all", kind, made, inp, out, 4 * (inp.numel() - own), None)
+
+    def _submitted(
+        self, name: str, kind: str, made: Callable[[Channel], Steps[bool]], inp: torch.Tensor, out: torch.Tensor, logical: int,
+        waits: int | None,
+    ) -> FutureWork:  # fmt: skip
+        channel, done = self._connected(kind), future_on(out.device)
+
+        def steps() -> Steps[None]:
+            finite = yield from made(channel)
+            self._count(name, finite, max(inp.numel(), out.numel()), logical)
+            done.set_result([out])  # here, on the stream of the job: torch lets others wait for the stream of this thread
+
+        def failed(job: torch.futures.Future[None]) -> None:
+            try:
+                job.value()
+            except Exception as error:
+                done.set_exception(error)
+
+        channel.submit(steps(), inp, out, waits=waits).add_done_callback(failed)
+        return FutureWork(done, [out])
+
+    def _count(self, name: str, finite: bool, numel: int, logical: int) -> None:
+        counters, channels = self.counters, list(self._channels.values())
+        counters.compressed_calls += 1
+        counters.calls[name] = counters.calls.get(name, 0) + 1
+        counters.skipped_calls += not finite
+        counters.compressed_elements += numel
+        counters.logical_bytes += logical
+        counters.wire_bytes = self._sent_before + sum(channel.sent_bytes for channel in channels)
+        counters.between_bytes = sum(channel.between_bytes for channel in channels)
+
+    # ------------------------------------------------------------ channels
+
+    def _kind(self, device: torch.device) -> str:
+        return device.type if device.type in self._transports else "cpu"
+
+    def _connected(self, kind: str) -> Channel:
+        """The channel for tensors of a kind of device.
+
+        Note: only the one between hosts meets the others when it is made; NCCL does at its first message.
+        """
+        if kind not in self._channels:
+            channel = Channel(self._transports[kind](), name="commpress-group", workspace=self._workspaces[kind])
+            if kind != "cpu" and self._topology is not None:
+                channel.levels, channel.at_once = Levels(hierarchy_of(self._topology, channel.inner)), 1
+            self._channels[kind] = channel
+        return self._channels[kind]
+
+    # ------------------------------------------------------------ call sites
+
+    def _site(self, name: str, inp: torch.Tensor, out: torch.Tensor) -> Site:
+        task = torch._C._current_graph_task_id() if name in _REDUCTIONS else -1
         if task >= 0 and task != self._task:
             self._task, self._nth, self._backwards = task, 0, self._backwards + 1
             self._forget_old_sites()
-        key = (self._nth if task >= 0 else -1, tensor.numel())
+        nth, numel = self._nth if task >= 0 else -1, max(inp.numel(), out.numel())
         self._nth += task >= 0
-        site = self._sites.get(key)
-        if site is None:
-            name = f"call {key[0]} of {key[1]}"
-            site = self._sites[key] = _Site(
-                name, tensor, self.options, self._size, self._workspace, self._residuals, feedback=task >= 0
-            )
+        key = name, nth, numel, inp.device
+        if key not in self._sites:
+            self._sites[key] = self._made(name, f"{_SITES[name]} {nth} of {numel}", inp, out, feedback=task >= 0)
+        site = self._sites[key]
         site.last_backward = self._backwards
         return site
 
+    def _made(self, name: str, called: str, inp: torch.Tensor, out: torch.Tensor, *, feedback: bool) -> Site:
+        codec, calls, kind = self._codecs[name], self._calls.pop(called, 0), self._kind(inp.device)
+        if name == "all_gather":
+            return GatherSite(called, inp, codec, self.rank, self.size, calls=calls)
+        if name == "reduce_scatter":
+            store = self._scattered
+            return ScatterSite(called, out, codec, self.rank, self.size, store, feedback=feedback, calls=calls)
+        levels = None if self._topology is None else self._connected(kind).levels
+        return ReduceSite(
+            called, inp, codec, self.size, self._workspaces[kind], self._residuals, feedback=feedback, levels=levels,
+            calls=calls,
+        )  # fmt: skip
+
     def _forget_old_sites(self) -> None:
         for key in [k for k, s in self._sites.items() if s.last_backward < self._backwards - KEPT_BACKWARDS]:
-            self.counters.dropped_sites += 1
             site = self._sites.pop(key)
-            self._dropped.append(site.exchange)
-            self._residuals.take({site.name})
+            self.counters.dropped_sites += key[0] in _REDUCTIONS
+            self._dropped[self._kind(key[-1])].append(site)  # type: ignore[arg-type]
+            for store in (self._residuals, self._scattered):
+                store.take({site.name})
 
-    def _reduce(
-        self, channel: Channel, tensor: torch.Tensor, site: _Site, sequence: int, key: int, total: bool
-    ) -> Steps[list[torch.Tensor]]:
-        while self._dropped:
-            self._dropped.pop().forget(self._workspace)
-        buffer = tensor.detach().view(-1)
-        if tensor.dtype != torch.float32:
-            if site.scratch is None:
-                site.scratch = torch.empty(tensor.numel(), dtype=torch.float32)
-            buffer = site.scratch.copy_(buffer)
-        outcomes = yield from site.exchange.steps(channel, buffer, sequence=sequence, key=key)
-        finite = all(outcome.finite for outcome in outcomes)
-        if finite and total:
-            buffer *= self._size
-        if buffer.data_ptr() != tensor.data_ptr():
-            tensor.detach().view(-1).copy_(buffer)
-        if not finite:
-            tensor.detach().fill_(float("nan"))
-        settle(outcomes, taken=finite)
-        counters = self.counters
-        counters.compressed_calls += 1
-        counters.skipped_calls += not finite
-        counters.compressed_elements += tensor.numel()
-        counters.logical_bytes += 8 * (self._size - 1) * tensor.numel() // self._size
-        counters.wire_bytes = self._sent_before + channel.sent_bytes
-        return [tensor]
+    # ------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and counts of this rank's sites, between two backwards: numbers, texts and tensors."""
+        state = exact_state(self._residuals, self, self._backwards, str(self._topology or ""))
+        scattered = exact_state(self._scattered, self, self._backwards)["residuals"]
+        calls = self._calls | {site.name: site.calls for site in self._sites.values()}
+        return state | {"codecs": self._specs(), "scattered": scattered, "calls": calls}
+
+    def load_state_dict(self, *states: dict[str, Any]) -> None:
+        """From this rank's state, or those of all ranks at another world size. All or nothing."""
+        nodes = str(self._topology or "")
+        for state in states:
+            if "scattered" not in state or "calls" not in state:
+                raise StateMismatch("expected what state_dict() of a group gave; this is something else")
+            if state.get("codecs") != self._specs():
+                raise StateMismatch(
+                    f"the state was saved with the codecs {state.get('codecs')}, this group has {self._specs()}: load it "
+                    "into a group with the same GroupOptions"
+                )
+            if state["size"] != self.size and (nodes or state.get("nodes") or any(each["scattered"] for each in states)):
+                raise StateMismatch(
+                    f"the state is of {state['size']} ranks, this group has {self.size}: residuals of reduce-scatters and of a "
+                    "topology fit the same number of ranks only"
+                )
+        backwards, residuals = residuals_of(states, self, nodes=nodes)
+        own = next((each for each in states if (each["size"], each["rank"]) == (self.size, self.rank)), states[0])
+        rows = own | {"residuals": own["scattered"], "nodes": ""}
+        scattered = residuals_of([rows], self)[1] if own["scattered"] else {}
+        self._scattered.check(scattered)
+        self._residuals.load(residuals)
+        self._scattered.load(scattered)
+        self._calls, self._backwards = dict(own["calls"]), backwards
+        for site in self._sites.values():
+            site.calls, site.last_backward = self._calls.pop(site.name, 0), backwards
+
+    def _specs(self) -> dict[str, str]:
+        return {name: codec.spec for name, codec in self._codecs.items()}
+
+    # ------------------------------------------------------------ other ranks
 
     def stop(self, reason: str) -> None:
         """End what is under way with an error that gives ``reason``."""
-        if self._channel is not None:
-            self._channel.stop(reason)
+        for channel in self._channels.values():
+            channel.stop(reason)
 
-    def connect(self, rank: int, size: int, transport: Callable[[], Transport]) -> None:
+    def abort(self) -> None:
+        """End what NCCL has under way, which knows nothing of a rank that is gone."""
+        for kind, channel in list(self._channels.items()):
+            if kind != "cpu":
+                channel.inner.abandon("the group has failed.")
+
+    def connect(self, rank: int, size: int, transports: Transports) -> None:
         """Work among other ranks from here on. ``reform`` hands over what the old ones owed."""
-        self._rank, self._size, self._private = rank, size, transport
-        self._sent_before += 0 if self._channel is None else self._channel.sent_bytes
-        self._channel = None
+        self.rank, self.size, self._transports = rank, size, transports
+        self._sent_before += sum(channel.sent_bytes for channel in self._channels.values())
+        self._channels.clear()
 
     def reform(self, change: Change) -> Callable[[], None] | None:
         """Hand over what call sites owe; collective. Call the result when all have come as far."""
         if self.options is None:
             return None
-        channel = self._connected()
+        if self.options.topology is not None:
+            self._ended = "other ranks"
+            raise cannot_follow(self, "topology names ranks that were")
+        channel = self._connected("cpu")
         if self._handover is None:
             self._handover = Handover(channel)
             self._handover.rank, self._handover.size = self._cut
         self._handover.channel = channel
-        self.counters.lost_calls += self._workspace.proposed
-        channel.run(self._handover.steps(change, {"": self._residuals}, self._workspace))
+        self.counters.lost_calls += sum(workspace.proposed for workspace in self._workspaces.values())
+        for kind, workspace in self._workspaces.items():
+            if kind != "cpu":
+                workspace.settle(taken=False)
+        channel.run(self._handover.steps(change, {"": self._residuals}, self._workspaces["cpu"]))
         return self._handover.with_it(self._follow)
 
     def hand_over(self, leaving: Sequence[int]) -> None:
@@ -222,14 +334,23 @@ class GroupReducer:
             self._handover.channel.run(self._handover.leaving(leaving, {"": self._residuals}))
 
     def _follow(self) -> None:
-        """Sites are cut anew; each finds what it owes when it comes again."""
+        """Sites are cut anew; each finds what it owes when it comes again, but for rows of reduce-scatters."""
         assert self._handover is not None
         self._cut = self._handover.rank, self._handover.size
-        self._sites, self._dropped, self._task, self._nth = {}, [], -1, 0
-        self._sequence = self._connected().take(0)
-        self._workspace.clear()
+        self.counters.dropped_sites += len({name for name, _ in self._scattered.every()})
+        self._scattered = ResidualStore()
+        self._sites, self._task, self._nth = {}, -1, 0
+        self._dropped.clear()
+        self._calls.clear()
+        self._sequence = self._connected("cpu").take(0)
+        for workspace in self._workspaces.values():
+            workspace.clear()
         self.counters.lost_ranks = self._handover.lost
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
+        for channel in self._channels.values():
+            channel.close()
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type in ("cpu", "cuda") and tensor.layout is torch.strided and tensor.is_contiguous()
