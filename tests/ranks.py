@@ -181,6 +181,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        dist.distributed_c10d._world.group_count = 0  # torch counts a default group that could not be made, too
         if not TASKS.exists() or len(os.listdir(TASKS)) > CROWD:
             gc.collect()
 

@@ -8,7 +8,10 @@ import sources
 
 NOTEBOOK = json.loads((sources.ROOT / "examples" / "first_steps.ipynb").read_text())
 CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-RUN = "import json, sys\nnames = {}\nfor i, code in enumerate(json.load(sys.stdin)): exec(compile(code, f'cell {i}', 'exec'), names)"
+RUN = """import json, sys
+names = {}
+for i, code in enumerate(json.load(sys.stdin)):
+    exec(compile(code, f"cell {i}", "exec"), names)"""
 
 
 def test_its_cells_run(tmp_path):

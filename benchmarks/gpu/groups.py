@@ -47,7 +47,7 @@ def backend(machine: Machine, report: Report) -> None:
 
 
 def _two_compressed(machine: Machine, report: Report) -> None:
-    """Two ranks on one card, which NCCL allows from 2.30 on, with a codec in the group's options; before this process has CUDA."""
+    """Two ranks on one card (from NCCL 2.30 on) with a codec in the group's options; before this process has CUDA."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     with report.line("two ranks with a codec", must=machine.twin), LocalRanks(2, forked=True) as pool:
         for what, value, unit, limit in pool.call(_compressed, machine.twin, lambda *_: None):
