@@ -74,16 +74,18 @@ class MpiRanks:
                 raise outcome
         return [outcomes.get(rank) for rank in range(size)]
 
-    def close(self) -> None:
+    def close(self) -> int | None:
+        """The exit status of mpirun, if it was started."""
         for pipe in self._pipes.values():
             pipe.close()
         if self._job is not None:
             try:
-                self._job.wait(15)
+                self._job.wait(30)
             except subprocess.TimeoutExpired:
                 self._job.terminate()
                 self._job.wait(30)
         self._folder.cleanup()
+        return None if self._job is None else self._job.returncode
 
     def _start(self) -> None:
         if self._job is not None:

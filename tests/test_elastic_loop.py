@@ -606,7 +606,7 @@ def test_a_group_over_mpi_is_refused_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "commpress_mpi")
     rank = World().found(1)[0]
     rank.communicator = object()
-    with pytest.raises(InvalidArgument, match=r"'commpress_mpi', over MPI, .*ULFM is not used.*expected 'commpress'"):
+    with pytest.raises(InvalidArgument, match=r"'commpress_mpi', over MPI, .*mpirun --with-ft ulfm.*'commpress'"):
         Elastic(print, {"model": MODEL}, data=Run().loader, epochs=1, group=rank)
 
 

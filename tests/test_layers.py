@@ -65,7 +65,7 @@ HOMES = {
         "commpress.kernels.cpu.compiled",
         "commpress.kernels.cpu.digest",
     ),
-    "mpi4py": ("commpress.collectives.transports.mpi",),
+    "mpi4py": ("commpress.collectives.transports.mpi_job",),
     "libaio": ("commpress.tiered_mem.engines*",),
     "xxhash": ("commpress.checksum",),
     "prometheus_client": ("commpress.integrations.observe.endpoint",),

