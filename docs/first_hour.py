@@ -1,6 +1,6 @@
-"""A stranger's first hour, followed literally: clone, install, two hosts, the Trainer, a DeepSpeed configuration, a bug report.
+"""Run a stranger's first hour literally: clone, install, two hosts, the Trainer, a DeepSpeed configuration, a bug report.
 
-    python tests/stranger.py --folder /tmp/stranger
+    python docs/first_hour.py --folder /tmp/first_hour
 
 Scripts are taken from the pages as they stand, and every command is printed with its seconds. The two machines are hosts on
 this one (network namespaces) with a link of 1 Gbit/s between them. The folder must not exist; outside of it only caches are
