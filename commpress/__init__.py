@@ -52,6 +52,7 @@ _HOMES = {
     "ShardedOneBitAdam": "commpress.optim",
     "ShardedZeroOneAdam": "commpress.optim",
     "LocalUpdates": "commpress.optim.local_updates",
+    "Alarm": "commpress.integrations.ddp.alarm",
     "keep_local": "commpress.integrations.ddp.local",
     "Average": "commpress.optim.outer",
     "Nesterov": "commpress.optim.outer",
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from commpress.collectives.topology import Topology
     from commpress.errors import CommpressError
     from commpress.feedback import ErrorFeedback
+    from commpress.integrations.ddp.alarm import Alarm
     from commpress.integrations.ddp.hook import CompressedState, compress, compressed_allreduce_hook
     from commpress.integrations.ddp.local import keep_local
     from commpress.integrations.ddp.overlap import overlap
@@ -186,6 +188,7 @@ __all__ = [
     "ShardedOneBitAdam",
     "ShardedZeroOneAdam",
     "LocalUpdates",
+    "Alarm",
     "keep_local",
     "Average",
     "Nesterov",

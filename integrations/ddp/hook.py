@@ -45,6 +45,7 @@ from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import can_reform, on_reform
 from commpress.errors import CommunicationError, InvalidArgument, NonFiniteGradient, check_counts
 from commpress.feedback import Key, ResidualStore, check_feedback
+from commpress.integrations.ddp.alarm import NONE, Alarm, alarm_of, check_alarm
 from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
 from commpress.integrations.ddp.plain import Plain, values_of
@@ -122,7 +123,7 @@ def compress(
 
 def _divides(codec: str | Codec | Policy, ddp: DistributedDataParallel, options: dict[str, Any]) -> bool:
     """True if two levels take nothing away from what this run can do, so that "auto" may ask the launcher."""
-    if ddp.process_group.size() == 1 or can_reform(ddp.process_group) or codec == PLAIN:
+    if ddp.process_group.size() == 1 or can_reform(ddp.process_group) or codec == PLAIN or options.get("alarm") is not None:
         return False
     if trial := trial_of(codec, options.get("allow")):
         return not any(isinstance(codec_named(way), LowRankCodec) for way in trial.ways[1:])
@@ -170,6 +171,7 @@ class CompressedState:
       inside a node are then exact and only what crosses between nodes is compressed; see ``docs/hierarchy.md``. The
       ``Links`` that ``commpress probe`` measured decide whether that is faster than one level.
     - ``allow``: coarser codecs that ``codec="auto"`` may try beside ``int8`` and ``int4``, such as "sign".
+    - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compression seems to harm the run.
     """
 
     def __init__(
@@ -192,13 +194,14 @@ class CompressedState:
         replan_every: int = 0,
         topology: Topology | str | Links | None = None,
         allow: str | Sequence[str] | None = None,
+        alarm: Alarm | str | None = None,
     ) -> None:
         self._saved: dict[str, Any] | None = None
         self._options: dict[str, Any] = {
             "codec": codec, "min_numel": min_numel, "exclude": exclude, "error_feedback": error_feedback,
             "on_nonfinite": on_nonfinite, "exact_steps": exact_steps, "measure_every": measure_every, "timeout": timeout,
             "checksum": checksum, "seed": seed, "replan_every": replan_every, "topology": topology,
-            "allow": allow,
+            "allow": allow, "alarm": alarm,
         }  # fmt: skip
         self._given = {"agree_over": agree_over is not None, "grad_scaler": grad_scaler is not None}
         self.names = ParameterNames(named_parameters or ())
@@ -213,6 +216,7 @@ class CompressedState:
         self.step = 0
         self.counters = Counters(choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else "")
         self._trial, self._way = trial_of(codec, allow), ""  # what it came to
+        self.alarm = alarm_of(alarm)
         self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
         policy = policy_of("none" if self._trial else codec, **self._limits)
         usual = min(sum(self.names.numels.values()) or BUCKET, BUCKET)
@@ -238,6 +242,7 @@ class CompressedState:
         self._survives = can_reform(process_group)  # backwards that fail: another may follow
         self._owing = False  # what is owed is to be paid in the next step, which sends exactly or nothing
         self._replanning = Replanning(replan_every, codec, policy, self.channel.size) if replan_every else None  # type: ignore[arg-type]
+        self._usual = policy  # the codecs while no alarm lasts
         self._backward: Backward | None = None
         self.handover = Handover(self.channel)
         self._finished = 0  # steps of which all is over
@@ -252,6 +257,7 @@ class CompressedState:
         """Refuse what makes no sense together, the same on every rank."""
         o, agree_over = self._options, self._given["agree_over"]
         codec, trial, ef21 = o["codec"], trial_of(o["codec"], o.get("allow")) is not None, o["error_feedback"] == "ef21"
+        plain = not codec.compresses if isinstance(codec, Planned) else codec == NONE
         check_on_nonfinite(o["on_nonfinite"])
         check_feedback(o["error_feedback"], ef21=True)
         check_exclude(o["exclude"])
@@ -264,12 +270,13 @@ class CompressedState:
             raise InvalidArgument(
                 "torch.distributed is not initialised: call init_process_group before CompressedState"
             )
+        check_alarm(o.get("alarm"), o, trial=trial, plain=plain, agrees=agree_over)
         if ef21 and (trial or o["replan_every"]):
             raise InvalidArgument(
                 "error_feedback='ef21' needs a codec that stays: name one, such as 'topk-16', without replan_every, or leave "
                 "error_feedback out"
             )
-        if agree_over and (trial or (isinstance(codec, Planned) and not codec.compresses)):
+        if agree_over and (trial or (plain and isinstance(codec, Planned))):
             raise InvalidArgument(
                 f"agree_over is given, but codec is {getattr(codec, 'codec', codec)!r}, which leaves steps "
                 "to torch's own all-reduce: name a codec, such as 'int8', or leave agree_over out"
@@ -373,6 +380,20 @@ class CompressedState:
         if self._replanning is not None and self._replanning.measured:
             self.exchanges.use(self._replanning.decide(self._plain.group, device, self.step - 1))
             self.counters.choice = self._replanning.why
+        if self.alarm is not None and not aborted and self.alarm.due(self.step - 1 - self.exact_steps):
+            before = self.alarm.way
+            self.alarm.look(self._plain.group, device, self.step - 1)
+            if self.alarm.way != before:
+                self._heed(self.alarm)
+
+    def _heed(self, alarm: Alarm) -> None:
+        """Go on with the codec that an alarm brings, or with the usual ones."""
+        if alarm.way:
+            self._go(PLAIN if alarm.way == NONE else alarm.way)
+            self._owing = not self.compresses
+        else:
+            self.compresses = True
+            self.exchanges.use(self._usual)
 
     def _next_way(self, trial: Trial, device: torch.device) -> None:
         """The next step of the trial begins, or the first after it."""
@@ -429,7 +450,9 @@ class CompressedState:
             buffer = workspace.borrow(bucket.numel(), torch.float32, bucket.device).copy_(bucket)
         gain = 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
         measure = self.measure_every and round.number % self.measure_every == 0 and isinstance(exchange, Reduce)
-        before = exchange.compensated(buffer, gain) if measure and isinstance(exchange, Reduce) else None
+        looks = self.alarm is not None and self.alarm.due(round.number - self.exact_steps)
+        before = exchange.compensated(buffer, gain) if (measure or looks) and isinstance(exchange, Reduce) else None
+        own = buffer * gain if looks else None
         key = self.seed * 1_000_003 + round.number
         outcomes = yield from exchange.steps(self.channel, buffer, sequence=sequence, key=key, gain=gain)
         finite = all(outcome.finite for outcome in outcomes)
@@ -440,7 +463,10 @@ class CompressedState:
         if bucket is not buffer:
             workspace.give_back(buffer)
         if before is not None and finite:
-            self.counters.errors.update(relative_errors(before, exchange.spans, outcomes))
+            if measure:
+                self.counters.errors.update(relative_errors(before, exchange.spans, outcomes))
+            if self.alarm is not None and own is not None:
+                self.alarm.measure(own, before, outcomes)
         self.counters.bucket(bucket.numel(), exchange.messages, self.channel.size)
         yield from self._end(bucket, finite, outcomes, round)
 
@@ -505,6 +531,7 @@ class CompressedState:
         common = {
             "step": self._finished, "trial": self._trial is not None, "way": self._way, "why": self.counters.choice,
             "rules": dict(self._replanning.rules) if self._replanning is not None else {}, "brought": list(self.names.brought),
+            "alarm": self.alarm.state_dict() if self.alarm is not None else {},
         }  # fmt: skip
         steps = self.handover.steps(
             change, {"": self.residuals}, self.channel.workspace, shared=common, tensors=self.exchanges.bases
@@ -533,7 +560,10 @@ class CompressedState:
         elif self._trial is not None or self._way != common["way"]:
             self._trial, self._way, self.counters.choice = None, common["way"], common["why"]
             self._go(self._way)
-        self._owing = self.channel.size == 1 or self._way == PLAIN
+        if self.alarm is not None and common["alarm"]:
+            self.alarm.load_state_dict(common["alarm"])
+            self._heed(self.alarm)
+        self._owing = self.channel.size == 1 or self._way == PLAIN or (self.alarm is not None and not self.compresses)
         if self._replanning is not None:
             self._replanning.ranks = self.channel.size
             self.exchanges.use(self._replanning.load(common["rules"]))
@@ -654,8 +684,12 @@ class CompressedState:
         self.step = self._finished = step
         if self._replanning is not None:
             self.exchanges.use(self._replanning.load(states[0].get("rules", {})))
+        if self.alarm is not None and states[0].get("alarm"):
+            self.alarm.load_state_dict(states[0]["alarm"])
+            self._heed(self.alarm)
 
     def _saved_choices(self) -> dict[str, Any]:
         rules = {"rules": dict(self._replanning.rules)} if self._replanning is not None else {}
-        return self.exchanges.choices() | rules
+        alarm = {"alarm": self.alarm.state_dict()} if self.alarm is not None else {}
+        return self.exchanges.choices() | rules | alarm
 

@@ -50,6 +50,7 @@ HELP = {
     "lost": "Ranks that were lost.",
     "joined": "Ranks that have joined.",
     "pause_seconds": "Seconds in which the group was formed anew.",
+    "alarms": "Alarms that compression harms.",
     "ranks": "Ranks that there are.",
     "participation": "Ranks in committed steps, of as many as there ever were.",
     "goodput": "Share of the time without pauses.",

@@ -48,6 +48,8 @@ class StepMetrics:
     Of ``commpress.elastic``: ``faults``, ranks ``lost`` and ``joined``, ``pause_seconds`` in which the group was formed anew;
     the ``ranks`` that there are, and of the whole run ``participation`` (ranks in committed steps, of as many as there ever
     were) and ``goodput`` (share of the time without pauses).
+
+    ``alarms`` counts those of ``compress(alarm=)``.
     """
 
     step: int
@@ -77,6 +79,7 @@ class StepMetrics:
     lost: int = 0
     joined: int = 0
     pause_seconds: float = 0.0
+    alarms: int = 0
     ranks: int = 0
     participation: float = 1.0
     goodput: float = 1.0
@@ -110,7 +113,7 @@ class StepMetrics:
 
 NO_SCALARS = ("step", "shared_weights", "errors", "owed", "bits", "expert_tokens", "imbalance", "expert_errors")
 Sink = Callable[[StepMetrics], object]
-TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:27]  # logical_bytes … pause_seconds: what adds up
+TOTALS = tuple(StepMetrics.__dataclass_fields__)[3:28]  # logical_bytes … alarms: what adds up
 
 
 class Metrics:
@@ -200,6 +203,7 @@ class Metrics:
             for counters in _counters(self.state):
                 for name in ("logical_bytes", "wire_bytes", "between_bytes", "skipped_steps", "wire_seconds"):
                     totals[name] += getattr(counters, name, 0)
+            totals["alarms"] = getattr(getattr(self.state, "alarm", None), "sounded", 0)
         if self.state is not None:
             for workspace in workspaces_of(self.state):
                 totals["encode_seconds"] += workspace.encode_seconds
