@@ -6,7 +6,8 @@ the order of ranks that the plan finds, then takes steps on each: blocks whose c
 parallelism, torch's 1F1B, and commpress.compress(model, mesh=..., dims=...) on the mesh that the plan prints. Nothing is
 fitted to the steps. Starting eight processes for each grid takes most of the ten minutes.
   step ms     predicted, measured (the slowest rank's, median), and how far off
-  MB          that the rank with most holds at its peak, predicted and measured
+  MB          by which the rank with most grows at its peak, predicted and measured; without what a process loads once, and
+              with tensors in pages of their own, so that the allocator keeps none that are free
   as numbered a step on the same grid with ranks in their own order, predicted
 
   python benchmarks grids --check
@@ -19,6 +20,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +121,10 @@ def run(options: argparse.Namespace) -> int:
 def work_of(parameters: int) -> MeshWork:
     """Blocks of one matrix each, which keep nothing for backward but their output."""
     blocks = (Numel(parameters // BLOCKS),) * BLOCKS
-    return MeshWork(Numel(), blocks, Numel(), WIDTH, BATCH, LENGTH, FORWARD, BACKWARD, micro=MICRO, kept=(1.0, 0.0))
+    kept, largest = (1.0, 0.0), parameters // BLOCKS
+    return MeshWork(
+        Numel(), blocks, Numel(), WIDTH, BATCH, LENGTH, FORWARD, BACKWARD, micro=MICRO, kept=kept, largest=largest
+    )
 
 
 def on_hosts(hosts: Hosts, options: argparse.Namespace, path: Path) -> None:
@@ -129,7 +134,8 @@ def on_hosts(hosts: Hosts, options: argparse.Namespace, path: Path) -> None:
     started = []
     for rank in range(RANKS):
         there = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank // HOSTS), "OMP_NUM_THREADS": "1",
-                 "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(PORT), "OMP_WAIT_POLICY": "passive"}  # fmt: skip
+                 "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(PORT), "OMP_WAIT_POLICY": "passive",
+                 "MALLOC_MMAP_THRESHOLD_": "65536"}  # fmt: skip
         started.append(hosts.start(rank % HOSTS, command, {**os.environ, **there}))
     for process in started:
         if process.wait():
@@ -185,14 +191,26 @@ def steps_of(rank: int, size: int, options: argparse.Namespace, report: ranks.Re
     plan = json.loads(Path(options.on).read_text())
     grid, dims = Grid(**plan["grid"]), {name: codec for name, codec in plan["dims"].items() if plan["mesh"].get(name, 1) > 1}
     mesh = DeviceMesh("cpu", torch.tensor(plan["order"]).view(*plan["mesh"].values()), mesh_dim_names=tuple(plan["mesh"]))
-    tp = mesh["tp"].get_group() if grid.tp > 1 else None
-    stage = mesh["pp"].get_local_rank() if grid.pp > 1 else 0
-    count = BATCH // MICRO // grid.dp
-    scale = grid.pp / BLOCKS / count
+    first = stepping(grid, mesh, dims, plan["layers"], BLOCKS << 12)  # loads what a process loads once
+    first()
+    del first
     before = resident()
-    numel = options.parameters // BLOCKS // grid.tp
-    blocks = (SleptBlock(numel, (FORWARD * scale, BACKWARD * scale), tp) for _ in range(plan["layers"][stage]))
-    model = nn.Sequential(*blocks)
+    step = stepping(grid, mesh, dims, plan["layers"], options.parameters)
+    took = harness.medians({"step": partial(harness.together, step)}, options.rounds, warm=WARM)["step"]
+    held = torch.tensor([float(peak() - before)], dtype=torch.float64)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return {"seconds": took, "bytes": float(held)}
+
+
+def stepping(
+    grid: Grid, mesh: DeviceMesh, dims: dict[str, str], layers: Sequence[int], parameters: int
+) -> Callable[[], None]:
+    """A step of this rank's share of a model."""
+    stage = mesh["pp"].get_local_rank() if grid.pp > 1 else 0
+    tp = mesh["tp"].get_group() if grid.tp > 1 else None
+    count = BATCH // MICRO // grid.dp
+    seconds = (FORWARD * grid.pp / BLOCKS / count, BACKWARD * grid.pp / BLOCKS / count)
+    model = nn.Sequential(*(SleptBlock(parameters // BLOCKS // grid.tp, seconds, tp) for _ in range(layers[stage])))
     x, optimizer = torch.randn(count * MICRO, LENGTH, WIDTH), torch.optim.Adam(model.parameters(), 1e-3, foreach=False)
     if grid.pp > 1:
         place = PipelineStage(model, stage, grid.pp, torch.device("cpu"), group=mesh["pp"].get_group())
@@ -212,10 +230,7 @@ def steps_of(rank: int, size: int, options: argparse.Namespace, report: ranks.Re
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    took = harness.medians({"step": partial(harness.together, step)}, options.rounds, warm=WARM)["step"]
-    held = torch.tensor([float(peak() - before)], dtype=torch.float64)
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    return {"seconds": took, "bytes": float(held)}
+    return step
 
 
 def resident() -> int:

@@ -1,5 +1,6 @@
 """Grids of parallelism: what a step is predicted to cost, which one is chosen, and in which order ranks stand on it."""
 
+import gc
 import json
 import re
 from itertools import combinations, permutations
@@ -7,7 +8,7 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commpress
@@ -123,16 +124,52 @@ def test_slow_ranks_get_fewer_layers_and_sequences():
     assert replicas.parts["compute"] == pytest.approx(0.3 * 8 / 6)
 
 
-def test_memory_is_divided_by_tensor_and_pipeline_parallelism_and_residuals_are_counted():
-    links = nodes(8, 1)
-    model = work(8, kept=(0, 0))
-    assert predicted(Grid(dp=8), model, links, COSTS).memory == pytest.approx(16 * 8e6)
-    assert predicted(Grid(dp=2, tp=2, pp=2), model, links, COSTS).memory == pytest.approx(16 * 2e6)
-    assert predicted(Grid(dp=8), model, links, COSTS, MeshDims(dp="sign")).memory == pytest.approx((16 + 9) * 8e6)
+def test_memory_is_divided_by_tensor_and_pipeline_parallelism():
+    links, model = nodes(8, 1), work(8, kept=(0, 0))
+    alone = MeshWork(Numel(), (BLOCK,) * 8, Numel(), 64, 16, 32, 0.1, 0.2, kept=(0, 0), largest=1_000_000)
+    assert predicted(Grid(tp=8), alone, links, COSTS).memory == pytest.approx((16 * 8 + 3 * 4) * 1e6 / 8)
+    exact = 16 + 4 + (2 + 1 / 8) * 4  # state, buckets, messages of the one or two buckets
+    assert predicted(Grid(dp=8), model, links, COSTS).memory == pytest.approx(exact * 8e6)
+    assert predicted(Grid(dp=2, tp=2, pp=2), model, links, COSTS).memory == pytest.approx((20 + 2.5 * 4) * 2e6)
+    coded = 16 + 4 + 9 + (2 + 1 / 8) / 8
+    assert predicted(Grid(dp=8), model, links, COSTS, MeshDims(dp="sign")).memory == pytest.approx(coded * 8e6, rel=1e-3)
+    large = MeshWork(Numel(), (Numel(50_000_000),) * 2, Numel(), 64, 16, 32, 0.1, 0.2, kept=(0, 0), largest=10_000_000)
+    four = (2 + 1 / 8) * 4 * 4 * 10e6  # buckets of one parameter each, of which four are under way
+    assert predicted(Grid(dp=8), large, links, COSTS).memory == pytest.approx(20 * 100e6 + four + 3 * 4 * 10e6)
     waiting = predicted(Grid(dp=2, pp=4), work(8, kept=(1, 0)), links, COSTS).memory - predicted(
         Grid(dp=2, pp=4), model, links, COSTS
     ).memory  # fmt: skip
     assert waiting == pytest.approx(4 * 2 * 4 * 64 * 32), "four micro-batches of two blocks on the first stage"
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "sign"])
+def test_memory_of_data_parallelism_is_that_of_real_tensors(pool, codec):
+    numel, sizes = 5 * 500_000, [500_000] * 5
+    blocks = tuple(Numel(size) for size in sizes)
+    model = MeshWork(Numel(), blocks, Numel(), 64, 16, 32, 0.1, 0.2, kept=(0, 0))  # nothing is held for a while only
+    step = predicted(Grid(dp=2), model, nodes(2, 1), COSTS, MeshDims(dp=codec))
+    for held in pool.run(held_by_a_model, sizes, codec, size=2):
+        assert held == pytest.approx(step.memory, rel=0.02), (held - step.memory) / numel
+
+
+def tensors():
+    """Every block of memory that tensors have, by its address."""
+    gc.collect()
+    found = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+
+
+def held_by_a_model(sizes, codec):
+    before = tensors()
+    model = torch.nn.ParameterList(torch.zeros(size) for size in sizes)
+    states = commpress.compress(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dims={"dp": codec})
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    for _ in range(2):
+        sum(p.sum() for p in model).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert states["dp"].step == 2
+    return sum(nbytes for at, nbytes in tensors().items() if at not in before)
 
 
 # ---------------------------------------------------------------- the choice

@@ -25,6 +25,7 @@ import numpy as np
 
 from commpress.codecs import codec_named
 from commpress.codecs.whole_tensors import WholeTensorCodec
+from commpress.collectives.channel import AT_ONCE
 from commpress.documents import Document
 from commpress.errors import InvalidArgument
 from commpress.plan.costs import Costs
@@ -34,7 +35,8 @@ from commpress.plan.pair_links import PairLinks
 from commpress.plan.uneven import shares, stages
 
 AXES = ("pp", "dp", "ep", "sp", "tp")  # from the outermost: neighbours share tensors
-BUCKETS = 25e6  # bytes of gradients that travel together
+BUCKETS = float(25 << 20)  # bytes of gradients that travel together
+TEMPORARIES = 3  # copies of its largest parameter that AdamW makes where it is neither fused nor foreach
 NEAR = 0.03  # of its step that a grid with more kinds of parallelism must save
 FILE = Document("commpress mesh", 1, 1 << 20, "commpress plan --mesh")
 KEPT = (5.0, 12.0)  # elements that a block keeps for backward per token and width: on every rank of tp, and divided among them
@@ -103,6 +105,7 @@ class MeshWork:
     state: int = 16  # bytes of a parameter on a rank: weight, gradient, two moments
     kept: tuple[float, float] = KEPT
     interleave: int = 1  # stages of a pipeline on each rank
+    largest: int = 0  # elements of the largest parameter
     experts_per_token: int = 1
     experts: int = 0  # of a block, all ranks together; 0: many
 
@@ -141,7 +144,7 @@ class MeshWork:
         width = Counter(shape.sizes[-1] for shape in flat).most_common(1)[0][0] if flat else 1
         return cls(
             Numel.of(first), tuple(map(Numel.of, numbered.values())), Numel.of(last), width, batch, length,
-            0.95 * seconds / 3, 0.95 * seconds * 2 / 3, 0.05 * seconds, **more,
+            0.95 * seconds / 3, 0.95 * seconds * 2 / 3, 0.05 * seconds, largest=max(s.numel for s in model.shapes), **more,
         )  # fmt: skip
 
     def fits(self, grid: Grid) -> str:
@@ -492,11 +495,23 @@ class _Prediction:
         """State and what compression keeps; activations of the micro-batches that are under way on this stage."""
         work, grid = self.work, self.grid
         numel, n = self._held(stage), grid.dp * grid.ep * grid.sp
-        kept = 8 * numel * (1 + 1 / n) if n > 1 and not codec_named(self.dims.dp).lossless else 0.0
         whole, divided = work.kept
         under_way = min(grid.pp - stage, max(self.counts))
         activations = self.tokens * work.width * work.element * (whole + divided / grid.tp) * self.layers[stage] * under_way
-        return work.state * numel + kept + activations
+        largest = 4 * work.largest / grid.tp
+        return work.state * numel + self._averaging(numel, n) + max(activations + largest, TEMPORARIES * largest)
+
+    def _averaging(self, numel: float, n: int) -> float:
+        """Of ``compress`` between ``n`` ranks: buckets, residuals, and messages of the buckets that are under way at once."""
+        if n == 1 or not self.work.gradient:
+            return 0.0
+        codec, gradient = codec_named(self.dims.dp), self.work.gradient
+        bucket = min(max(BUCKETS / gradient, self.work.largest / self.grid.tp), numel)
+        at_once = min(AT_ONCE, numel / bucket)
+        message = 4.0 * bucket if codec.lossless else float(n * codec.row_bytes(-(-int(bucket) // n)))
+        copies = 4.0 * bucket if gradient < 4 else 0.0  # kernels add in float32
+        residuals = 0.0 if codec.lossless else 8 * numel * (1 + 1 / n)  # as they are, and as they will be
+        return gradient * numel + residuals + at_once * ((2 + 1 / n) * message + copies)
 
 
 def _all_to_all(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
