@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait for each other leave the cores to others
 
@@ -90,6 +91,15 @@ def mortal(compiled):
     ranks = Ranks(3, forked=True)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def connected():
+    """Two ends of a connection of this machine with itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            yield sender, receiver
 
 
 @pytest.fixture
