@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 SECONDS = 280  # until a soak that has not ended hangs
-# At 125 faults an hour. The bars of --check, a goodput of 90, a participation of 80 and 20 seconds to heal, need a quiet machine:
-# a new start imports torch while others use the cores.
+# The bars of --check, a goodput of 90, a participation of 80 and 20 seconds to heal, need a quiet machine: a rank that starts
+# again imports torch while others use the cores.
 BARS = ["--min-goodput", "70", "--min-participation", "65", "--longest-healing", "60"]
 COMMAND = [sys.executable, "-m", "commpress", "chaos", "--check", *BARS]
 # Nobody's child: a test that runs chaos itself ends all descendants that have come meanwhile.
