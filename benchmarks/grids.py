@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import commpress
+import machines
 from commpress.cli import harness, plan_mesh, probe, ranks
 from commpress.cli.hosts import Hosts, parse_rate
 from commpress.plan.costs import measure_costs
@@ -53,18 +54,11 @@ HEAD = ["grid", "predicted ms", "measured ms", "off", "MB predicted", "MB measur
 
 
 @dataclass
-class GridRow:
+class GridRow(machines.Forecast):
     grid: str
-    predicted_seconds: float
-    seconds: float
     predicted_bytes: float
     peak_bytes: float
     numbered_seconds: float
-    chosen: bool = False
-
-    @property
-    def off(self) -> float:
-        return self.predicted_seconds / self.seconds - 1
 
     @property
     def memory_off(self) -> float:
@@ -109,7 +103,8 @@ def run(options: argparse.Namespace) -> int:
             numbered = predicted(grid, work, links, costs, exact).seconds
             steps.append(step)
             rows.append(GridRow(
-                str(grid), float(step.seconds), took["seconds"], float(step.memory), took["bytes"], float(numbered)
+                str(grid), float(step.memory), took["bytes"], float(numbered), seconds=took["seconds"],
+                predicted_seconds=float(step.seconds),
             ))
             print(f"{grid}: {1e3 * step.seconds:.0f} ms predicted, {1e3 * took['seconds']:.0f} measured", file=sys.stderr)
     rows[steps.index(chosen(steps))].chosen = True

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import harness, ranks, training
+from commpress.cli import harness, option_groups, ranks, training
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.codecs import BitsCodec, Codec, codec_named
 from commpress.errors import InvalidArgument
@@ -75,10 +75,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=30, metavar="H", help="steps of a round (default 30)")
     parser.add_argument("--overlap", type=int, default=None, metavar="N", help="steps under way of :overlap (default H - 1)")
     parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of each way, after warming up (default 8)")
-    training.add_options(parser, rounds=1, steps=1, batch=4)
-    ranks.add_options(parser)
-    harness.add_options(
-        parser, check="bits2 overlapped runs at 0.95 of computing alone (0.9 of a device stood in, 0.45 at 10 Mbit/s, where "
+    option_groups.add_measuring(
+        parser, rounds=1, steps=1, batch=4,
+        check="bits2 overlapped runs at 0.95 of computing alone (0.9 of a device stood in, 0.45 at 10 Mbit/s, where "
         "sparse messages reach 0.9), bytes stay within what is allowed, and are 400 times fewer than DDP's in float32",
     )  # fmt: skip
 

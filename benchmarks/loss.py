@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 import deepspeed_peer
-from commpress.cli import harness, ranks, training
+from commpress.cli import harness, option_groups, ranks, training
 from commpress.cli.bench_train import ONE_BUCKET, attach
 from commpress.codecs import ByName, codec_named, policy_of
 from commpress.errors import InvalidArgument, StateMismatch
@@ -169,10 +169,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="sign", metavar="NAME", help="of momentum (default sign)")
     parser.add_argument("--spiky", default="log3", metavar="NAME", help="of tensors with few large elements (default log3)")
     parser.add_argument("--bucket-mb", type=float, default=8, metavar="MB", help="DDP's buckets (default 8)")
-    training.add_options(parser, rounds=3, steps=2, batch=2)
-    ranks.add_options(parser)
     check = f"ours reaches the target {FASTER:g} times sooner than plain, {THAN_HOOKS} times sooner than hooks"
-    harness.add_options(parser, check=check)
+    option_groups.add_measuring(parser, rounds=3, steps=2, batch=2, check=check)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -37,6 +37,19 @@ class Machines:
         )
 
 
+@dataclass(kw_only=True)
+class Forecast:
+    """A step's time as it was measured, beside what was predicted."""
+
+    seconds: float
+    predicted_seconds: float
+    chosen: bool = False  # by the plan
+
+    @property
+    def off(self) -> float:
+        return self.predicted_seconds / self.seconds - 1
+
+
 def links(rank: int, size: int) -> Links:
     """Collective."""
     options = Namespace(topology="auto", bytes=PAYLOAD, rounds=ROUNDS)

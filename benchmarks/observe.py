@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
-from commpress.cli import harness, ranks, training
+from commpress.cli import harness, option_groups, ranks, training
 from commpress.codecs import codec_named
 
 MOST = 0.01
@@ -51,9 +51,7 @@ class Measured:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
-    training.add_options(parser, rounds=9, steps=4, batch=4)
-    ranks.add_options(parser)
-    harness.add_options(parser, check=f"watching accounts for at most {MOST:.0%} of a step")
+    option_groups.add_measuring(parser, rounds=9, steps=4, batch=4, check=f"watching accounts for at most {MOST:.0%} of a step")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ import argparse
 from dataclasses import dataclass
 
 import machines
-from commpress.cli import bench_train, harness, ranks, training
+from commpress.cli import bench_train, harness, option_groups, ranks, training
 from commpress.codecs import codec_named
 from commpress.codecs.planned import PLAIN
 from commpress.plan import candidates
@@ -30,22 +30,14 @@ HEAD = ["way", "measured ms", "predicted ms", "off by", ""]
 
 
 @dataclass
-class Row:
+class Row(machines.Forecast):
     way: str
-    seconds: float
-    predicted_seconds: float
-    chosen: bool = False
-
-    @property
-    def off(self) -> float:
-        return self.predicted_seconds / self.seconds - 1
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default=WAYS, metavar="A,B", help=f"plain, bf16 and codecs (default {WAYS})")
-    training.add_options(parser, rounds=5, steps=3, batch=4)
-    ranks.add_options(parser)
-    harness.add_options(parser, check=f"the choice is at most {CLOSE:.0%} slower than the fastest way")
+    check = f"the choice is at most {CLOSE:.0%} slower than the fastest way"
+    option_groups.add_measuring(parser, rounds=5, steps=3, batch=4, check=check)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,7 +98,7 @@ def planned(measured: machines.Machines, seconds: dict[str, float], load: traini
     chosen = candidates.recommended(found, ways)
     predicted = {c.name: c.seconds for c in found}
     rows = [
-        Row(way, took, predicted[PREDICTED.get(way, way)], chosen=way == chosen.codec)
+        Row(way, seconds=took, predicted_seconds=predicted[PREDICTED.get(way, way)], chosen=way == chosen.codec)
         for way, took in seconds.items() if way != COMPUTE
     ]  # fmt: skip
     return rows, candidates.plan_of(chosen, found, cluster, BUCKET_MB).why

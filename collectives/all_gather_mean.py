@@ -19,45 +19,40 @@ import torch
 
 from commpress.codecs import Policy, SparseCodec
 from commpress.codecs.policy import BySize, Same, policy_of
-from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, check_buffer, exchange
+from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, exchange
 from commpress.collectives.buckets import MESSAGE, Message, Span, messages
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
 from commpress.collectives.frame import ALL_GATHER, ASKS, HEADER, NOT_FINITE, Frame
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.work import Steps, overlapped
 
 
-class GatherMean(Exchange):
+class GatherMean(FlatExchange):
     """The mean of what the ranks sent, decoded by each of them. ``clip``: no rank's block is longer than the median."""
 
     def __init__(
         self, spans: list[Span], named: list[Message], codec: SparseCodec, feedback: ErrorFeedback | None, *, clip: bool = True
     ) -> None:
-        self.spans, self.messages, self.codec, self.feedback, self.clip = spans, named, codec, feedback, clip
-        self.first, self.numel = (spans[0].source, sum(span.numel for span in spans)) if named else (0, 0)
-        self.waits = self.sequences = -(-self.numel // MESSAGE)
+        super().__init__(spans, named)
+        self.codec, self.feedback, self.clip = codec, feedback, clip
 
-    def steps(
-        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False,
-        shares: Sequence[float] = (),
-    ) -> Steps[list[Outcome]]:  # fmt: skip
-        """As the law says. A rank whose share is 0 is not listened to: its numbers and what it owes stay as they are."""
-        check_buffer(buffer)
-        if not self.messages:
-            return []
+    def mean(
+        self, channel: Channel, x: torch.Tensor, shares: Sequence[float], *, sequence: int, key: int, gain: float, asks: bool
+    ) -> Steps[list[Outcome]]:
+        """As the law says. The numbers of a rank whose share is 0, and what it owes, stay as they are."""
         (message,), old, new = self.messages, self.feedback, None
         if old is not None:
             old.join(message.pieces, channel.rank)
-            new = channel.workspace.propose(message, old, buffer.device)
+            new = channel.workspace.propose(message, old, x.device)
         jobs = []
         for i, at in enumerate(range(0, self.numel, MESSAGE)):
             part = slice(at, min(at + MESSAGE, self.numel))
             jobs.append(self._mean(
-                channel, buffer[self.first :][part], None if old is None else old.sent[part],
+                channel, x[part], None if old is None else old.sent[part],
                 None if new is None else new.sent[part], sequence=sequence + i, gain=gain, asks=asks,
-                shares=shares or [1.0] * channel.size,
+                shares=shares,
             ))  # fmt: skip
         flags = yield from overlapped(jobs, limit=ALONGSIDE)
         finite, asked = not any(flag & NOT_FINITE for flag in flags), any(flag & ASKS for flag in flags)
@@ -104,10 +99,6 @@ class GatherMean(Exchange):
             values = values * factors.float()[:, :, None]
             for at, said in zip(places.flatten(1), values.flatten(1), strict=True):
                 out[at] = out[at] + said
-
-    def forget(self, workspace: Workspace) -> None:
-        for message in self.messages:
-            workspace.forget(message)
 
 
 def within_median(norms: torch.Tensor) -> torch.Tensor:

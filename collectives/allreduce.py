@@ -231,6 +231,19 @@ class Call(TypedDict, total=False):
     asks: bool
 
 
+class NumberedCall(Call, total=False):
+    """Arguments of one exchange."""
+
+    sequence: Required[int]
+
+
+class ScaledCall(NumberedCall, total=False):
+    """Arguments of one mean, which may be a sum in place of it."""
+
+    scale: float
+    divisor: float
+
+
 def reduce_bucket(
     buffer: torch.Tensor,
     feedbacks: Sequence[ErrorFeedback | None],
@@ -252,18 +265,7 @@ def reduce_bucket(
 
 
 def reduce_message(
-    buffer: torch.Tensor,
-    feedback: ErrorFeedback | None,
-    *,
-    message: Message,
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
-    scale: float = 1.0,
-    divisor: float = 0.0,
-    asks: bool = False,
+    buffer: torch.Tensor, feedback: ErrorFeedback | None, *, message: Message, **call: Unpack[ScaledCall]
 ) -> Steps[Outcome]:
     """One message: encode, exchange, average, encode, gather, decode.
 
@@ -272,35 +274,25 @@ def reduce_message(
     ``key`` seeds stochastic codecs; rank and direction are mixed in. ``asks`` travels in the headers; in the outcome it
     says whether any rank asked.
     """
-    rows, outcome = yield from average_rows(
-        buffer, feedback, message=message, transport=transport, workspace=workspace, sequence=sequence, key=key,
-        gain=gain * scale, divisor=divisor, asks=asks,
-    )  # fmt: skip
-    start = perf_counter()
+    rows, outcome = yield from average_rows(buffer, feedback, message=message, **call)
+    workspace, start = call["workspace"], perf_counter()
     if outcome.finite:
-        arithmetic(buffer.device, message.mean).decode(rows[:, HEADER:], buffer, message.mean, gain=1.0 / gain)
+        gain = 1.0 / call.get("gain", 1.0)
+        arithmetic(buffer.device, message.mean).decode(rows[:, HEADER:], buffer, message.mean, gain=gain)
     workspace.decoded(start)
     workspace.give_rows(rows)
     return outcome
 
 
 def average_rows(
-    buffer: torch.Tensor,
-    feedback: ErrorFeedback | None,
-    *,
-    message: Message,
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
-    divisor: float = 0.0,
-    asks: bool = False,
+    buffer: torch.Tensor, feedback: ErrorFeedback | None, *, message: Message, **call: Unpack[ScaledCall]
 ) -> Steps[tuple[torch.Tensor, Outcome]]:
     """All of ``reduce_message`` but the last decoding: the rows of the average, still encoded, the same on every rank.
 
     The average is the sum over the ranks divided by ``divisor`` (0: by their number). Give the rows back to the workspace.
     """
+    transport, workspace, sequence = call["transport"], call["workspace"], call["sequence"]
+    key, divisor, gain = call.get("key", 0), call.get("divisor", 0.0), call.get("gain", 1.0) * call.get("scale", 1.0)
     pieces, device, ranks = message.pieces, buffer.device, transport.size
     kernels = arithmetic(device, pieces)
     outbox, inbox = workspace.rows_of(message, ranks, device), workspace.rows_of(message, ranks, device)
@@ -311,7 +303,7 @@ def average_rows(
     late = LateHeaders(transport) if reads_late(device, transport, workspace) else None
     flags, old, new = yield from encode_and_send(
         buffer, outbox[:, HEADER:], outbox, inbox, feedback, message=message, transport=transport, workspace=workspace,
-        sequence=sequence, key=key, gain=gain, asks=asks, late=late,
+        sequence=sequence, key=key, gain=gain, asks=call.get("asks", False), late=late,
     )  # fmt: skip
 
     start = perf_counter()

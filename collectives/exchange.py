@@ -14,8 +14,8 @@ import torch
 
 from commpress.codecs import Policy, policy_of
 from commpress.codecs.family import EXACT
-from commpress.collectives.allreduce import Outcome, Workspace, reduce_bucket
-from commpress.collectives.buckets import Message, Span, messages, one_message
+from commpress.collectives.allreduce import Outcome, Workspace, check_buffer, reduce_bucket
+from commpress.collectives.buckets import MESSAGE, Message, Span, messages, one_message
 from commpress.collectives.channel import Channel
 from commpress.collectives.ef21 import as_changes, reduce_changes
 from commpress.collectives.levels import Levels
@@ -70,6 +70,37 @@ class Exchange(ABC):
     @abstractmethod
     def forget(self, workspace: Workspace) -> None:
         """Let go of the buffers that lie ready for it: it does not come again."""
+
+
+class FlatExchange(Exchange):
+    """All tensors of a buffer as one line of elements, ``MESSAGE`` of them with each sequence number."""
+
+    def __init__(self, spans: list[Span], named: list[Message]) -> None:
+        self.spans, self.messages = spans, named
+        self.first, self.numel = (spans[0].source, sum(span.numel for span in spans)) if named else (0, 0)
+        self.waits = self.sequences = -(-self.numel // MESSAGE)
+
+    def steps(
+        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False,
+        shares: Sequence[float] = (),
+    ) -> Steps[list[Outcome]]:  # fmt: skip
+        """``shares``: of each rank in the mean, all alike if none are given; a rank whose share is 0 is not listened to."""
+        check_buffer(buffer)
+        if not self.messages:
+            return []
+        x = buffer[self.first :][: self.numel]
+        shares = shares or [1.0] * channel.size
+        return (yield from self.mean(channel, x, shares, sequence=sequence, key=key, gain=gain, asks=asks))
+
+    @abstractmethod
+    def mean(
+        self, channel: Channel, x: torch.Tensor, shares: Sequence[float], *, sequence: int, key: int, gain: float, asks: bool
+    ) -> Steps[list[Outcome]]:
+        """``x``, all elements, := their mean."""
+
+    def forget(self, workspace: Workspace) -> None:
+        for message in self.messages:
+            workspace.forget(message)
 
 
 class Reduce(Exchange):

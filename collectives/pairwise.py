@@ -19,10 +19,10 @@ import torch
 from commpress.codecs import Policy
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import BySize, Same, policy_of
-from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, check_buffer, exchange
+from commpress.collectives.allreduce import ALONGSIDE, Outcome, Workspace, exchange
 from commpress.collectives.buckets import MESSAGE, Message, Span, messages
 from commpress.collectives.channel import Channel
-from commpress.collectives.exchange import Exchange, Exchanges
+from commpress.collectives.exchange import Exchange, Exchanges, FlatExchange
 from commpress.collectives.frame import ALL_GATHER, HEADER, Frame
 from commpress.collectives.scalars import square_sum
 from commpress.collectives.transports.transport import Subset
@@ -42,28 +42,22 @@ def partners(key: int, size: int) -> list[int]:
     return mine
 
 
-class PairMean(Exchange):
+class PairMean(FlatExchange):
     """The mean over this rank and the partner that ``key`` draws. ``apart``: how far this rank was from it, relative to it."""
 
     def __init__(self, spans: list[Span], named: list[Message]) -> None:
-        self.spans, self.messages, self.apart = spans, named, 0.0
-        self.first, self.numel = (spans[0].source, sum(span.numel for span in spans)) if named else (0, 0)
-        self.waits = self.sequences = -(-self.numel // MESSAGE)
+        super().__init__(spans, named)
+        self.apart = 0.0
 
-    def steps(
-        self, channel: Channel, buffer: torch.Tensor, *, sequence: int, key: int, gain: float = 1.0, asks: bool = False,
-        shares: Sequence[float] = (),
-    ) -> Steps[list[Outcome]]:  # fmt: skip
+    def mean(
+        self, channel: Channel, x: torch.Tensor, shares: Sequence[float], *, sequence: int, key: int, gain: float, asks: bool
+    ) -> Steps[list[Outcome]]:
         """As the law says; not finite, and nothing done, where neither has a share. Whose share is 0 may hold anything."""
-        check_buffer(buffer)
-        if not self.messages:
-            return []
-        me, shares = channel.rank, shares or [1.0] * channel.size
+        me = channel.rank
         partner = partners(key, channel.size)[me]
         pair = sorted({me, partner})
         total = sum(shares[r] for r in pair)
         outcome = Outcome(self.messages[0], total > 0, None, None, channel.workspace)
-        x = buffer[self.first :][: self.numel]
         if shares[me] == 0:
             x.zero_()
         if partner == me:
@@ -96,10 +90,6 @@ class PairMean(Exchange):
         x.copy_(mean)
         workspace.give_rows(outbox, inbox)
         return squares
-
-    def forget(self, workspace: Workspace) -> None:
-        for message in self.messages:
-            workspace.forget(message)
 
 
 class PairMeans(Exchanges):

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import numpy as np
 import torch
@@ -24,10 +24,9 @@ from commpress.codecs.codec import Codec
 from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy
 from commpress.codecs.whole_tensors import LowRankCodec
-from commpress.collectives.allreduce import Outcome, Workspace, reduce_message
+from commpress.collectives.allreduce import NumberedCall, Outcome, reduce_message
 from commpress.collectives.buckets import PIECE, Message, Span, one_message
 from commpress.collectives.frame import HEADER
-from commpress.collectives.transports.transport import Transport
 from commpress.errors import StateMismatch
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.devices import low_rank_arithmetic
@@ -137,27 +136,24 @@ def reduce_matrices(
     feedback: ErrorFeedback | None,
     *,
     plan: MatrixPlan,
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
-    asks: bool = False,
     mean: Mean | None = None,
+    **call: Unpack[NumberedCall],
 ) -> Steps[Outcome]:
     """Replace the matrices in ``buffer`` by the approximation of their mean; ``commit`` or ``discard`` the outcome.
 
     Uses ``MESSAGES`` sequence numbers. ``key`` must be the same on every rank. ``asks``: see ``reduce_message``. ``mean``:
     averages a factor over all ranks in place of it; whether it was finite.
     """
+    workspace, sequence, gain = call["workspace"], call["sequence"], call.get("gain", 1.0)
     kernels, matrices, p, q = low_rank_arithmetic(buffer.device), plan.matrices, plan.p, plan.q
     proposed, asked = workspace.propose(plan.message, feedback, buffer.device), False
 
     def flat(factor: torch.Tensor, message: Message, number: int) -> Steps[bool]:
         nonlocal asked
         outcome = yield from reduce_message(
-            factor, None, message=message, transport=transport, workspace=workspace, sequence=number, asks=asks
-        )
+            factor, None, message=message, transport=call["transport"], workspace=workspace, sequence=number,
+            asks=call.get("asks", False),
+        )  # fmt: skip
         asked |= outcome.asks
         return outcome.finite
 
@@ -176,7 +172,7 @@ def reduce_matrices(
     if finite:
         start = perf_counter()
         kernels.expand(p, q, buffer, matrices, gain=1.0 / gain)
-        kernels.orthonormalize_right(q, matrices, key)
+        kernels.orthonormalize_right(q, matrices, call.get("key", 0))
         workspace.decoded(start)
     if feedback is None:
         workspace.give_residual(plan.message, proposed)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import torch
@@ -27,12 +27,12 @@ from commpress.codecs.family import EXACT
 from commpress.codecs.policy import Policy, policy_of
 from commpress.codecs.whole_tensors import SketchCodec
 from commpress.collectives import two_level
-from commpress.collectives.allreduce import Outcome, Workspace, check_buffer, exchange, reduce_message
+from commpress.collectives.allreduce import Outcome, ScaledCall, Workspace, check_buffer, exchange, reduce_message
 from commpress.collectives.buckets import PIECE, Message, Span, messages, one_message
 from commpress.collectives.ef21 import as_changes
 from commpress.collectives.frame import ALL_GATHER, ALL_TO_ALL, HEADER, Frame
 from commpress.collectives.transports.transport import Transport
-from commpress.collectives.two_level import Feedbacks, Hierarchy, Route
+from commpress.collectives.two_level import Feedbacks, Hierarchy, LevelsCall, Route
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.feedback import ErrorFeedback
 from commpress.kernels.cpu import cells as cpu_cells
@@ -125,18 +125,7 @@ def _plan(codec: SketchCodec, message: Message, ranks: int, quanta: Quanta) -> S
 
 
 def reduce_sketch(
-    buffer: torch.Tensor,
-    feedback: ErrorFeedback | None,
-    *,
-    plan: SketchPlan,
-    transport: Transport,
-    workspace: Workspace,
-    sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
-    scale: float = 1.0,
-    divisor: float = 0.0,
-    asks: bool = False,
+    buffer: torch.Tensor, feedback: ErrorFeedback | None, *, plan: SketchPlan, **call: Unpack[ScaledCall]
 ) -> Steps[SketchOutcome]:
     """Replace the plan's tensors in ``buffer`` by the mean of what the ranks kept; ``commit`` or ``discard`` the outcome.
 
@@ -146,15 +135,16 @@ def reduce_sketch(
     check_buffer(buffer)
     if buffer.device.type != "cpu":
         raise InvalidArgument(f"buffer is on {buffer.device}: the sketch has CPU kernels only, use 'topk-64' there")
+    transport, workspace, gain = call["transport"], call["workspace"], call.get("gain", 1.0)
+    sequence, divisor, asks = call["sequence"], call.get("divisor", 0.0), call.get("asks", False)
     start, factors = perf_counter(), plan.factors()
     proposed = workspace.propose(plan.message, feedback, buffer.device)
-    kept, bad = keep(buffer, feedback, proposed, plan, workspace, gain * scale)
-    options: dict[str, Any] = {"transport": transport, "workspace": workspace}
+    kept, bad = keep(buffer, feedback, proposed, plan, workspace, gain * call.get("scale", 1.0))
     mean, finite, asked = None, True, False
     if factors is not None:
         cpu_cells.to_quanta(kept, proposed.sent, plan.starts, factors)
         workspace.encoded(start)
-        told, cells = yield from _told(kept, bad, plan, transport, workspace, sequence, key, asks)
+        told, cells = yield from _told(kept, bad, plan, transport, workspace, sequence, call.get("key", 0), asks)
         finite, asked = cells.finite, cells.asks
         if told.numel():
             mean = torch.empty(told.numel())
@@ -168,8 +158,9 @@ def reduce_sketch(
         if bad:
             mean.fill_(float("nan"))
         dense = yield from reduce_message(
-            mean, None, message=plan.dense, sequence=sequence + 2, divisor=divisor, asks=asks, **options
-        )
+            mean, None, message=plan.dense, transport=transport, workspace=workspace, sequence=sequence + 2,
+            divisor=divisor, asks=asks,
+        )  # fmt: skip
         finite, asked = dense.finite, dense.asks
     peaks: Peaks = {}
     if finite and mean is not None:
@@ -311,31 +302,28 @@ def reduce_sketch_route(
     feedbacks: Feedbacks,
     *,
     plan: SketchRoute,
-    hierarchy: Hierarchy,
-    workspace: Workspace,
     sequence: int,
-    key: int = 0,
-    gain: float = 1.0,
     changes: bool = False,
+    **call: Unpack[LevelsCall],
 ) -> Steps[list[Outcome]]:
     """As ``reduce_sketch``, where each node is a worker that has the sum of its ranks. ``changes``: see ``reduce_routes``."""
+    hierarchy, workspace = call["hierarchy"], call["workspace"]
 
     def of_slice(
-        total: torch.Tensor, feedback: ErrorFeedback | None, *, message: Message, gain: float, scale: float, **call: Any
+        total: torch.Tensor, feedback: ErrorFeedback | None, *, message: Message, gain: float, scale: float, **own: Any
     ) -> Steps[Outcome]:
         if message not in plan.slices:
             return Outcome(message, True, None, None, workspace)
         if feedback is not None:
-            feedback.join(message.pieces, call["transport"].rank, hierarchy.divisor)
-        steps: Steps[Outcome] = reduce_sketch(total, feedback, plan=plan.slices[message], gain=gain, scale=scale, **call)
+            feedback.join(message.pieces, own["transport"].rank, hierarchy.divisor)
+        steps: Steps[Outcome] = reduce_sketch(total, feedback, plan=plan.slices[message], gain=gain, scale=scale, **own)
         if changes:
             steps = as_changes(steps, total, feedback, workspace, pieces=message.pieces, gain=gain, scale=scale)
         return (yield from steps)
 
     outcomes = yield from two_level.reduce_route(
-        buffer, feedbacks, route=plan.route, hierarchy=hierarchy, workspace=workspace, sequence=sequence, key=key, gain=gain,
-        mean=of_slice, numbers=SketchPlan.MESSAGES,
-    )  # fmt: skip
+        buffer, feedbacks, route=plan.route, sequence=sequence, mean=of_slice, numbers=SketchPlan.MESSAGES, **call
+    )
     if not outcomes[0].finite:
         return outcomes
     own = [outcome for outcome in outcomes if isinstance(outcome, SketchOutcome)]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Required, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -200,6 +200,15 @@ def feedback_for(
     return [route.zeros(device) for route in plan]
 
 
+class LevelsCall(TypedDict, total=False):
+    """Arguments that are the same for all messages of a buffer; ``allreduce.Call`` says what they are."""
+
+    hierarchy: Required[Hierarchy]
+    workspace: Required[Workspace]
+    key: int
+    gain: float
+
+
 def reduce_routes(
     buffer: torch.Tensor,
     feedbacks: Sequence[Feedbacks],
@@ -207,12 +216,11 @@ def reduce_routes(
     plan: Sequence[Route],
     sequence: int,
     changes: bool = False,
-    **call: Any,
+    **call: Unpack[LevelsCall],
 ) -> Steps[list[Outcome]]:
     """All messages of one bucket, pipelined; ``sequence`` numbers the first of them. One outcome for each slice.
 
-    ``changes``: ``feedbacks`` hold estimates, of what all know of these messages. ``call``: the other arguments of
-    ``reduce_route``.
+    ``changes``: ``feedbacks`` hold estimates, of what all know of these messages.
     """
 
     def mean(route: Route) -> SliceMean | None:
@@ -258,7 +266,7 @@ def reduce_route(
         outcomes = yield from _abreast([mean(total, f, gain=gain, scale=scale, **o) for f, o in jobs])
         back, reply, lent, gain = route.inside, sums[:1], [sums], 1.0  # the means themselves
     else:
-        averaged = yield from _abreast([average_rows(total, f, gain=gain * scale, **o) for f, o in jobs])
+        averaged = yield from _abreast([average_rows(total, f, gain=gain, scale=scale, **o) for f, o in jobs])
         workspace.give_rows(sums)
         outcomes, back = [outcome for _, outcome in averaged], message.mean
         size = HEADER + back.row_bytes

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait for each other leave the cores to others
 
@@ -18,6 +19,7 @@ from mpi_ranks import MpiRanks, mpirun
 from ranks import Ranks
 from scripts import Scripts
 from small_store import open_store
+from soak import Soak
 
 
 def pytest_collection_finish():
@@ -37,6 +39,24 @@ def threads():
 def one_thread(threads):
     """One thread for torch: on small tensors two would only wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def soaking(request, tmp_path_factory):
+    """Begins with the first test of the first worker, ends while others run."""
+    worker = getattr(request.config, "workerinput", None)
+    folder = tmp_path_factory.getbasetemp() if worker is None else tmp_path_factory.getbasetemp().parent
+    running = Soak(folder)
+    if worker is None or worker["workerid"] == "gw0":
+        running.begin_for(request.session.items)
+    yield running
+    running.end(early=bool(request.session.shouldstop or request.session.shouldfail))
+
+
+@pytest.fixture
+def soak(soaking):
+    """The soak that the first worker has begun, whichever worker this is."""
+    return soaking
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +110,15 @@ def mortal(compiled):
     ranks = Ranks(3, forked=True)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def connected():
+    """Two ends of a connection of this machine with itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            yield sender, receiver
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Replicas of a few parameters in one process, each with its optimizer, stepped in lockstep over the simulation."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,10 +103,29 @@ def beside_adam(group: Replicas, steps: int, **options: Any) -> list[torch.nn.Pa
     for step in range(steps):
         gradients = noise(group.size, step, group.shapes)
         assert group.step(gradients) == [True] * group.size
-        for p, g in zip(twin, mean(gradients), strict=True):
-            p.grad = g
-        adam.step()
+        adam_step(adam, twin, gradients)
     return twin
+
+
+def adam_step(adam: torch.optim.Optimizer, twin: Sequence[torch.nn.Parameter], gradients: Gradients) -> None:
+    """A step of torch's optimizer with the mean of the ranks' gradients, one for each parameter of ``twin``."""
+    for p, g in zip(twin, mean(gradients), strict=True):
+        p.grad = g
+    adam.step()
+
+
+def telescoped(group: Replicas, steps: range, beta1: float) -> Iterator[np.ndarray]:
+    """(1 − β1)·Σ d_t + β1·d_T after each step, where d is how far the momentum is from the one of exact means."""
+    s, total = group.divisor(), 0.0
+    exact = group.momentum() / s
+    for step in steps:
+        gradients = noise(group.size, step, group.shapes)
+        group.step(gradients)
+        exact = beta1 * exact + (1 - beta1) * np.mean([flat(g) for g in gradients], axis=0) / s
+        difference = group.momentum() / s - exact
+        total = total + difference
+        assert group.agree()
+        yield (1 - beta1) * total + beta1 * difference
 
 
 def reload(group: Replicas, other: Replicas, folder: Path) -> None:

@@ -50,6 +50,12 @@ def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
     return said
 
 
+def nonsense(*options: dict[str, Any]) -> Callable[..., Any]:
+    """A test with each of these ``options``, on one rank and on two: its first key is what a refusal names."""
+    sizes = pytest.mark.parametrize("size", [1, 2])
+    return lambda test: sizes(pytest.mark.parametrize("options", options, ids=str)(test))
+
+
 class SilentRank(AssertionError):
     """A rank did not answer in time, or its process ended."""
 
@@ -57,15 +63,16 @@ class SilentRank(AssertionError):
 class Ranks:
     """``size`` processes; a call uses the first so many of them.
 
-    ``forked`` from a process that has torch loaded they start in no time, and hash strings alike; else each is a new Python.
+    Forked from a process that has torch loaded they start in no time. Such ranks hash strings alike, so that none of them finds
+    out that the order of a set differs from rank to rank: rank 0 is a new Python, unless all are ``forked``.
     """
 
     def __init__(self, size: int, *, forked: bool = False) -> None:
-        self._context = get_context("forkserver" if forked else "spawn")
-        if forked:
-            self._context.set_forkserver_preload(LOADED)
+        fork, new = get_context("forkserver"), get_context("spawn")
+        fork.set_forkserver_preload(LOADED)
+        self._contexts = [fork if forked or rank else new for rank in range(size)]
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._size, self._calls = size, 0
+        self._calls = 0
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
@@ -109,9 +116,9 @@ class Ranks:
     def _start(self) -> None:
         if self._processes:
             return
-        for rank in range(self._size):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, str(self._stack(rank))), daemon=True)
+        for rank, context in enumerate(self._contexts):
+            ours, theirs = context.Pipe()
+            process: Any = context.Process(target=_serve, args=(theirs, str(self._stack(rank))), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

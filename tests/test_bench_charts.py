@@ -140,9 +140,12 @@ def observe(path):
 
 
 def planned(path):
-    rows = [bench_plan.Row("plain", 1.0, 0.9), bench_plan.Row("sign", 0.5, 0.6, chosen=True)]
+    rows = [
+        bench_plan.Row("plain", seconds=1.0, predicted_seconds=0.9),
+        bench_plan.Row("sign", seconds=0.5, predicted_seconds=0.6, chosen=True),
+    ]
     assert bench_plan.judge(rows)[0][1]
-    rows.append(bench_plan.Row("int8", 0.45, 0.7))
+    rows.append(bench_plan.Row("int8", seconds=0.45, predicted_seconds=0.7))
     assert not bench_plan.judge(rows)[0][1], "more than a tenth slower than the fastest"
     bench_plan.draw(path, rows)
     return ["the plan takes sign", "measured", "predicted", "one step, ms"]

@@ -187,17 +187,12 @@ def test_a_line_is_the_mean_of_the_last_fiftieth():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what a socket sent")
-def test_sent_bytes_are_those_of_the_sockets():
-    server = socket.create_server(("127.0.0.1", 0))
-    sender = socket.create_connection(server.getsockname())
-    receiver, _ = server.accept()
-    with server, sender, receiver:
-        before = connections.sent_bytes()
-        sender.sendall(bytes(100_000))
-        left = 100_000
-        while left:
-            left -= len(receiver.recv(left))
-        assert 100_000 < connections.sent_bytes() - before < 110_000
+def test_sent_bytes_are_those_of_the_sockets(connected):
+    sender, receiver = connected
+    before = connections.sent_bytes()
+    sender.sendall(bytes(100_000))
+    assert len(receiver.recv(100_000, socket.MSG_WAITALL)) == 100_000
+    assert 100_000 < connections.sent_bytes() - before < 110_000
 
 
 # ---------------------------------------------------------------- benchmarks

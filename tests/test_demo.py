@@ -10,6 +10,7 @@ from commpress.collectives.transports.loopback import Loopback, Recorded, simula
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient, StateMismatch
 from commpress.kernels.cosine import ChunkedCosine
 from commpress.optim.decoupled_momentum import DeMo
+from ranks import nonsense
 
 SHAPES = [(16, 24), (20,), (9, 5, 2), (13, 7)]
 LR, DECAY, TOPK, CHUNK, WEIGHT_DECAY = 0.01, 0.9, 4, 8, 0.1
@@ -245,15 +246,10 @@ def test_bytes_on_the_wire(bits, most):
         assert demo.counters.compressed_bytes == transport.sent_bytes
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+@nonsense(
         {"lr": -1.0}, {"weight_decay": -1.0}, {"decay": 1.0}, {"topk": 0}, {"topk": 65}, {"chunk": 1}, {"chunk": 8.0},
         {"bits": 9}, {"check_every": -1}, {"on_nonfinite": "propagate"},
-    ],
-    ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("size", [1, 2])
 def test_what_makes_no_sense_is_refused(options, size):
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         Ranks(size, **options)

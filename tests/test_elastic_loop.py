@@ -83,10 +83,16 @@ class Run:
         return float(loss.detach())
 
 
-def train(rank, world, folder, *, seed=0, join=None, during=None, pace=0.0, **options):
+def joined(rank, seed=0):
+    """A run on this rank."""
     run = Run(seed)
     run.channel = rank.channel("gradients")
     run.sampler.rank, run.sampler.size = rank.rank(), rank.size()
+    return run
+
+
+def train(rank, world, folder, *, seed=0, join=None, during=None, pace=0.0, **options):
+    run = joined(rank, seed)
     file = f"{folder}/events-{world.ranks.index(rank)}"
     step = (lambda batch: time.sleep(pace) or run.step(batch)) if pace else run.step
     options = {"data": run.loader, "events": file, "join": join, "hash_every": 1, "epochs": 1} | options
@@ -305,9 +311,7 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
     members = world.found(3)
 
     def steps(rank):
-        run = Run()
-        run.channel = rank.channel("gradients")
-        run.sampler.rank, run.sampler.size = rank.rank(), rank.size()
+        run = joined(rank)
 
         def step(batch):
             loss = run.step(batch)
@@ -456,8 +460,7 @@ def test_who_waits_for_newcomers_may_leave(tmp_path):
     members = world.found(2)
 
     def waits(rank):
-        run = Run()
-        run.channel = rank.channel("gradients")
+        run = joined(rank)
         loop = Elastic(run.step, run.state, data=run.loader, group=rank, epochs=1, minimum=3, patience=0.5)
         if rank is members[0]:
             loop.leave()

@@ -15,7 +15,7 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.experts.expert_copies import ExpertCopies, filled, hottest
 from commpress.integrations.observe.metrics import StepMetrics
 from test_experts import Batch, same, simulated, through, walked
-from test_moe import Batched, Net, batch_of
+from test_moe import Batched, Net, batch_of, two_islands
 from test_moe import trained as plain
 
 PAIRS = Nodes.of(((0, 1), (2, 3)), 4)
@@ -180,9 +180,7 @@ def test_copies_train_as_one_and_stay_equal(pool, kind, optimizer, options):
 def islands():
     """Experts divided between ranks 0, 1 and again between 2, 3, each with copies of their own."""
     torch.set_num_threads(1)
-    rank = dist.get_rank()
-    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    rank, (inside, across) = dist.get_rank(), two_islands()
     model = Net()
     layers = commpress.moe.parallelise(model, process_group=inside, replicas=across, copies={0: 2, 4: 2})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)

@@ -13,7 +13,7 @@ import sources
 
 LEAVES = (
     "commpress.work", "commpress.errors", "commpress.lazy", "commpress.timeline", "commpress.torch_private",
-    "commpress.checksum", "commpress.documents",
+    "commpress.checksum", "commpress.documents", "commpress.totals",
 )  # fmt: skip
 MEANING = ("commpress.codecs", "commpress.feedback", "commpress.schedules")
 USES = ("commpress.optim", "commpress.plan")
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "commpress.torch_private": LEAVES,
     "commpress.checksum": LEAVES,
     "commpress.documents": LEAVES,
+    "commpress.totals": LEAVES,
     "commpress.kernels": LEAVES,
     "commpress.codecs": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.feedback": (*MEANING, "commpress.kernels", *LEAVES),

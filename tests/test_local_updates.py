@@ -14,6 +14,7 @@ from commpress.errors import InvalidArgument, Mismatch, StateMismatch
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Average, Nesterov, SlowMo
 from commpress.schedules import QSR, Facts, Seconds
+from ranks import nonsense
 
 SHAPES = [(24, 16), (5,), (7, 4, 2), (300,)]
 RATE = 0.25
@@ -425,15 +426,10 @@ def test_a_state_of_another_model_is_refused():
         other.local[0].load_state_dict({"format": 7})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+@nonsense(
         {"every": 0}, {"every": True}, {"overlap": -1}, {"alpha": 0.5}, {"alpha": 1.0, "overlap": 1}, {"weight": "loss"},
         {"keep": "disk"}, {"fragments": 9}, {"feedback_decay": 1.5}, {"outer": 3}, {"fragments": [[]]}, {"codec": "int5"},
-    ],
-    ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("size", [1, 2])
 def test_what_makes_no_sense_is_refused(options, size):
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         Ranks(size, **options)

@@ -228,12 +228,17 @@ def test_local_updates_average_all_but_experts(pool):
             assert (first[name] == second[name]).all()
 
 
+def two_islands():
+    """This rank's groups: with its neighbour, 0 with 1 and 2 with 3, and with who is in the same place there."""
+    rank = dist.get_rank()
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    return inside, [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+
+
 def islands():
     """Experts divided between ranks 0, 1 and again between 2, 3, which train as one."""
     torch.set_num_threads(1)
-    rank = dist.get_rank()
-    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    rank, (inside, across) = dist.get_rank(), two_islands()
     alone = Net()
     commpress.moe.parallelise(alone, process_group=inside)
     with pytest.raises(InvalidArgument, match="Pass replicas="):

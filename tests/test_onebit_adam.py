@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from commpress.errors import InvalidArgument
 from commpress.optim import OneBitAdam
 from commpress.schedules import Facts, WhenStable
-from optim_twin import SHAPES, Replicas, boundless, flat, mean, noise, owed, same_steps, start
+from optim_twin import SHAPES, Replicas, adam_step, boundless, flat, mean, noise, owed, same_steps, start, telescoped
 
 BETA1, BETA2, LR = 0.9, 0.99, 1e-2
 
@@ -30,9 +30,7 @@ def test_exact_steps_are_those_of_torch_in_every_bit(decay):
     for step in range(12):
         gradients = noise(3, step)
         assert group.step(gradients) == [True] * 3
-        for p, g in zip(twin, mean(gradients), strict=True):
-            p.grad = g
-        adam.step()
+        adam_step(adam, twin, gradients)
         assert all(torch.equal(a, b) for a, b in zip(group.parameters[0], twin, strict=True))
     assert group.agree()
 
@@ -104,16 +102,8 @@ def test_the_trajectory_telescopes(size, codec, shapes):
     group = replicas(size, shapes, codec=codec, warmup_steps=3, variance_floor=0.0)
     for step in range(3):
         group.step(noise(size, step, shapes))
-    s = group.divisor()
-    exact, total = group.momentum() / s, 0.0
-    for step in range(3, 23):
-        gradients = noise(size, step, shapes)
-        group.step(gradients)
-        exact = BETA1 * exact + (1 - BETA1) * np.mean([flat(g) for g in gradients], axis=0) / s
-        difference = group.momentum() / s - exact
-        total = total + difference
-        assert group.agree()
-    np.testing.assert_allclose((1 - BETA1) * total + BETA1 * difference, -group.owed(), atol=2e-5)
+    *_, total = telescoped(group, range(3, 23), BETA1)
+    np.testing.assert_allclose(total, -group.owed(), atol=2e-5)
     assert np.abs(group.owed()).max() > 1e-3, "nothing was compressed"
 
 

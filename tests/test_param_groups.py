@@ -9,7 +9,7 @@ from commpress.collectives.transports.loopback import simulate
 from commpress.errors import InvalidArgument, Mismatch
 from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
 from commpress.schedules import Every
-from optim_twin import Replicas, mean, noise, owed, start
+from optim_twin import Replicas, adam_step, mean, noise, owed, start
 
 SHAPES = ((20, 30), (200,), (30, 10), (100,), (5,))  # the last three come late
 COMMON = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "min_numel": 0}
@@ -83,9 +83,7 @@ def test_in_exact_steps_it_is_adamw_that_grows(kind, size):
             adam.add_param_group({"params": twin[2:], **OTHERS})
         gradients = noise(size, step, SHAPES)
         group.step(gradients)
-        for p, g in zip(twin, mean(gradients), strict=True):
-            p.grad = g
-        adam.step()
+        adam_step(adam, twin, gradients)
     for p, q in zip(group.parameters[0], twin, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
     counts = [int(state["step"]) for state in adam.state_dict()["state"].values()]
@@ -333,9 +331,7 @@ def test_a_grown_adamw_goes_on_as_one_of_ours():
         gradients = noise(2, step, SHAPES)
         if step >= 8:
             group.step(gradients)
-        for p, g in zip(twin, mean(gradients), strict=True):
-            p.grad = g
-        adam.step()
+        adam_step(adam, twin, gradients)
     for p, q in zip(group.parameters[0], twin, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Literal, Required, TypedDict, Unpack
 
 import torch
 
@@ -104,24 +104,26 @@ def _told(executor: Executor, nodes: Nodes, mine: Told, device: torch.device, *,
     return tuple(map(tuple, found))
 
 
-def all_to_all(
-    out: torch.Tensor,
-    inp: torch.Tensor,
-    *,
-    transport: Transport,
-    out_splits: Sequence[int] | None = None,
-    in_splits: Sequence[int] | None = None,
-    way: Way | None = None,
-    sequence: int = 0,
-) -> Steps[None]:
+class AllToAllCall(TypedDict, total=False):
+    """Arguments of ``all_to_all``."""
+
+    transport: Required[Transport]
+    out_splits: Sequence[int] | None
+    in_splits: Sequence[int] | None
+    way: Way | None
+    sequence: int
+
+
+def all_to_all(out: torch.Tensor, inp: torch.Tensor, **call: Unpack[AllToAllCall]) -> Steps[None]:
     """Like torch's ``all_to_all_single``: ``in_splits[r]`` rows of ``inp`` go to rank r, ``out_splits[r]`` come from it.
 
     Any dtype. Without splits the rows are dealt out evenly. ``sequence`` tells operations under way at once apart.
     """
-    way = way or Way()
+    transport, way = call["transport"], call.get("way") or Way()
+    out_splits, in_splits = call.get("out_splits"), call.get("in_splits")
     outs, ins = _splits(out, inp, out_splits, in_splits, transport)
     kind = str(inp.dtype).removeprefix("torch.")
-    what = Frame(FLAT, transport.size, kind, 0, sequence, way.label(f"{tuple(inp.shape[1:])}"))
+    what = Frame(FLAT, transport.size, kind, 0, call.get("sequence", 0), way.label(f"{tuple(inp.shape[1:])}"))
     row = inp.element_size() * _width(inp)
     lengths = Lengths(transport.rank, tuple(n * row for n in ins), tuple(n * row for n in outs))
     yield from way.carry(
@@ -160,7 +162,7 @@ def compressed_all_to_all(
         if tensor.dtype not in FLOATS:
             raise InvalidArgument(f"{name} has dtype {tensor.dtype}, expected float32, bfloat16 or float16")
     check_codec(codec)
-    how: dict[str, Any] = {
+    how: AllToAllCall = {
         "transport": transport, "out_splits": out_splits, "in_splits": in_splits, "way": way, "sequence": sequence,
     }  # fmt: skip
     scratch, held = way.scratch, list[torch.Tensor]()

@@ -486,10 +486,9 @@ def bench_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", default=usual, metavar="A,B", help=f"default {usual}; compute is always measured")
     says = "DDP's buckets: MB for all, variant=MB for one (default 25)"
     parser.add_argument("--bucket-mb", nargs="+", default=["25"], metavar="MB", help=says)
-    option_groups.add_training(parser, rounds=5, steps=4, batch=4)
-    option_groups.add_ranks(parser)
-    option_groups.add_output(
-        parser, check="sign exposes at most half of what powersgd1 does and its step is at most 1.3 of compute, if both run; "
+    option_groups.add_measuring(
+        parser, rounds=5, steps=4, batch=4,
+        check="sign exposes at most half of what powersgd1 does and its step is at most 1.3 of compute, if both run; "
         "auto is as fast as plain within 2 % and as the fastest within 5 %",
     )  # fmt: skip
 

@@ -87,6 +87,13 @@ def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, ba
         parser.add_argument(f"--{name}", type=int, default=default, metavar=metavar, help=f"{what} (default {default})")
 
 
+def add_measuring(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int, check: str) -> None:
+    """All options of a command that times training steps on ranks, but for its own."""
+    add_training(parser, rounds=rounds, steps=steps, batch=batch)
+    add_ranks(parser)
+    add_output(parser, check=check)
+
+
 def add_topology(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology", default="auto", metavar="NODES",

@@ -18,21 +18,15 @@ import torch
 from commpress.codecs import policy_of
 from commpress.collectives.allreduce import exchange
 from commpress.collectives.buckets import Span
-from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.frame import ALL_GATHER, HEADER, NOT_FINITE, Frame
-from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, StateMismatch, check_counts
 from commpress.kernels.cosine import ChunkedCosine
 from commpress.kernels.sparse_blocks import SparseBlocks
-from commpress.optim.checkpoint import check_groups, take_groups
-from commpress.optim.flat import Flat
-from commpress.optim.held import refuse_held
-from commpress.optim.optimizer import checksum, report_skipped, require_same
-from commpress.optim.optimizer_counters import OptimizerCounters
-from commpress.optim.parameters import named_parameters
+from commpress.optim.fixed_groups import FixedGroups
+from commpress.optim.optimizer import checksum, loss_of, report_skipped, require_same
 from commpress.work import Steps
 
 log = logging.getLogger("commpress")
@@ -40,7 +34,7 @@ log = logging.getLogger("commpress")
 FORMAT = 1
 
 
-class DeMo(torch.optim.Optimizer):
+class DeMo(FixedGroups):
     """``DeMo(model.parameters(), lr=1e-3)``: signs of shared momentum, of some 0.3 bits a parameter and peer.
 
     Gradients are this rank's own: do not wrap the model in DistributedDataParallel, which would average them.
@@ -83,23 +77,19 @@ class DeMo(torch.optim.Optimizer):
         if bits is not None and bits not in range(1, 9):
             raise InvalidArgument(f"bits is {bits!r}, expected 1 to 8, or None for float32")
         check_counts(check_every=check_every)
-        check_on_nonfinite(on_nonfinite, propagates=False)
-        self.decay, self.topk, self.chunk, self.bits = decay, topk, chunk, bits
-        self.check_every, self.on_nonfinite, self.steps_done = check_every, on_nonfinite, 0
-        self.counters = OptimizerCounters()
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self._flat = flat = Flat(*named_parameters(self.param_groups))
-        refuse_held("DeMo", zip(flat.names, flat.parameters, strict=True), "sends a part of every momentum to all")
-        self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
+        self.decay, self.topk, self.chunk, self.bits, self.check_every = decay, topk, chunk, bits, check_every
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay}, "sends a part of every momentum to all",
+            on_nonfinite=on_nonfinite, process_group=process_group, transport=transport, timeout=timeout,
+        )  # fmt: skip
+        flat = self._flat
         self._delta, self._next = flat.new(), flat.new()
+        self._hold(delta=self._delta)
         self._transforms = [ChunkedCosine.of(p.shape, chunk) for p in flat.parameters]
         self._alike: dict[tuple[int, int], list[int]] = {}  # parameters by the shape of their chunks
         for i, (p, transform) in enumerate(zip(flat.parameters, self._transforms, strict=True)):
             if p.numel():
                 self._alike.setdefault(transform.chunk, []).append(i)
-            self.state[p] = {"delta": flat.view(self._delta, i)}
-            if i in flat.shadowed:
-                self.state[p]["master"] = flat.weights[i]
         self._coded = [(self._code(tall * wide), numbers) for (tall, wide), numbers in self._alike.items()]
         self._sizes = [code.row_bytes(self._coefficients(numbers, code)) for code, numbers in self._coded]
 
@@ -110,19 +100,11 @@ class DeMo(torch.optim.Optimizer):
     def _coefficients(self, numbers: list[int], code: SparseBlocks) -> int:
         return sum(below * beside for below, beside in (self._transforms[i].grid for i in numbers)) * code.block
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_flat"):
-            raise InvalidArgument("add_param_group after construction: pass all groups to the constructor")
-        super().add_param_group(param_group)
-
     # ------------------------------------------------------------ one step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if not self.channel.run(self.steps()):
             report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite)
         return loss
@@ -219,11 +201,6 @@ class DeMo(torch.optim.Optimizer):
             for i, part in zip(numbers, parts, strict=True)
         ]
 
-    def _each(self) -> list[tuple[dict[str, Any], int]]:
-        """Every parameter's group and number."""
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        return [(group, i) for i, group in enumerate(groups)]
-
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,13 +236,5 @@ class DeMo(torch.optim.Optimizer):
                 f"the state was saved by rank {head['rank']} of {head['size']}, this is rank {mine[0]} of {mine[1]}: load each "
                 "rank's own, or to change the world size save with elastic_state_dict()"
             )
-        check_groups(self, state_dict["param_groups"])
-        found = [state_dict["state"].get(i, {}) for i in range(len(self._flat.parameters))]
-        for p, name, one in zip(self._flat.parameters, self._flat.names, found, strict=True):
-            if any(key not in one or one[key].shape != p.shape for key in self.state[p]):
-                raise StateMismatch(f"the state of parameter {name!r} has no {', '.join(self.state[p])} of {tuple(p.shape)}")
-        take_groups(self, state_dict["param_groups"])
-        for p, one in zip(self._flat.parameters, found, strict=True):
-            for key, value in self.state[p].items():
-                value.copy_(one[key])
+        self._take_state(state_dict)
         self.steps_done = int(head["steps"])

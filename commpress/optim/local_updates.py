@@ -37,6 +37,7 @@ from commpress.optim.held import is_held
 from commpress.optim.inner_optimizers import InnerOptimizers, check_inner, check_ranks
 from commpress.optim.local_counters import LocalCounters
 from commpress.optim.local_weights import LocalWeights
+from commpress.optim.optimizer import loss_of
 from commpress.optim.outer import Nesterov, Outer, outer_of
 from commpress.optim.round_schedule import RoundSchedule
 from commpress.optim.stored_fragment import StoredFragment, check_room
@@ -180,10 +181,7 @@ class LocalUpdates(torch.optim.Optimizer):
 
         With a GradScaler a rank whose gradients overflowed leaves its step out, and takes part in the exchange all the same.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         run(self.stepping(tokens=tokens))
         return loss
 

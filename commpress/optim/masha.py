@@ -19,25 +19,19 @@ import torch
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.buckets import Span
-from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.residual_state import check_fit, exact_state, residuals_of
-from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.optim.checkpoint import check_groups, take_groups
-from commpress.optim.flat import Flat
-from commpress.optim.held import refuse_held
+from commpress.optim.fixed_groups import FixedGroups
 from commpress.optim.optimizer import checksum, report_skipped, require_same
-from commpress.optim.optimizer_counters import OptimizerCounters
-from commpress.optim.parameters import named_parameters
 from commpress.work import Steps
 
 KEYS = ("anchor", "operator", "mean_operator")  # w, F_i(w) and F(w)
 
 
-class Masha(torch.optim.Optimizer):
+class Masha(FixedGroups):
     """``Masha([{"params": x}, {"params": y, "maximize": True}], lr=0.3, tau=0.75)``; ``step`` needs a closure.
 
     The closure clears the gradients, computes the loss of all of this rank's data, calls backward and returns the loss. It is
@@ -71,29 +65,19 @@ class Masha(torch.optim.Optimizer):
             raise InvalidArgument(f"lr is {lr!r}, expected a number of at least 0")
         if not 0 <= tau < 1:
             raise InvalidArgument(f"tau is {tau!r}, expected a number of at least 0 and below 1: with 1 the anchor never moves")
-        check_on_nonfinite(on_nonfinite, propagates=False)
         policy = policy_of(codec, min_numel=min_numel, exclude=exclude)
-        self.tau, self.on_nonfinite, self.seed, self.steps_done = tau, on_nonfinite, seed, 0
-        self.counters = OptimizerCounters()
-        super().__init__(params, {"lr": lr, "maximize": maximize})
-        self._flat = flat = Flat(*named_parameters(self.param_groups))
-        refuse_held("Masha", zip(flat.names, flat.parameters, strict=True), "averages all that it trains")
-        self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
+        self.tau, self.seed = tau, seed
+        super().__init__(
+            params, {"lr": lr, "maximize": maximize}, "averages all that it trains", on_nonfinite=on_nonfinite,
+            process_group=process_group, transport=transport, timeout=timeout,
+        )  # fmt: skip
+        flat = self._flat
         size, workspace = self.channel.size, self.channel.workspace
         self.exchanges = Exchanges(policy if size > 1 else policy_of("none"), size, workspace, seed=seed)
         self._evaluated = False  # whether the operators at the anchor are known
         self._anchor, self._operator, self._mean = (flat.new() for _ in KEYS)
         self._before, self._work, self._next = (flat.new() for _ in range(3))
-        for i, p in enumerate(flat.parameters):
-            buffers = (self._anchor, self._operator, self._mean)
-            self.state[p] = {key: flat.view(b, i) for key, b in zip(KEYS, buffers, strict=True)}
-            if i in flat.shadowed:
-                self.state[p]["master"] = flat.weights[i]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_flat"):
-            raise InvalidArgument("add_param_group after construction: pass all groups to the constructor")
-        super().add_param_group(param_group)
+        self._hold(**dict(zip(KEYS, (self._anchor, self._operator, self._mean), strict=True)))
 
     # ------------------------------------------------------------ one step
 
@@ -187,10 +171,6 @@ class Masha(torch.optim.Optimizer):
             self.counters.exact_bytes += self.channel.sent_bytes - before
         return all(outcome.finite for outcome in more)
 
-    def _each(self) -> list[tuple[dict[str, Any], int]]:
-        """Every parameter's group and number."""
-        return [(group, self._flat.index[id(p)]) for group in self.param_groups for p in group["params"]]
-
     def _keep(self, buffer: torch.Tensor) -> None:
         for view, weight in zip(self._flat.views(buffer), self._flat.weights, strict=True):
             view.copy_(weight)
@@ -222,16 +202,7 @@ class Masha(torch.optim.Optimizer):
         flat, mine = self._flat, [i for i, part in enumerate(parts) if (part["rank"], part["size"]) == (rank, size)]
         check_fit(residuals, {name: numel for name, (_, numel) in zip(flat.names, flat.places, strict=True)})
         state, part = (every[mine[0] if mine else 0] for every in (states, parts))
-        check_groups(self, state["param_groups"])
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        found = [state["state"].get(number, {}) for number in numbers]
-        for p, name, one in zip(flat.parameters, flat.names, found, strict=True):
-            if any(key not in one or one[key].shape != p.shape for key in self.state[p]):
-                raise StateMismatch(f"the state of parameter {name!r} has no {', '.join(self.state[p])} of {tuple(p.shape)}")
-        take_groups(self, state["param_groups"])
-        for p, one in zip(flat.parameters, found, strict=True):
-            for key, value in self.state[p].items():
-                value.copy_(one[key])
+        self._take_state(state)
         self._evaluated = part["evaluated"] and bool(mine)
         self.steps_done = step
         self.exchanges.load_choices(part)

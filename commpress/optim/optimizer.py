@@ -313,10 +313,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._follow_groups()
         if self.grad_scaler is None and hasattr(self, "found_inf"):
             raise InvalidArgument(
@@ -638,6 +635,14 @@ def check_numbers(group: dict[str, Any]) -> None:
             f"betas is {betas!r}, expected the square of the first to be below the second: else a step of Adam has "
             "no bound, and what one bit says of momentum would be divided by next to nothing"
         )
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a closure returns, None without one. Gradients are on while it runs."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def report_skipped(step: int, count: int, on_nonfinite: str) -> None:

@@ -1,16 +1,17 @@
 """Counters of what an optimizer sent, for users to read."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from commpress.collectives.buckets import Share
+from commpress.totals import Totals
 
 
 @dataclass
-class OptimizerCounters:
+class OptimizerCounters(Totals):
     """Totals of one rank. Bytes are those this rank sent, headers included."""
 
+    derived = ("wire_bytes", "ratio", "bits")
     steps: int = 0
     exact_rounds: int = 0
     compressed_rounds: int = 0
@@ -60,9 +61,6 @@ class OptimizerCounters:
             found[codec] = ([*names, name], elements + numel, sent + bits * numel)
         mean = {codec: (names, n, sent / max(n, 1)) for codec, (names, n, sent) in found.items()}
         return dict(sorted(mean.items(), key=lambda item: -item[1][1] * item[1][2]))
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "wire_bytes": self.wire_bytes, "ratio": self.ratio, "bits": self.bits}
 
     def summary(self) -> str:
         return (

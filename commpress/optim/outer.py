@@ -80,8 +80,8 @@ class Average(Outer):
 
 
 @dataclass(frozen=True)
-class Nesterov(Outer):
-    """DiLoCo: m ← μ·m + Δ, Θ ← Θ − η·(Δ + μ·m)."""
+class WithMomentum(Outer):
+    """An outer step that keeps a momentum buffer."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -91,22 +91,22 @@ class Nesterov(Outer):
         _check_rate(self.lr)
         _check_momentum(self.momentum)
 
+
+@dataclass(frozen=True)
+class Nesterov(WithMomentum):
+    """DiLoCo: m ← μ·m + Δ, Θ ← Θ − η·(Δ + μ·m)."""
+
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
         m = state["momentum"].mul_(self.momentum).add_(change)
         weights.sub_(change.add_(m, alpha=self.momentum), alpha=self.lr)
 
 
 @dataclass(frozen=True)
-class SlowMo(Outer):
+class SlowMo(WithMomentum):
     """Slow momentum: u ← β·u + Δ/γ, Θ ← Θ − α·γ·u with γ the inner learning rate."""
 
     lr: float = 1.0
     momentum: float = 0.5
-    buffers: ClassVar[tuple[str, ...]] = ("momentum",)
-
-    def __post_init__(self) -> None:
-        _check_rate(self.lr)
-        _check_momentum(self.momentum)
 
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
         if lr <= 0:  # a schedule's last step: its changes are zero, and momentum would be divided by nothing
@@ -147,22 +147,15 @@ class SparseLoCo(Outer):
 
 
 @dataclass(frozen=True)
-class Gossip(Outer):
+class Gossip(WithMomentum):
     """NoLoCo: m ← μ·m + η·(Θᵢ − x̄), Θᵢ ← Θᵢ − m, with x̄ the mean of θᵢ and the θⱼ of one partner, drawn anew each round.
 
     Θᵢ − x̄ = mean of Δ − (mean of Θ − Θᵢ): the pair's mean change, and a pull of its shared weights to each other. These differ
     from rank to rank until ``LocalUpdates.drain``, which takes their mean over all. An odd rank is alone for a round.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
-    buffers: ClassVar[tuple[str, ...]] = ("momentum",)
     equal: ClassVar[bool] = False
     spread_of: ClassVar[str] = "the pair's mean weights"
-
-    def __post_init__(self) -> None:
-        _check_rate(self.lr)
-        _check_momentum(self.momentum)
 
     def exchanges(self, policy: Policy, channel: Channel, *, feedback: bool, seed: int) -> Exchanges:
         return PairMeans(policy, channel.size, channel.workspace, seed=seed)

@@ -154,7 +154,7 @@ class Replicas:
     @torch.no_grad()
     def _arrived(self, bucket: LocalBucket, i: int) -> None:
         if self._ending is None or self._ending() is None:  # the first of a backward; of one that was aborted nothing counts
-            self._begin()
+            self._clear()
             ending = partial(self._finish)
             self._ending = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
@@ -163,7 +163,8 @@ class Replicas:
         while self._next < len(self.buckets) - 1 and self.buckets[self._next].full:
             self._launch()
 
-    def _begin(self) -> None:
+    def _clear(self) -> None:
+        """Wait for what is under way; no gradient has arrived from here on."""
         for future in self._futures:
             future.wait()
         self._futures.clear()
@@ -181,19 +182,15 @@ class Replicas:
         """Send what is left, wait for all, and hand the means out."""
         self._ending = None
         if not self.in_backward or not self.syncing:
-            self._begin()
+            self._clear()
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             for i in range(len(bucket.members)):
                 if i not in bucket.arrived:
                     bucket.fetch(i)
             self._launch()
-        for future in self._futures:
-            future.wait()
-        self._futures.clear()
-        self._next = 0
+        self._clear()
         for bucket in self.buckets:
-            bucket.arrived.clear()
             bucket.give_back()
 
 

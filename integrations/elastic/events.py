@@ -8,15 +8,18 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commpress.totals import Totals
+
 
 @dataclass
-class ElasticCounters:
+class ElasticCounters(Totals):
     """Totals of one rank since its loop began."""
 
+    derived = ("participation", "goodput")
     steps: int = 0  # committed here
     samples: int = 0  # that this rank read in them
     ranks: int = 0  # in them, added up
@@ -53,9 +56,6 @@ class ElasticCounters:
             f"of the time went into steps; {self.faults} faults, {self.lost} ranks lost, {self.joined} joined, paused for "
             f"{self.pause_seconds:.1f} s"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"participation": self.participation, "goodput": self.goodput}
 
 
 class Events:

@@ -22,15 +22,14 @@ from commpress.integrations.zero.wrapper import (
     Wrapper,
     agreed,
     check_groups,
-    clip_factor,
     like,
-    loss_of,
     options_of,
     probe,
     take_options,
     trainable,
 )
 from commpress.optim.local_weights import LocalWeights
+from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
 
 FORMAT = 1.0
@@ -141,14 +140,12 @@ class ExpertOptimizer(Wrapper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss, factor = loss_of(closure), None
-        if self.max_grad_norm is not None:
-            norm = self._norm()
-            if not torch.isfinite(norm):
-                self.tiers.drop_gradients()
-                self._skip()
-                return loss
-            factor = clip_factor(self.max_grad_norm, norm)
+        loss = loss_of(closure)
+        factor, finite = self._clipping(self._norm)
+        if not finite:
+            self.tiers.drop_gradients()
+            self._skip()
+            return loss
         self._groups = [options_of(group) for group in self.param_groups]
         self._step_dense(factor)
         for expert in self.tiers.begin_update():

@@ -1,9 +1,8 @@
 """Counters of a hook, in numbers a user can read."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from logging import Logger
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +13,11 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import Deal
 from commpress.kernels.pieces import KIND, NUMEL, RESIDUAL, SOURCE
 from commpress.kernels.reference import CASTS, FP32
+from commpress.totals import Totals
 
 
 @dataclass
-class Counters:
+class Counters(Totals):
     """Totals of one rank since the state was made. Bytes are those this rank sent, headers included."""
 
     steps: int = 0
@@ -82,9 +82,6 @@ class Counters:
             log.warning("NOTHING WAS COMPRESSED: every tensor travelled exactly (codec, min_numel or exclude leave none).")
         else:
             log.info("up to the first compressed step: %s", self.summary())
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
 
     def summary(self) -> str:
         elements = self.compressed_elements + self.exact_elements

@@ -6,7 +6,7 @@ schedules, meshes and autograd are torch's own.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -29,6 +29,7 @@ from commpress.integrations.pipeline.edge_codec import (
 )
 from commpress.integrations.pipeline.tiles import TileCodec
 from commpress.torch_private import learning, pipeline_stages
+from commpress.totals import Totals
 
 NAMES = (
     "get_fwd_send_ops", "get_fwd_recv_ops", "get_bwd_send_ops", "get_bwd_recv_ops", "forward_one_chunk", "backward_one_chunk",
@@ -36,7 +37,7 @@ NAMES = (
 
 
 @dataclass
-class EdgeCounters:
+class EdgeCounters(Totals):
     """Totals of one rank since its stages were compressed. Bytes are those this rank sent to other stages."""
 
     messages: int = 0
@@ -51,9 +52,6 @@ class EdgeCounters:
     def ratio(self) -> float:
         """Times that bytes are fewer than torch's."""
         return self.exact_bytes / self.sent_bytes if self.sent_bytes else 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
 
 
 class PipelineEdges:

@@ -148,11 +148,9 @@ class ProcessGroup(dist.ProcessGroup):
         self.reducer.left_alone(tensors, "coalesced")
         return self._reduction("all_reduce_coalesced", self._inner.allreduce_coalesced, (tensors, opts), tensors, opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any) -> GroupWork:
+    def broadcast(self, tensors: Any, *how: Any, **named: Any) -> GroupWork:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        opts = options_of(dist.BroadcastOptions, opts, timeout, named, "rootRank")
-        record = call("broadcast", tensors, root=opts.rootRank)
-        return self._call(record, self._inner.broadcast, (tensors, opts), tensors, opts)
+        return self._rooted("broadcast", dist.BroadcastOptions, tensors, (tensors,), *how, **named)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
@@ -190,23 +188,15 @@ class ProcessGroup(dist.ProcessGroup):
         record = call("all_gather_single_coalesced", inputs)
         return self._call(record, self._inner.allgather_into_tensor_coalesced, (outputs, inputs, opts), outputs, opts)
 
-    def gather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
-    ) -> GroupWork:
+    def gather(self, outputs: Any, inputs: Any, *how: Any, **named: Any) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
-        opts = options_of(dist.GatherOptions, opts, timeout, named, "rootRank")
-        record = call("gather", inputs, root=opts.rootRank)
-        return self._call(record, self._inner.gather, (outputs, inputs, opts), inputs, opts)
+        return self._rooted("gather", dist.GatherOptions, inputs, (outputs, inputs), *how, **named)
 
-    def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
-    ) -> GroupWork:
+    def scatter(self, outputs: Any, inputs: Any, *how: Any, **named: Any) -> GroupWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
-        opts = options_of(dist.ScatterOptions, opts, timeout, named, "rootRank")
-        record = call("scatter", outputs, root=opts.rootRank)
-        return self._call(record, self._inner.scatter, (outputs, inputs, opts), outputs, opts)
+        return self._rooted("scatter", dist.ScatterOptions, outputs, (outputs, inputs), *how, **named)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
@@ -310,6 +300,14 @@ class ProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     # ------------------------------------------------------------ every call
+
+    def _rooted(
+        self, name: str, kind: type, tensors: Tensors, ends: tuple[Any, ...], opts: Any = None,
+        timeout: timedelta | None = None, **named: Any,
+    ) -> GroupWork:  # fmt: skip
+        """A call that begins or ends at one rank. ``tensors``: those that every rank has."""
+        opts = options_of(kind, opts, timeout, named, "rootRank")
+        return self._call(call(name, tensors, root=opts.rootRank), getattr(self._inner, name), (*ends, opts), tensors, opts)
 
     def _reduction(
         self, name: str, start: Callable[..., Any], arguments: tuple[Any, ...], tensors: Tensors, opts: Any, root: int = 0

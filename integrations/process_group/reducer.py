@@ -10,7 +10,7 @@ that were under way when a rank died some may have been finished by others: they
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from commpress.feedback import ResidualStore
 from commpress.integrations.process_group.call import FutureWork
 from commpress.integrations.process_group.call_sites import GatherSite, ReduceSite, ScatterSite, Site
 from commpress.integrations.process_group.group_options import DTYPES, GroupOptions
+from commpress.totals import Totals
 from commpress.work import Steps, future_on
 
 KEPT_BACKWARDS = 8  # a site that has not come for so many backwards is let go
@@ -43,7 +44,7 @@ Transports = Mapping[str, Callable[[], Transport]]  # by type of the devices who
 
 
 @dataclass
-class GroupCounters:
+class GroupCounters(Totals):
     """Calls of one rank since the group was made, of the collectives for which its options name a codec."""
 
     compressed_calls: int = 0
@@ -63,9 +64,6 @@ class GroupCounters:
     def ratio(self) -> float:
         """Bytes of float32 for each byte sent, of the compressed calls."""
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
 
 
 class GroupReducer:

@@ -41,9 +41,7 @@ from commpress.integrations.zero.wrapper import (
     Wrapper,
     agreed,
     check_groups,
-    clip_factor,
     like,
-    loss_of,
     probe,
     take_options,
     trainable,
@@ -51,6 +49,7 @@ from commpress.integrations.zero.wrapper import (
 from commpress.optim.columns import local
 from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
+from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
 
@@ -266,20 +265,18 @@ class Offloaded(Wrapper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss, factor = loss_of(closure), None
+        loss = loss_of(closure)
         if self._stored is not None:
             self._stored.settle()
         if self.delayed:
             self.finish()
             for parameter, index in self._index.items():
                 self._gradients.take(parameter, index)
-        if self.max_grad_norm is not None:
-            norm = self._norm()
-            if not torch.isfinite(norm):
-                self._forget()
-                self._skip()
-                return loss
-            factor = clip_factor(self.max_grad_norm, norm)
+        factor, finite = self._clipping(self._norm)
+        if not finite:
+            self._forget()
+            self._skip()
+            return loss
         self._coded.step = self.steps_done
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         if self._beside is not None:

@@ -34,7 +34,6 @@ from commpress.integrations.zero.wrapper import (
     agreed,
     check_groups,
     clip_factor,
-    loss_of,
     options_of,
     probe,
     take_options,
@@ -42,6 +41,7 @@ from commpress.integrations.zero.wrapper import (
 )
 from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
+from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 

@@ -47,6 +47,13 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
             )
         super().add_param_group(param_group)
 
+    def _clipping(self, norm: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, bool]:
+        """The factor of all gradients, None without ``max_grad_norm``; and whether their norm, if it counts, is finite."""
+        if self.max_grad_norm is None:
+            return None, True
+        found = norm()
+        return clip_factor(self.max_grad_norm, found), bool(torch.isfinite(found))
+
     def _skip(self) -> None:
         self.skipped_steps += 1
         if self.on_nonfinite == "raise":
@@ -59,13 +66,6 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
                 "step %d was skipped: gradients held NaN or infinity%s (%d so far)",
                 self.steps_done, self.where, self.skipped_steps,
             )  # fmt: skip
-
-
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def clip_factor(limit: float, norm: torch.Tensor) -> torch.Tensor:

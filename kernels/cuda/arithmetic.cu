@@ -34,39 +34,24 @@ COMPARISON(>, "setp.gt.f32")
 COMPARISON(>=, "setp.ge.f32")
 #undef COMPARISON
 
-__device__ __forceinline__ unsigned pattern(f32 a) {
-    unsigned bits;
-    asm("mov.b32 %0, %1;" : "=r"(bits) : "f"(a.value));
-    return bits;
-}
+#define CONVERSION(name, ptx, type, kind)                                              \
+    __device__ __forceinline__ type name(f32 a) {                                      \
+        type b;                                                                        \
+        asm(ptx " %0, %1;" : kind(b) : "f"(a.value));                                  \
+        return b;                                                                      \
+    }
+CONVERSION(pattern, "mov.b32", unsigned, "=r")
+CONVERSION(nearest, "cvt.rni.s32.f32", int, "=r") // ties to even
+CONVERSION(truncated, "cvt.rzi.s32.f32", int, "=r")
+CONVERSION(widen, "cvt.f64.f32", double, "=d")
+#undef CONVERSION
 
-__device__ __forceinline__ f32 number(unsigned bits) {
-    f32 a;
-    asm("mov.b32 %0, %1;" : "=f"(a.value) : "r"(bits));
-    return a;
-}
-
-// The nearest integer, ties to even.
-__device__ __forceinline__ int nearest(f32 a) {
-    int n;
-    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(n) : "f"(a.value));
-    return n;
-}
-
-__device__ __forceinline__ int truncated(f32 a) {
-    int n;
-    asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(n) : "f"(a.value));
-    return n;
-}
-
-__device__ __forceinline__ double widen(f32 a) {
-    double d;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(d) : "f"(a.value));
-    return d;
-}
-
-__device__ __forceinline__ f32 narrow(double a) {
-    f32 c;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(c.value) : "d"(a));
-    return c;
-}
+#define CONVERSION(name, ptx, type, kind)                                              \
+    __device__ __forceinline__ f32 name(type a) {                                      \
+        f32 b;                                                                         \
+        asm(ptx " %0, %1;" : "=f"(b.value) : kind(a));                                 \
+        return b;                                                                      \
+    }
+CONVERSION(number, "mov.b32", unsigned, "r")
+CONVERSION(narrow, "cvt.rn.f32.f64", double, "d")
+#undef CONVERSION

@@ -1,0 +1,58 @@
+"""Two minutes of ``commpress chaos`` beside all other tests: its ranks sleep most of the time, and no test should."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SECONDS = 280  # until a soak that has not ended hangs
+# The bars of --check, a goodput of 90, a participation of 80 and 20 seconds to heal, need a quiet machine: a rank that starts
+# again imports torch while others use the cores.
+BARS = ["--min-goodput", "70", "--min-participation", "65", "--longest-healing", "60"]
+COMMAND = [sys.executable, "-m", "commpress", "chaos", "--check", *BARS]
+# Nobody's child: a test that runs chaos itself ends all descendants that have come meanwhile.
+ALONE = '("$@" >"$0-said" 2>&1 & echo $! >"$0-pid"; wait $!; echo $? >"$0-draft"; mv "$0-draft" "$0-status") &'
+
+
+class Soak:
+    """One for all workers, of which one begins it: the others read in ``folder`` how it ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._begun, self._place = False, folder / "soak"
+
+    def begin_for(self, items: Iterable[pytest.Item]) -> None:
+        """If one of these tests waits for its end."""
+        self._begun = any("soak" in item.fixturenames for item in items if isinstance(item, pytest.Function))
+        if self._begun:
+            subprocess.run(["sh", "-c", ALONE, str(self._place), *COMMAND, "--json", str(self._file("report"))], check=True)
+
+    def result(self) -> tuple[int, dict[str, Any], str]:
+        """Exit status, report, and what was printed."""
+        self._wait()
+        status, report, said = (self._file(name).read_text() for name in ("status", "report", "said"))
+        return int(status), json.loads(report), said
+
+    def end(self, *, early: bool) -> None:
+        """Another worker may wait for it, unless the tests end ``early``."""
+        if self._begun:
+            if early:
+                with suppress(ProcessLookupError):
+                    os.kill(int(self._file("pid").read_text()), signal.SIGTERM)
+            self._wait()
+
+    def _wait(self) -> None:
+        until = time.monotonic() + SECONDS
+        while not self._file("status").exists():
+            assert time.monotonic() < until, self._file("said").read_text()
+            time.sleep(0.05)
+
+    def _file(self, name: str) -> Path:
+        return self._place.with_name(f"soak-{name}")
