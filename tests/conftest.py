@@ -19,7 +19,7 @@ from mpi_ranks import MpiRanks, mpirun
 from ranks import Ranks
 from scripts import Scripts
 from small_store import open_store
-from soak import Soak
+from soaking import Soak
 
 
 def pytest_collection_finish():
