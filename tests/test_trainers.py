@@ -1,4 +1,4 @@
-"""Hugging Face, Accelerate, Lightning and the examples on two ranks, some of them launched by torchrun."""
+"""Hugging Face, Accelerate, Lightning and the examples on two ranks and more, one of them launched by torchrun."""
 
 import re
 
@@ -24,10 +24,10 @@ def test_local_updates_in_trainers_of_others(scripts, tmp_path):
     assert "all is well" in scripts.run(HERE / "foreign" / "local_script.py", tmp_path, folder=tmp_path)
 
 
-def test_accelerate(compiled, tmp_path):
+def test_accelerate(scripts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    assert "all is well" in torchrun(HERE / "accelerate_script.py", folder=tmp_path)
+    assert "all is well" in scripts.run(HERE / "accelerate_script.py", folder=tmp_path)
 
 
 def test_lightning(scripts, tmp_path):
@@ -42,8 +42,8 @@ def test_the_gpt_example(compiled, tmp_path, optimizer):
     assert "times fewer" in torchrun(EXAMPLES / "ddp_gpt.py", *TINY, "--optimizer", optimizer, folder=tmp_path)
 
 
-def test_the_example_of_experts_trains(compiled, tmp_path):
-    said = torchrun(EXAMPLES / "moe_gpt.py", *TINY, "--steps", "30", "--codec", "int8", folder=tmp_path, ranks=4)
+def test_the_example_of_experts_trains(scripts, tmp_path):
+    said = scripts.run(EXAMPLES / "moe_gpt.py", *TINY, "--steps", "30", "--codec", "int8", folder=tmp_path, ranks=4)
     losses = [float(found) for found in re.findall(r"step \d+: loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] - 1
     assert float(re.search(r"held-out loss ([\d.]+)", said)[1]) < losses[0]
