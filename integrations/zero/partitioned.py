@@ -151,7 +151,7 @@ class Partitioned(Divided, Wrapper):
                 **options,
             )  # fmt: skip
         moments, scalars = probe(optimizer, options, self.buckets[0].device)
-        self._shards = PartitionedState(self.buckets, self.channel, self.inner.state, moments, scalars)
+        self._shards = PartitionedState(self.buckets, self.channel, self.inner.state, moments, scalars, self.columns)
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             mine.update(options_of(theirs))
         self.gradients = Gradients(

@@ -23,7 +23,7 @@ from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
 from commpress.integrations.zero.wrapper import MASTER, copied, like
 from commpress.optim.boxes import box_of
-from commpress.optim.columns import alike, is_cut, local
+from commpress.optim.columns import Columns, alike, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 
@@ -193,7 +193,9 @@ class PartitionedState:
         state: MutableMapping[Any, Any],
         moments: Iterable[str],
         scalars: dict[str, Any],
+        columns: Columns | None = None,
     ) -> None:
+        self._columns = columns
         self._buckets, self._channel, self._state = buckets, channel, state
         self._moments, self._scalars = list(moments), scalars
 
@@ -226,7 +228,10 @@ class PartitionedState:
         every = yield from gathered(
             mine.reshape(-1).tolist(), transport=self._channel.transport, sequence=self._channel.take(), device=bucket.device
         )
-        return np.nanmax(every, axis=0).reshape(mine.shape)
+        found = np.fmax.reduce(every)
+        if self._columns is not None:  # those with the same shard of it may have nothing
+            found = np.fmax.reduce((yield from self._columns.gathered(found.tolist(), bucket.device)))
+        return found.reshape(mine.shape)
 
     def _gathered(self, bucket: ShardedBucket, key: str) -> Steps[torch.Tensor]:
         row = torch.zeros(bucket.width, dtype=torch.float32, device=bucket.device)
