@@ -139,7 +139,8 @@ def poisoned(poison, options, scaled):
 
 
 @pytest.mark.parametrize(
-    ("poison", "scaled", "stage"), [(float("nan"), False, 1), (float("nan"), False, 2), (float("inf"), True, 2), (1e5, False, 2)]
+    ("poison", "scaled", "stage"),
+    [(float("nan"), False, 1), (float("nan"), False, 2), (float("inf"), True, 2), (1e5, False, 2)],
 )
 def test_replicas_and_columns_stay_equal_whatever_one_shard_sees(pool, poison, scaled, stage):
     """NaN, an infinity under a GradScaler, a norm to be clipped. Codecs mix the elements of a block, and shards differ."""
