@@ -101,7 +101,7 @@ def shards_of(parameter: Any) -> int:
     if not is_cut(parameter):
         return 1
     sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True)
-    return prod(size for size, placement in sizes if placement.is_shard())
+    return prod(size for size, placement in sizes if not placement.is_replicate())  # a _StridedShard of FSDP2 is no shard
 
 
 def columns_of(parameters: Sequence[Any], *, timeout: timedelta | None) -> Columns | None:
