@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import commpress
 from column_twin import ONE, SHAPES, apart, columns, own, parameters, placed, values, whole
@@ -44,7 +45,7 @@ def train(optimizer, params, mesh, steps, *, accumulate=1, scaler=None, poison=N
             gradients = drawn(params, mesh, 5 * step + part)
             if poison is not None and step == 2 and dist.get_rank() == 0:
                 own(gradients["tall"])[0, 0] = poison
-            each = [(p * gradients[name]).sum() for name, p in params.items()]
+            each = [summand(p, gradients[name]) for name, p in params.items()]
             loss = sum(one.full_tensor() if hasattr(one, "full_tensor") else one for one in each)
             with nullcontext() if part == accumulate - 1 else optimizer.no_sync():
                 (loss if scaler is None else scaler.scale(loss)).backward()
@@ -56,6 +57,14 @@ def train(optimizer, params, mesh, steps, *, accumulate=1, scaler=None, poison=N
             scales.append(scaler.get_scale())
         optimizer.zero_grad()
     return scales
+
+
+def summand(p, gradient):
+    """What has this gradient; of one that a column has alike one summand on each rank, as under sequence parallelism."""
+    if not isinstance(p, DTensor) or not p.placements[0].is_replicate():
+        return (p * gradient).sum()
+    by_rows = lambda tensor: distribute_tensor(tensor, p.device_mesh, [Shard(0)], src_data_rank=None)  # noqa: E731
+    return (by_rows(torch.eye(16)) @ p * by_rows(whole(gradient))).sum()
 
 
 def trained(shape, names, options, folder=None):
@@ -171,7 +180,7 @@ def moved(shape, dtype, folder, load, steps):
     """Load what another mesh has saved, say what came, go on and save."""
     mesh = None if shape is None else columns(shape)
     params = {name: nn.Parameter(p.detach().to(dtype)) for name, p in parameters(mesh, NAMES).items()}
-    optimizer = partitioned(params, mesh)
+    optimizer = partitioned(params, mesh, bucket_mb=0.02 if dtype is torch.float32 else 1e-6)  # some have a bucket of their own
     if load:
         model = {name: p.detach() for name, p in params.items()}
         held = {"model": model, "optimizer": optimizer.sharded_state_dict()}
