@@ -181,8 +181,7 @@ def test_one_call_without_a_codec_trains_as_torch_does_in_every_bit(pool, schedu
                    for both in zip(mine, their, strict=True))  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize(("schedule", "on_nonfinite"), [("1f1b", "skip"), ("interleaved", "raise")])
 def test_one_gradient_that_is_not_finite_leaves_the_step_out_in_all_stages(pool, schedule, on_nonfinite):
     """Weights and residuals, also of stages whose gradients were finite; and bytes fall by what four bits are."""
     results = pool.run(one_call, schedule, "int4", float("nan"), False, False, on_nonfinite, size=4)
