@@ -213,7 +213,8 @@ def test_states_go_from_mesh_to_mesh_in_every_bit(pool, tmp_path, dtype):
     assert ("wide master" in saved) == (dtype is torch.bfloat16)
     ends = []
     for shape, load, steps, size in (
-        ((4, 1), "(2, 2)", (), 4), ((1, 2), "(4, 1)", (), 2), (None, "(1, 2)", range(3, 5), 2), ((2, 2), "(2, 2)", range(3, 5), 4)
+        ((4, 1), "(2, 2)", (), 4), ((1, 2), "(4, 1)", (), 2),
+        (None, "(1, 2)", range(3, 5), 2), ((2, 2), "(2, 2)", range(3, 5), 4),
     ):  # fmt: skip
         ends.append(pool.run(moved, shape, dtype, folder, load, steps, size=size)[0])
     for before, _ in ends:
