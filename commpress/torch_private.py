@@ -140,6 +140,11 @@ def shard_like(values: torch.Tensor, parameter: Any) -> torch.Tensor:
     return result
 
 
+def set_shard(parameter: Any, values: torch.Tensor) -> None:
+    """Put this rank's part of a DTensor into other memory, as fully_shard does; views taken of it before keep the old one."""
+    parameter._local_tensor = values.data
+
+
 def waited(tensor: Any) -> Any:
     """The tensor itself where DTensor has left one that a collective has yet to fill."""
     return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor

@@ -11,44 +11,18 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from column_twin import SHAPES, apart, columns, parameters, placed, values, whole
 from commpress.errors import StateMismatch
 from commpress.schedules import DoublingIntervals
 from ranks import refused
 
-# One shard's row on two ranks is a whole number of blocks, so whole parameters are cut into the same blocks.
-SHAPES = {"tall": (64, 128), "wide": (48, 64), "odd": (5, 64), "same": (16, 16), "norm": (64,)}
-PLACED = {"tall": Shard(0), "wide": Shard(1), "odd": Shard(0), "same": Replicate(), "norm": None}
 STEPS = 9
-
-
-def columns(shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-
-
-def values(name, seed):
-    generator = torch.Generator().manual_seed(1000 * seed + list(SHAPES).index(name))
-    return torch.randn(SHAPES[name], generator=generator)
-
-
-def placed(name, tensor, mesh):
-    """As tensor parallelism leaves it; whole where there is no mesh."""
-    if mesh is None or PLACED[name] is None:
-        return tensor
-    return distribute_tensor(tensor, mesh["tp"], [PLACED[name]], src_data_rank=None)
-
-
-def parameters(mesh, names):
-    return {name: nn.Parameter(placed(name, values(name, 0), mesh)) for name in names}
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def onebit(params, **options):
@@ -103,10 +77,6 @@ def ran(make, shape, names, options, steps=tuple(range(STEPS)), bad=None):
     optimizer = optimizer_on(MAKERS[make], params, mesh, options)
     move(optimizer, params, mesh, steps, bad)
     return {name: whole(p) for name, p in params.items()}, optimizer.steps_done, optimizer.counters.skipped_steps
-
-
-def apart(one, other):
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 @pytest.mark.parametrize("make", ["1-bit", "0/1", "sharded", "sharded 0/1"])
@@ -518,7 +488,6 @@ def refusals(shape):
         "rates": lambda: lamb(params, rates="frozen", **both),
         "whole": lambda: lamb(params, codec="powersgd-2", **both),
         "clip": lambda: zero_one(params, max_grad_norm=1.0, **both),
-        "partitioned": lambda: commpress.Partitioned(params, torch.optim.AdamW, process_group=group["process_group"]),
     }
     if shape[0] == 1:  # a rank alone has all of it, whatever it is called
         del calls["column"], calls["fsdp"]
@@ -536,4 +505,3 @@ def test_what_cannot_be_done_with_shards_is_refused_with_the_cure(pool, shape):
         assert "leave rates= out" in said["rates"]
         assert "codec is 'powersgd" in said["whole"]
         assert "max_grad_norm is 1.0" in said["clip"]
-        assert "is a DTensor" in said["partitioned"]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -142,6 +143,29 @@ def mixed(folder: str) -> None:
 
 def test_a_norm_of_differently_cut_parameters_is_refused(pool, tmp_path):
     pool.run(mixed, str(tmp_path), size=2)
+
+
+def cut_twice(folder):
+    """Weights after a clipped step, in a store, on 2 × 2 ranks under tensor parallelism; and of the whole by torch."""
+    mesh, ends = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    for cut in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 32, bias=False)
+        if cut:  # the second cut of its rows: a _StridedShard
+            parallelize_module(model, mesh["tp"], ColwiseParallel())
+            fully_shard(model, mesh=mesh["dp"])
+        with open_store(folder / f"{dist.get_rank()}-{cut}") as store:
+            options = {"store": store, "max_grad_norm": LIMIT, "chunk_mb": 0.004, "lr": 1.0}
+            optimizer = commpress.Offloaded(model.parameters(), torch.optim.SGD, **options)
+            model(torch.randn(4, 16, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+            optimizer.step()
+        ends.append((model.weight.full_tensor() if cut else model.weight).detach().clone())
+    return ends
+
+
+def test_the_norm_of_what_is_cut_over_both_dimensions_of_a_mesh(pool, tmp_path):
+    for found, whole in pool.run(cut_twice, tmp_path, size=4):
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)
 
 
 def halved_on_the_way(folder, cut):

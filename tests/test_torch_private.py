@@ -180,6 +180,23 @@ def test_expert_exchanges_are_token_switches():
 
 
 @pytest.mark.skipif(not FSDP2, reason="DTensor of this torch remembers other things")
+def _moved_shard():
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    flat = torch.zeros(4)
+    with torch.no_grad():
+        before = parameter.to_local()
+        torch_private.set_shard(parameter, flat[1:3])
+        flat += 5
+        versions = parameter._version, parameter.to_local()._version  # not those of the memory's other users
+        parameter += 1
+    (parameter * 3).sum().full_tensor().backward()
+    return before.tolist(), flat.tolist(), parameter.grad.to_local().tolist(), versions
+
+
+def test_a_shard_lies_where_it_was_put(pool):
+    assert pool.run(_moved_shard, size=1) == [([1.0, 1.0], [5.0, 6.0, 6.0, 5.0], [3.0, 3.0], (0, 0))]
+
+
 def test_shards_after_ranks_have_changed_are_those_of_the_new_coordinate():
     def viewed(rank):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)

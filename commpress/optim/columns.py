@@ -15,7 +15,7 @@ import torch
 from commpress.collectives.consensus import AgreeOver, Consensus, group_of
 from commpress.collectives.transports.factory import own_transport, ranks_of
 from commpress.errors import InvalidArgument
-from commpress.torch_private import shard_like, waited
+from commpress.torch_private import set_shard, shard_like, waited
 from commpress.work import Steps
 
 
@@ -28,6 +28,29 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part that this rank has of it: the same memory."""
     cut: Any = tensor
     return waited(cut.to_local()) if is_cut(cut) else cut
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """A number that rises when it is written, as a DTensor or by way of its shard."""
+    return parameter._version + local(parameter)._version
+
+
+def move_to(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Make ``values`` the memory of what this rank has of it, with what they hold."""
+    if is_cut(parameter):
+        set_shard(parameter, values)
+    else:
+        parameter.data = values
+
+
+def largest_shard(parameter: Any) -> torch.Size:
+    """Shape of what the first rank has of it: nobody has more, and every rank knows."""
+    shape = list(parameter.shape)
+    if is_cut(parameter):
+        for ranks, placement in zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True):
+            if placement.is_shard():
+                shape[placement.dim] = -(-shape[placement.dim] // ranks)
+    return torch.Size(shape)
 
 
 def alike(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -78,7 +101,7 @@ def shards_of(parameter: Any) -> int:
     if not is_cut(parameter):
         return 1
     sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements, strict=True)
-    return prod(size for size, placement in sizes if placement.is_shard())
+    return prod(size for size, placement in sizes if not placement.is_replicate())  # a _StridedShard of FSDP2 is no shard
 
 
 def columns_of(parameters: Sequence[Any], *, timeout: timedelta | None) -> Columns | None:

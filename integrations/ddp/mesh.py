@@ -16,8 +16,9 @@ from commpress.collectives.transports.factory import own_transport
 from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.hook import DEFAULT_MIN_NUMEL, CompressedState, compressed_allreduce_hook
 from commpress.integrations.ddp.replicas import Replicas
-from commpress.integrations.fsdp.fsdp2 import compress_fsdp
+from commpress.integrations.fsdp.fsdp2 import ShardedState, compress_fsdp
 from commpress.integrations.fsdp.hsdp import compress_hsdp
+from commpress.integrations.observe.counters import Counters
 from commpress.integrations.pipeline.edges import compress_pipeline
 from commpress.optim.columns import is_cut, local, shards_of
 from commpress.optim.held import is_held, refuse_held
@@ -35,6 +36,7 @@ class MeshStates:
         self.mesh, self.models = mesh, list(models)
         self.by_name: dict[str, Any] = {}
         self.replicas: Replicas | None = None
+        self.sharded: list[ShardedState] = []  # of a pipeline's stages under fully_shard
         names = mesh.mesh_dim_names or ()
         sizes = dict(zip(names, mesh.mesh.shape, strict=True))
         pipelined = [name for name in names if is_pipeline(name)]
@@ -61,7 +63,17 @@ class MeshStates:
             yield
 
     def synchronize(self) -> None:
-        """Average the gradients between replicas, once after the backwards of a pipeline or under ``no_sync``; collective."""
+        """Average the gradients between replicas, once after the backwards of a pipeline or under ``no_sync``; collective.
+
+        Of stages under fully_shard, which have reduced them: agree with all other stages whether the step is taken.
+        """
+        if self.replicas is None and self.sharded:
+            finite = all(state.finite for state in self.sharded)
+            finite = run(self._consensus.agreed(finite, self.sharded[0].device))
+            errors = [state.settle(finite) for state in self.sharded]
+            if errors[0] is not None:
+                raise errors[0]
+            return
         self._own_replicas("synchronize").synchronize()
 
     def _own_replicas(self, call: str) -> Replicas:
@@ -78,8 +90,6 @@ class MeshStates:
         """
         if not max_norm > 0:
             raise InvalidArgument(f"max_norm is {max_norm!r}, expected a positive number")
-        if any(isinstance(model, FSDPModule) for model in self.models):
-            raise InvalidArgument("clip_grad_norm_ is not for fully_shard: call torch's, which knows such shards")
         own, device = 0.0, torch.device("cpu")
         for p, shards in self._held:
             if p.grad is not None:
@@ -102,6 +112,36 @@ class MeshStates:
             self.by_name[name].load_state_dict(state)
 
 
+class ShardedStages:
+    """States of several stages under fully_shard that this rank runs, by the numbers of the stages."""
+
+    def __init__(self, by_stage: Mapping[int, ShardedState]) -> None:
+        self.by_stage = dict(by_stage)
+
+    def __getitem__(self, stage: int) -> ShardedState:
+        return self.by_stage[stage]
+
+    @property
+    def gradients(self) -> Counters:
+        return Counters.together([state.gradients for state in self.by_stage.values()])
+
+    @property
+    def weights(self) -> Counters:
+        return Counters.together([state.weights for state in self.by_stage.values()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of each stage, for a bitwise resume on the same mesh."""
+        return {str(stage): state.state_dict() for stage, state in self.by_stage.items()}
+
+    def elastic_state_dict(self) -> dict[str, Any]:
+        """Of each stage, for torch's distributed checkpoints; collective."""
+        return {str(stage): state.elastic_state_dict() for stage, state in self.by_stage.items()}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        for stage, state in self.by_stage.items():
+            state.load_state_dict(states[str(stage)])
+
+
 def compress_mesh(target: Any, mesh: Any, dims: Mapping[str, Any] | None, options: dict[str, Any]) -> MeshStates:
     """``commpress.compress(target, mesh=mesh, dims=dims)``; see there."""
     _check_mesh(mesh, dims)
@@ -115,7 +155,14 @@ def compress_mesh(target: Any, mesh: Any, dims: Mapping[str, Any] | None, option
     for name in data:
         given = {"agree_over": mesh[together]} | options
         if isinstance(models[0], FSDPModule):
-            states.by_name[name] = _sharded(models[0], mesh, name, dims[name], given)
+            every = [_sharded(model, mesh, name, dims[name], dict(given)) for model in models]
+            states.by_name[name] = every[0]
+            if stages is not None and all(isinstance(state, ShardedState) for state in every):
+                for state in every:
+                    state.settle_by_steps()
+                states.sharded += every
+                if len(every) > 1:
+                    states.by_name[name] = ShardedStages({stage.stage_index: s for stage, s in zip(stages, every, strict=True)})
         elif isinstance(models[0], DistributedDataParallel):
             states.by_name[name] = _hooked(models[0], dims[name], given)
         else:
@@ -213,10 +260,15 @@ def _check_dims(
             "that runs them (torch.distributed.pipelining)"
         )
     kinds = {kind for kind in (FSDPModule, DistributedDataParallel) if any(isinstance(m, kind) for m in models)}
-    if kinds and len(models) > 1:
+    if DistributedDataParallel in kinds and len(models) > 1:
         raise InvalidArgument(
-            f"this rank has {len(models)} stages under {kinds.pop().__name__}: call compress for each of them with its data "
+            f"this rank has {len(models)} stages under DistributedDataParallel: call compress for each of them with its data "
             "dimension, and once for the pipeline"
+        )
+    if FSDPModule in kinds and not all(isinstance(m, FSDPModule) for m in models):
+        raise InvalidArgument(
+            f"of this rank's {len(models)} stages some are under fully_shard and some are not: their gradients are averaged at "
+            "different times. Shard all of them"
         )
     if FSDPModule not in kinds and len(data) > 1:
         raise InvalidArgument(f"dims names {list(data)}, expected one dimension of replicas: flatten them to one in the mesh")

@@ -60,7 +60,7 @@ class ExpertOptimizer(Wrapper):
         **options: Any,
     ) -> None:
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
-        places, _ = trainable(self.param_groups, spread=True)
+        places, _ = trainable(self.param_groups, streamed=True)
         self.tiers, self.commit_every = _tiers([p for group in places for p, _, _ in group]), commit_every
         self.store: TieredStore = self.tiers.store
         self.prefix = f"{self.tiers.prefix}/optimizer"

@@ -34,6 +34,7 @@ from commpress.integrations.fsdp.shard_gradients import CompressedReduceScatter,
 from commpress.integrations.fsdp.shard_memory import memory_of
 from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Difference
 from commpress.integrations.observe.counters import Counters
+from commpress.optim.columns import local
 from commpress.work import run
 
 log = logging.getLogger("commpress")
@@ -199,6 +200,8 @@ class ShardedState(Divided):
         self.prefetcher = Prefetcher(self.background)
         self.deferred = DeferredReductions() if self.background and self.reducers else None
         self._rounds: dict[int, Round] = {}  # by backward, with a GradScaler
+        self._step_round: Round | None = None  # of a step that ends with ``settle``
+        self._unsettled: set[CompressedReduceScatter] | None = None  # None: reductions and backwards are settled one by one
         self._shared_verdict = len(self.reducing) == 1 or self.consensus is not None
         for each in self.param_groups:
             if self.deferred is not None:
@@ -274,6 +277,13 @@ class ShardedState(Divided):
 
     def begin(self, reducer: CompressedReduceScatter) -> int:
         """A seed for stochastic codecs; counts steps by the group that has been reduced most often."""
+        if self._unsettled is not None:
+            if reducer in self._unsettled:
+                raise InvalidArgument(
+                    f"the gradients of {reducer.param_group.name} are reduced a second time, and those before have not been "
+                    "settled: call states.synchronize() on every rank between schedule.step() and optimizer.step()"
+                )
+            self._unsettled.add(reducer)
         if reducer.calls >= self.step:
             self._check_complete()
             self.step, self._error = reducer.calls + 1, None
@@ -290,8 +300,46 @@ class ShardedState(Divided):
     def gain(self) -> float:
         return 1.0 / self.grad_scaler.get_scale() if self.grad_scaler else 1.0
 
+    def settle_by_steps(self) -> None:
+        """From now on all reductions of a step share one fate, and ``settle`` after the last of them says which."""
+        self._unsettled = set()
+
+    @property
+    def finite(self) -> bool:
+        """True if all reductions since the last ``settle`` were."""
+        return self._step_round is None or self._step_round.finite
+
+    @torch.no_grad()
+    def settle(self, finite: bool) -> NonFiniteGradient | None:
+        """All ranks have reduced: take the step, or make its gradients zeros (NaN with a GradScaler) and keep residuals.
+
+        The error is for the caller to raise, once all have settled.
+        """
+        round, self._step_round, self._unsettled, self._error = self._step_round, None, set(), None
+        if round is not None:
+            round.finite = finite
+            round.close()
+        if finite:
+            return None
+        self.gradients.skipped_steps += 1
+        for p in self.model.parameters():
+            if p.grad is not None:
+                local(p.grad).fill_(self._refused_value())
+        if self.on_nonfinite != "raise":
+            return None
+        return NonFiniteGradient(
+            f"gradients of step {self.step} hold NaN or infinity on some rank of the mesh. No residual was changed. Look for "
+            "the cause in the loss, or pass on_nonfinite='skip'."
+        )
+
+    def _refused_value(self) -> float:
+        return 0.0 if self.on_nonfinite != "propagate" and self.grad_scaler is None else float("nan")
+
     def round(self) -> Round | None:
         """The round of the backward under way, if a GradScaler will skip the step where one of its groups is not finite."""
+        if self._unsettled is not None:
+            self._step_round = self._step_round or Round()
+            return self._step_round
         task = torch._C._current_graph_task_id()
         if self.grad_scaler is None or not self._shared_verdict or task < 0:
             return None
@@ -389,7 +437,8 @@ class ShardedState(Divided):
         once. "scratch": one message in floats, for residuals in a codec. "weights": as they came, or copies for differences;
         those of the root group, which torch may decide not to gather twice, count until it has.
         """
-        kept_in, together = self.kept_in if self.error_feedback else None, self.grad_scaler is not None and self._shared_verdict
+        kept_in = self.kept_in if self.error_feedback else None
+        together = self._unsettled is not None or (self.grad_scaler is not None and self._shared_verdict)
         return memory_of(list(self.reducers.values()), self.gatherers, kept_in, together=together)
 
     # ------------------------------------------------------------ not finite
@@ -398,9 +447,11 @@ class ShardedState(Divided):
         """The same decision on every rank: all have seen all headers."""
         self.gradients.skipped_buckets += 1
         count = self.gradients.skipped_buckets
-        zeros = self.on_nonfinite != "propagate" and self.grad_scaler is None
-        shard.fill_(0.0 if zeros else float("nan"))
+        zeros = self._refused_value() == 0.0
+        shard.fill_(self._refused_value())
         if self.on_nonfinite == "raise":
+            if self._unsettled is not None:  # ``settle`` raises, on all ranks
+                return
             if self._error is None:
                 self._error = NonFiniteGradient(
                     f"the gradients of {reducer.param_group.name} hold NaN or infinity on some rank at step {reducer.calls}. "

@@ -71,6 +71,17 @@ class Counters(Totals):
         self.encode_seconds, self.decode_seconds = workspace.encode_seconds, workspace.decode_seconds
         self.dense_sketches = workspace.dense_sketches
 
+    @classmethod
+    def together(cls, every: Sequence["Counters"]) -> "Counters":
+        """Of several states that took the same steps: bytes, messages and seconds add up."""
+        total = cls()
+        for counters in every:
+            for name, value in asdict(counters).items():
+                mine = getattr(total, name)
+                alike = name in ("steps", "skipped_steps", "plain_steps")
+                setattr(total, name, max(mine, value) if alike else mine | value if name == "errors" else mine + value)
+        return total
+
     @property
     def ratio(self) -> float:
         """Times that bytes are fewer than float32's."""

@@ -9,10 +9,14 @@ multiples of ``ALIGN`` from the parameter's beginning: every element is treated 
 
 Note: one codec per bucket. A row may begin and end inside a parameter, so what travels differently lies in other buckets.
 Codecs of whole tensors (PowerSGD, sketches) give every rank the mean of the whole bucket, of which it takes its row.
+
+Note: DTensors. A parameter is what this rank has of it. Places are those of the largest shards, alike in all columns of a mesh;
+what several columns hold lies apart from what they share out, so that their messages, and what comes out of them, are alike.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -27,6 +31,7 @@ from commpress.collectives.exchange import Exchanges, Reduce
 from commpress.collectives.reduce_scatter import Deal, Part, deals
 from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
+from commpress.optim.columns import is_cut, largest_shard, local, move_to, version_of
 
 Numbered = tuple[torch.Tensor, str, int]  # a parameter, its name, its number among all
 ALIGN = 64  # elements; see the note on vectors
@@ -35,15 +40,19 @@ NATURAL = {torch.float32: EXACT, torch.bfloat16: CastCodec("bf16"), torch.float1
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter and where it lies."""
+    """One parameter, or this rank's shard of it, and where that lies."""
 
     parameter: torch.Tensor
     name: str
     index: int  # among all parameters of the optimizer
     first: int
 
+    @property
+    def shape(self) -> torch.Size:
+        return local(self.parameter).shape
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.first : self.first + self.parameter.numel()].view(self.parameter.shape)
+        return flat[self.first : self.first + self.shape.numel()].view(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +60,12 @@ class OwnedRange:
     """The elements of one parameter that this rank owns."""
 
     member: Member
-    start: int  # first element in the parameter
+    start: int  # first element in the parameter, or in this rank's shard of it
     place: slice  # in the own row
     weight: torch.Tensor  # there, in ``shard``: what the inner optimizer knows
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same elements of a tensor of the parameter's shape."""
+        """The same elements of a tensor of the shape of the parameter, or of the shard."""
         return whole.reshape(-1)[self.start : self.start + self.weight.numel()]
 
 
@@ -87,7 +96,7 @@ class FlatGroup:
         self.members, at = [], 0
         for parameter, name, index in members:
             self.members.append(Member(parameter, name, index, at))
-            at += -(-parameter.numel() // ALIGN) * ALIGN
+            at += -(-largest_shard(parameter).numel() // ALIGN) * ALIGN
         self.used = at
         self.width = -(-at // (ranks * ALIGN)) * ALIGN
         self.lossy_gradients, self.lossy_weights = gradients is not None, weights is not None
@@ -127,7 +136,7 @@ class FlatGroup:
         """Whatever this rank owns: a member, the first element in its parameter, and the place in the own row."""
         for m in self.members:
             start = max(m.first, self.first)
-            stop = min(m.first + m.parameter.numel(), self.first + self.width)
+            stop = min(m.first + m.shape.numel(), self.first + self.width)
             if start < stop:
                 yield m, start - m.first, slice(start - self.first, stop - self.first)
 
@@ -158,8 +167,8 @@ class ShardedBucket(FlatGroup):
         with torch.no_grad():
             for member in self.members:
                 view = member.view(self.flat)
-                view.copy_(member.parameter)
-                member.parameter.data = view
+                view.copy_(local(member.parameter))
+                move_to(member.parameter, view)
         self.adopt()
 
     def attach(self, exchanges: Exchanges) -> None:
@@ -174,8 +183,8 @@ class ShardedBucket(FlatGroup):
         self.feedbacks = [attach(d.every.keys, d.every.pieces, self.device) for d in self.reduce_plan]
 
     def _tensors(self) -> tuple[list[Span], list[torch.Size]]:
-        spans = [Span(m.name, m.first, m.parameter.numel()) for m in self.members]
-        return spans, [m.parameter.shape for m in self.members]
+        spans = [Span(m.name, m.first, m.shape.numel()) for m in self.members]
+        return spans, [m.shape for m in self.members]
 
     def adopt(self) -> None:
         """The master starts again from what the parameters hold."""
@@ -187,15 +196,16 @@ class ShardedBucket(FlatGroup):
 
     def trust(self) -> None:
         """Master and parameters belong together as they are now."""
-        self._versions = [m.parameter._version for m in self.members]
+        self._versions = [version_of(m.parameter) for m in self.members]
 
     def changed(self) -> bool:
         """Parameters were written by somebody else, such as ``load_state_dict``."""
-        return self._versions != [m.parameter._version for m in self.members]
+        return self._versions != [version_of(m.parameter) for m in self.members]
 
     def check(self) -> None:
         for m in self.members:
-            if m.parameter.data_ptr() != self.flat.data_ptr() + m.first * self.dtype.itemsize:
+            here = local(m.parameter)
+            if here.numel() and here.data_ptr() != self.flat.data_ptr() + m.first * self.dtype.itemsize:
                 raise InvalidArgument(
                     f"parameter {m.name!r} is no longer where Partitioned has put it: move or convert the model before "
                     "constructing the optimizer, and do not assign parameter.data after it"
@@ -217,9 +227,9 @@ def buckets(
     every = [(number, *member) for number, group in enumerate(groups) for member in group]
     for number, parameter, name, index in reversed(every):
         codecs = [_lossy(policy, name, parameter) if ranks > 1 else None for policy in (gradients, weights)]
-        key = (number, parameter.dtype, parameter.device, *codecs)
+        key = (number, parameter.dtype, parameter.device, *codecs, _cuts(parameter))
         held = open_.get(key)
-        if held is None or sum(p.numel() for p, _, _ in held) + parameter.numel() > numel:
+        if held is None or sum(largest_shard(p).numel() for p, _, _ in held) + largest_shard(parameter).numel() > numel:
             held = open_[key] = []
             plans.append((key, held))
         held.append((parameter, name, index))
@@ -230,10 +240,17 @@ def buckets(
     ]
 
 
+def _cuts(parameter: Any) -> tuple[bool, ...]:
+    """Over which dimensions of its mesh a parameter is cut; of one that every rank of it holds none."""
+    cuts = tuple(placement.is_shard() for placement in parameter.placements) if is_cut(parameter) else ()
+    return cuts if any(cuts) else ()
+
+
 def _lossy(policy: Policy, name: str, parameter: torch.Tensor) -> Codec | None:
     """The codec, or None for the values as they are."""
-    codec = policy.choose(name, parameter.numel())
-    if isinstance(codec, LowRankCodec) and codec.matrix(parameter.shape) is None:
+    shape = largest_shard(parameter)
+    codec = policy.choose(name, shape.numel())
+    if isinstance(codec, LowRankCodec) and codec.matrix(shape) is None:
         return None
     return None if codec.lossless else codec
 
@@ -241,13 +258,14 @@ def _lossy(policy: Policy, name: str, parameter: torch.Tensor) -> Codec | None:
 def check_codecs(groups: Sequence[Sequence[Numbered]], gradients: Policy, weights: Policy) -> None:
     """Raise ``InvalidArgument`` for codecs that cannot do what they are named for, on one rank as on many."""
     for parameter, name, _ in (one for group in groups for one in group):
-        codec = weights.choose(name, parameter.numel())
+        numel = largest_shard(parameter).numel()
+        codec = weights.choose(name, numel)
         if isinstance(codec, WholeTensorCodec):
             raise InvalidArgument(
                 f"weights is {codec.spec!r} for parameter {name!r}, which compresses a mean of whole tensors, and weights are "
                 "not averaged: choose a codec of rows such as 'int8'"
             )
-        codec = gradients.choose(name, parameter.numel())
+        codec = gradients.choose(name, numel)
         if isinstance(codec, SketchCodec) and parameter.device.type != "cpu":
             raise InvalidArgument(
                 f"gradients is {codec.spec!r}, and parameter {name!r} is on {parameter.device}: the sketch has CPU kernels "

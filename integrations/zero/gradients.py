@@ -14,10 +14,12 @@ from torch.autograd import Variable
 
 from commpress.collectives.allreduce import Outcome, settle
 from commpress.collectives.channel import Channel
+from commpress.collectives.consensus import Consensus
 from commpress.collectives.reduce_scatter import reduce_rows
 from commpress.errors import InvalidArgument
 from commpress.integrations.zero.bucket import FlatGroup, Reduction
-from commpress.work import Steps
+from commpress.optim.columns import alike, is_cut, local, settle_gradient
+from commpress.work import Steps, run
 
 AHEAD = 2  # reductions that a backward may leave behind it before it waits
 
@@ -26,6 +28,7 @@ class Gradients:
     """``bucket.reduced`` of every bucket, after ``synchronize``: the mean gradient of what this rank owns.
 
     With ``sink`` the means of every backward are handed over there instead, one after the other, and nothing is kept.
+    ``consensus``: all ranks that must stay together, where these are more than those of the channel.
     """
 
     def __init__(
@@ -35,17 +38,18 @@ class Gradients:
         *,
         stage: int,
         scaler: torch.amp.GradScaler | None = None,
+        consensus: Consensus | None = None,
         seed: int = 0,
         sink: Callable[[Any, torch.Tensor], None] | None = None,
     ) -> None:
-        self._sink = sink
+        self._sink, self._consensus = sink, consensus
         self.buckets, self._channel, self._stage, self._scaler, self._seed = buckets, channel, stage, scaler, seed
         self.syncing = True
         self.step = 0  # number of the step under way: noise of stochastic codecs
         self._next, self._local = 0, False
         self._ending: weakref.ref[Any] | None = None  # to what the backward under way calls at its end
         self._futures: list[torch.futures.Future[Any]] = []
-        self._marker = min((m.parameter for b in buckets for m in b.members), key=torch.Tensor.numel)
+        self._marker = min((m.parameter for b in buckets for m in b.members), key=lambda p: (is_cut(p), p.numel()))
         self._hooks = [self._hook(bucket, i) for bucket in buckets for i in range(len(bucket.members))]
 
     def close(self) -> None:
@@ -94,6 +98,7 @@ class Gradients:
     def _place(self, bucket: FlatGroup, i: int) -> None:
         """The gradient to its place in the bucket's buffer: to stay there (stage 1), or to be sent and forgotten."""
         member = bucket.members[i]
+        settle_gradient(member.parameter)
         gradient = member.parameter.grad
         if bucket.buffer is None:
             bucket.buffer = self._fresh_buffer(bucket)
@@ -103,9 +108,9 @@ class Gradients:
             return
         if gradient.layout != torch.strided:
             raise InvalidArgument(f"the gradient of {member.name!r} is sparse: build its module with sparse=False")
-        if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-        member.parameter.grad = view if self._stage == 1 else None
+        if local(gradient).data_ptr() != view.data_ptr():
+            view.copy_(local(gradient))
+        member.parameter.grad = alike(view, member.parameter) if self._stage == 1 else None
 
     def _fresh_buffer(self, bucket: FlatGroup) -> torch.Tensor:
         numel = bucket.numel
@@ -192,7 +197,7 @@ class Gradients:
         """A GradScaler looks for infinity in ``parameter.grad``: the smallest one carries the verdict of all ranks."""
         if self._marker.grad is None:
             self._marker.grad = torch.zeros_like(self._marker)
-        if not self.finite():
+        if not self.agreed():
             self._marker.grad.fill_(float("inf"))
 
     def _wait(self) -> None:
@@ -218,6 +223,7 @@ class Gradients:
     def _gain(self) -> float:
         return 1.0 / self._scaler.get_scale() if self._scaler is not None else 1.0
 
-    def finite(self) -> bool:
-        """The same on every rank: each message carries the flags of all senders."""
-        return all(bucket.reduction.finite for bucket in self.buckets)
+    def agreed(self) -> bool:
+        """True if all ranks' gradients are finite: each message carries the flags of all senders, and then columns vote."""
+        finite = all(bucket.reduction.finite for bucket in self.buckets)
+        return finite if self._consensus is None else run(self._consensus.agreed(finite, self.buckets[0].device))

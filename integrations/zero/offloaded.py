@@ -46,7 +46,7 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
-from commpress.optim.columns import local
+from commpress.optim.columns import version_of
 from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
@@ -120,7 +120,7 @@ class Offloaded(Wrapper):
         if moments and parse_bytes(device_budget):
             raise InvalidArgument("moments are quantised on the processor: leave device_budget= out")
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
-        places, _ = trainable(self.param_groups, spread=True)
+        places, _ = trainable(self.param_groups, streamed=True)
         if max_grad_norm is not None:
             named = [(name, parameter) for group in places for parameter, name, _ in group]
             refuse_held("Offloaded(max_grad_norm=)", named, "would clip each rank by a factor of its own")
@@ -207,7 +207,7 @@ class Offloaded(Wrapper):
         """Of parameters what this rank has of them; of streamed ones its ranges in the store."""
         found: list[LocalWeights] = []
         seen: set[int] = set()
-        for parameter, name, _ in (one for group in trainable(self.param_groups, spread=True)[0] for one in group):
+        for parameter, name, _ in (one for group in trainable(self.param_groups, streamed=True)[0] for one in group):
             group = None if self.streamed is None else self.streamed.group_of.get(id(parameter))
             if group is None:
                 found.append(LocalWeights(name, parameter))
@@ -394,9 +394,8 @@ class Offloaded(Wrapper):
         return padded(4 * chunk.numel) * (1 + self._streams) + moments
 
     def _now(self) -> dict[int, int]:
-        """Of each parameter a number that rises when it is written, as a DTensor or by way of its shard."""
-        ranges = (r for c in self.chunks for r in c.ranges if not c.values)
-        return {r.index: r.parameter._version + local(r.parameter)._version for r in ranges}
+        """Of each parameter a number that rises when it is written."""
+        return {r.index: version_of(r.parameter) for c in self.chunks for r in c.ranges if not c.values}
 
     # ------------------------------------------------------------ what outlives the process
 

@@ -17,6 +17,7 @@ import torch
 from commpress.codecs import Codec, Policy, policy_of
 from commpress.collectives.allreduce import Workspace
 from commpress.collectives.channel import Channel
+from commpress.collectives.consensus import AgreeOver, consensus_over
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.handover import Divided
 from commpress.collectives.reduce_scatter import gather_rows
@@ -24,7 +25,14 @@ from commpress.collectives.residual_state import exact_state, residuals_of
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.factory import on_reform
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
-from commpress.integrations.zero.bucket import ShardedBucket, buckets, bytes_of, check_codecs, reduction_bytes
+from commpress.integrations.zero.bucket import (
+    OwnedRange,
+    ShardedBucket,
+    buckets,
+    bytes_of,
+    check_codecs,
+    reduction_bytes,
+)
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.gradients import Gradients
 from commpress.integrations.zero.offloaded import Offloaded
@@ -39,11 +47,12 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
+from commpress.optim.columns import columns_over, is_cut
 from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
-from commpress.work import Steps
+from commpress.work import Steps, run
 
 UNORDERED_LIMIT = 2  # buckets under way at once where messages are matched by tag
 
@@ -67,6 +76,9 @@ class Partitioned(Divided, Wrapper):
       ``prefix`` and ``commit_every`` are for it. What the store has committed is taken up again.
     - ``grad_scaler``: AMP's GradScaler, if there is one: gradients are unscaled as they are reduced.
     - ``on_nonfinite``: "skip" (default) leaves out the step on all ranks if some rank has NaN or infinity, "raise" raises.
+    - ``process_group``: the ranks that average gradients and share out the state. With DTensors of tensor parallelism those
+      that have the same shards, and ``agree_over``: a process group or DeviceMesh of all ranks that must stay together, which
+      skip steps together and clip to the norm of the gradients of all of them.
     """
 
     averages_gradients = True  # as backward makes them: nobody else may
@@ -91,6 +103,7 @@ class Partitioned(Divided, Wrapper):
         chunk_mb: float = 64.0,
         commit_every: int = 0,
         process_group: Any = None,
+        agree_over: AgreeOver | None = None,
         timeout: timedelta | None = None,
         seed: int = 0,
         **options: Any,
@@ -107,6 +120,12 @@ class Partitioned(Divided, Wrapper):
         check_elementwise(optimizer, options, self.param_groups, device=device, in_place=store is not None)
         self.stage = stage
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        _check_mixture(named, stage, self.grad_scaler)
+        among = {"process_group": process_group, "agree_over": agree_over, "timeout": timeout}
+        self.columns = columns_over([p for _, p in named], [name for name, _ in named], **among)
+        self.consensus = consensus_over(**among)
+        if max_grad_norm is not None:
+            self._check_norm("max_grad_norm", max_grad_norm)
         self.channel = Channel.among(
             process_group, timeout=timeout, workspace=Workspace(pooled=True), at_once=UNORDERED_LIMIT
         )
@@ -132,10 +151,12 @@ class Partitioned(Divided, Wrapper):
                 **options,
             )  # fmt: skip
         moments, scalars = probe(optimizer, options, self.buckets[0].device)
-        self._shards = PartitionedState(self.buckets, self.channel, self.inner.state, moments, scalars)
+        self._shards = PartitionedState(self.buckets, self.channel, self.inner.state, moments, scalars, self.columns)
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             mine.update(options_of(theirs))
-        self.gradients = Gradients(self.buckets, self.channel, stage=stage, scaler=self.grad_scaler, seed=seed)
+        self.gradients = Gradients(
+            self.buckets, self.channel, stage=stage, scaler=self.grad_scaler, consensus=self.consensus, seed=seed
+        )
         self._built = True
         on_reform(None, self)
         if isinstance(self.inner, Offloaded):
@@ -167,6 +188,14 @@ class Partitioned(Divided, Wrapper):
         finally:
             self.gradients.syncing = before
 
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Reduce what backwards under ``no_sync`` have added up, as those of a pipeline; collective. ``step`` does it too.
+
+        Under a GradScaler call it before ``scaler.step``, which looks for infinity.
+        """
+        self.gradients.synchronize()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self.gradients.forget(taken=False)
@@ -180,7 +209,7 @@ class Partitioned(Divided, Wrapper):
             raise InvalidArgument("step was called by a GradScaler: pass it to the constructor as grad_scaler=")
         self._check()
         self.gradients.synchronize()
-        finite = self.gradients.finite()
+        finite = self.gradients.agreed()
         if finite and self.max_grad_norm is not None:
             finite = bool(torch.isfinite(self.clip_grad_norm_(self.max_grad_norm)))
         if finite:
@@ -198,9 +227,10 @@ class Partitioned(Divided, Wrapper):
         """
         if norm_type != 2.0:
             raise InvalidArgument(f"norm_type is {norm_type!r}, expected 2.0: only the Euclidean norm is supported")
+        self._check_norm("max_norm", max_norm)
         self.gradients.synchronize()
-        parts = [b.reduced[own.place] for b in self.buckets if b.reduced is not None for own in b.ranges]  # without padding
-        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu() for part in parts]
+        parts = [(own, b.reduced[own.place]) for b in self.buckets if b.reduced is not None for own in b.ranges]  # no padding
+        squares = [self._share(o) * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu() for o, part in parts]
         mine = float(torch.stack(squares).sum()) if squares else 0.0
         norm = torch.tensor(sum(self._every(mine)) ** 0.5, dtype=torch.float32, device=self.buckets[0].device)
         factor = clip_factor(max_norm, norm)
@@ -210,8 +240,21 @@ class Partitioned(Divided, Wrapper):
                 bucket.reduced.mul_(factor.to(bucket.device))
         return norm
 
+    def _share(self, own: OwnedRange) -> float:
+        """Of this rank in a sum over all: what several columns hold counts once."""
+        return 1.0 if self.columns is None else self.columns.share(own.member.parameter)
+
+    def _check_norm(self, name: str, limit: float) -> None:
+        if self.consensus is not None and self.columns is None:
+            raise InvalidArgument(
+                f"{name} is {limit!r} and agree_over is given, but no parameter is a DTensor, which would say who holds what: "
+                "a norm over these ranks is not known. Leave it out"
+            )
+
     def _every(self, value: float) -> list[float]:
         """Each rank's."""
+        if self.consensus is not None:
+            return [float(one) for one in run(self.consensus.gathered([value], self.buckets[0].device))[:, 0]]
         every = self.channel.run(
             gathered([value], transport=self.transport, sequence=self.channel.take(), device=self.buckets[0].device)
         )
@@ -277,7 +320,7 @@ class Partitioned(Divided, Wrapper):
     def _compare_replicas(self) -> Steps[None]:
         """Every rank has the same parameters, in every bit and in the same buckets."""
         sums = [int(b.flat.view(torch.int16).sum(dtype=torch.int64)) for b in self.buckets]
-        layout = ";".join(f"{m.name}@{b.number}+{m.first}:{tuple(m.parameter.shape)}" for b in self.buckets for m in b.members)
+        layout = ";".join(f"{m.name}@{b.number}+{m.first}:{tuple(m.shape)}" for b in self.buckets for m in b.members)
         mine = [zlib.crc32(layout.encode()), zlib.crc32(np.array(sums, np.int64).tobytes())]
         every = yield from gathered(
             mine, transport=self.transport, sequence=self.channel.take(1), device=self.buckets[0].device
@@ -400,6 +443,17 @@ class Partitioned(Divided, Wrapper):
         """Remove the hooks from the parameters and end the worker."""
         self.gradients.close()
         self.channel.close()
+
+
+def _check_mixture(named: Iterable[tuple[str, torch.Tensor]], stage: int, scaler: Any) -> None:
+    kinds: dict[bool, str] = {}
+    for name, parameter in named:
+        kinds.setdefault(is_cut(parameter), name)
+    if scaler is not None and stage == 1 and len(kinds) == 2:
+        raise InvalidArgument(
+            f"grad_scaler is given, and parameter {kinds[True]!r} is a DTensor, {kinds[False]!r} is not: torch's GradScaler "
+            "does not look at gradients of both kinds together. Use stage=2, which leaves it one gradient"
+        )
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

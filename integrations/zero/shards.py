@@ -23,7 +23,7 @@ class Cut:
             (Channel.among(mesh.get_group(number)), mesh.device_type)
             for mesh, placements in filter(None, found)
             for number, placement in enumerate(placements)
-            if placement.is_shard()
+            if not placement.is_replicate()  # of FSDP2 under tensor parallelism a _StridedShard, which says it is no shard
         ]
 
     def every(self, value: float) -> list[float]:

@@ -1,10 +1,12 @@
 """The state of an optimizer whose state is not in one place: in a store, or spread over the ranks.
 
-In checkpoints of which each rank writes its part, a parameter's state is one flat tensor, of which a rank writes and reads the
-range that it owns. So neither ranks nor buckets leave a trace there. Numbers travel as tensors: nothing is pickled.
+In checkpoints of which each rank writes its part, a parameter's state is one tensor of its whole shape, of which a rank writes
+and reads the boxes that make up the range that it owns. So neither ranks nor buckets nor meshes leave a trace there. Numbers
+travel as tensors: nothing is pickled.
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,8 @@ from commpress.integrations.zero.bucket import OwnedRange, ShardedBucket
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.update_chunk import WEIGHT, ChunkRange, UpdateChunk
 from commpress.integrations.zero.wrapper import MASTER, copied, like
-from commpress.optim.columns import alike, is_cut, local
+from commpress.optim.boxes import box_of
+from commpress.optim.columns import Columns, alike, is_cut, local
 from commpress.tiered_mem import TieredStore
 from commpress.work import Steps
 
@@ -112,19 +115,23 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 
 class Slice(torch.Tensor):
-    """A flat tensor of ``numel`` elements of which this rank holds ``local``, beginning at ``offset``, or nothing."""
+    """A tensor of ``parameter``'s shape of which this rank holds ``local``: elements of its shard from ``start`` on."""
 
     local: torch.Tensor
-    offset: int
+    boxes: dict[tuple[int, ...], torch.Tensor]  # parts of ``local`` in their shape, by where they begin in the whole
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, offset: int, numel: int) -> "Slice":
-        self = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=local.dtype, device=local.device)
-        self.local, self.offset = local, offset
+    def __new__(cls, local: torch.Tensor, start: int, parameter: torch.Tensor) -> "Slice":
+        self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=local.dtype, device=local.device)
+        self.local, self.boxes, at, whole = local, {}, 0, box_of(parameter)
+        for begin, size in boxes_of_range(start, start + local.numel(), whole["size"]):
+            place = tuple(a + b for a, b in zip(whole["begin"], begin, strict=True))
+            self.boxes[place] = local[at : at + prod(size)].view(size)
+            at += prod(size)
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Slice({self.offset}:{self.offset + self.local.numel()} of {self.numel()})"
+        return f"Slice({self.local.numel()} elements of {tuple(self.shape)}, in {len(self.boxes)} boxes)"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -138,19 +145,42 @@ class Slice(torch.Tensor):
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties.create_from_tensor(self.local), size=torch.Size([self.numel()])
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(self.local), size=self.shape
                 ),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if not self.local.numel():
-            return []
-        return [ChunkStorageMetadata(torch.Size([self.offset]), torch.Size([self.local.numel()]))]
+        return [ChunkStorageMetadata(torch.Size(place), box.shape) for place, box in self.boxes.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.local
+        assert index.offset is not None
+        return self.boxes[tuple(index.offset)]
+
+
+def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """(begin, size) of the boxes, in order, that elements ``start`` to ``stop`` of a tensor make up: two for each dimension."""
+    if start >= stop:
+        return
+    if not shape:
+        yield [], []
+        return
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # rows that are there as a whole
+    if first > last:  # a part of one row
+        yield from _inside(first - 1, start, stop, shape)
+        return
+    yield from _inside(first - 1, start, first * inner, shape)
+    if first < last:
+        yield [first, *([0] * (len(shape) - 1))], [last - first, *shape[1:]]
+    yield from _inside(last, last * inner, stop, shape)
+
+
+def _inside(row: int, start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    inner = prod(shape[1:])
+    for begin, size in boxes_of_range(start - row * inner, stop - row * inner, shape[1:]):
+        yield [row, *begin], [1, *size]
 
 
 class PartitionedState:
@@ -163,7 +193,9 @@ class PartitionedState:
         state: MutableMapping[Any, Any],
         moments: Iterable[str],
         scalars: dict[str, Any],
+        columns: Columns | None = None,
     ) -> None:
+        self._columns = columns
         self._buckets, self._channel, self._state = buckets, channel, state
         self._moments, self._scalars = list(moments), scalars
 
@@ -183,7 +215,7 @@ class PartitionedState:
                 flat = yield from self._gathered(bucket, key)
                 for m, numbers in zip(bucket.members, scalars, strict=True):
                     if key == MASTER or numbers[0]:
-                        result[m.index][key] = m.view(flat).clone()
+                        result[m.index][key] = alike(m.view(flat).clone(), m.parameter)
         return dict(sorted(result.items()))
 
     def _numbers_of(self, bucket: ShardedBucket) -> Steps[np.ndarray]:
@@ -196,7 +228,10 @@ class PartitionedState:
         every = yield from gathered(
             mine.reshape(-1).tolist(), transport=self._channel.transport, sequence=self._channel.take(), device=bucket.device
         )
-        return np.nanmax(every, axis=0).reshape(mine.shape)
+        found = np.fmax.reduce(every)
+        if self._columns is not None:  # those with the same shard of it may have nothing
+            found = np.fmax.reduce((yield from self._columns.gathered(found.tolist(), bucket.device)))
+        return found.reshape(mine.shape)
 
     def _gathered(self, bucket: ShardedBucket, key: str) -> Steps[torch.Tensor]:
         row = torch.zeros(bucket.width, dtype=torch.float32, device=bucket.device)
@@ -242,12 +277,12 @@ class PartitionedState:
         states: dict[str, dict[str, Any]] = {}
         for bucket in self._buckets:
             for own in bucket.ranges:
-                numel, state = own.member.parameter.numel(), self._state.get(own.weight, {})
+                whole, state = own.member.parameter, self._state.get(own.weight, {})
                 found = {key: state[key] if state else torch.zeros_like(own.weight) for key in self._moments}
-                one = states[own.member.name] = {key: Slice(value, own.start, numel) for key, value in found.items()}
+                one = states[own.member.name] = {key: Slice(value, own.start, whole) for key, value in found.items()}
                 one |= {key: _number(state.get(key, 0.0)) for key in self._scalars} | {STEPPED: _number(bool(state))}
                 if bucket.mastered:
-                    one[MASTER] = Slice(own.weight, own.start, numel)
+                    one[MASTER] = Slice(own.weight, own.start, whole)
         return states
 
     def load_sharded(self, states: dict[str, dict[str, Any]]) -> None:
@@ -270,18 +305,20 @@ class PartitionedState:
 
 def _cut(own: OwnedRange, state: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    shape = own.member.parameter.shape
+    parameter: Any = own.member.parameter
+    shape, cut = parameter.shape, getattr(parameter, "placements", None)
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             result[key] = value
-        elif value.shape == shape:
-            result[key] = own.of(value).to(own.weight.device, _kept(value.dtype), copy=True)
+        elif value.shape == shape and getattr(value, "placements", None) == cut and local(value).shape == own.member.shape:
+            result[key] = own.of(local(value)).to(own.weight.device, _kept(value.dtype), copy=True)
         elif value.numel() == 1:
             result[key] = value.clone()
         else:
             raise StateMismatch(
-                f"{key!r} of {own.member.name!r} has shape {tuple(value.shape)}, expected {tuple(shape)}: load the state "
-                "of the same model"
+                f"{key!r} of {own.member.name!r} has shape {tuple(value.shape)} and placements "
+                f"{getattr(value, 'placements', None)}, expected {tuple(shape)} and {cut}: load the state of the same model, "
+                "and from another mesh by sharded_state_dict() and torch.distributed.checkpoint"
             )
     return result
 

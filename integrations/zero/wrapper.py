@@ -101,12 +101,9 @@ def _check_clipping(max_grad_norm: float | None, on_nonfinite: str) -> None:
 
 
 def trainable(
-    groups: Sequence[dict[str, Any]], *, spread: bool = False
+    groups: Sequence[dict[str, Any]], *, streamed: bool = False
 ) -> tuple[list[list[Numbered]], list[tuple[str, torch.Tensor]]]:
-    """(parameter, name, number) of what is trained, by group; and what is frozen.
-
-    ``spread``: DTensors and streamed parameters are welcome.
-    """
+    """(parameter, name, number) of what is trained, by group; and what is frozen. ``streamed`` parameters are welcome then."""
     result: list[list[Numbered]] = []
     frozen: list[tuple[str, torch.Tensor]] = []
     seen: set[int] = set()
@@ -119,7 +116,7 @@ def trainable(
                     f"parameter {name!r} is in params twice: pass a tied parameter once, as model.parameters() does"
                 )
             if parameter.requires_grad:
-                _check(name, parameter, spread)
+                _check(name, parameter, streamed)
                 result[-1].append((parameter, name, len(seen)))
             else:
                 frozen.append((name, parameter))
@@ -129,15 +126,14 @@ def trainable(
     return result, frozen
 
 
-def _check(name: str, parameter: torch.Tensor, spread: bool) -> None:
-    check_parameter(name, parameter, cut=spread)
-    streamed = is_streamed(parameter)
-    if streamed and not spread:
+def _check(name: str, parameter: torch.Tensor, streamed: bool) -> None:
+    check_parameter(name, parameter, cut=True)
+    if is_streamed(parameter) and not streamed:
         raise InvalidArgument(
             f"parameter {name!r} is streamed, its values lie in a store: train it with commpress.Offloaded of that store, on "
             "one rank or several"
         )
-    if parameter.numel() == 0 or not (streamed or local(parameter).is_contiguous()):
+    if parameter.numel() == 0 or not (is_streamed(parameter) or local(parameter).is_contiguous()):
         raise InvalidArgument(
             f"parameter {name!r} of shape {tuple(parameter.shape)} is empty or not contiguous, expected contiguous values"
         )

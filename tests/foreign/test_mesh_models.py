@@ -1,6 +1,7 @@
 """A Llama of transformers under torch's tensor parallelism, one call for its mesh: torch's own weights without a codec."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -149,55 +150,108 @@ class Stage(torch.nn.Module):
         return self.head(self.norm(h)) if self.last else h
 
 
-def loss_of(logits, ids):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+FAULTS = {1: float("nan"), 2: float("inf"), 4: 1e4}  # by step; the last is to be clipped
+KINDS = ("plain", "fsdp", "partitioned")
 
 
-def piped(codec, bad):
+def piped(kind, codec, faulty):
+    """Weights as this rank knows them; bytes and what torch would send, of gradients and edges; skipped steps and the scale."""
     warnings.filterwarnings("ignore")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    last = mesh["pp"].get_local_rank() == 1
+    last, rank = mesh["pp"].get_local_rank() == 1, dist.get_rank()
     part = Stage(llama(mesh, layers=2), last)
+    if kind == "fsdp":
+        for module in (*part.layers, part):
+            fully_shard(module, mesh=mesh["dp"])
     stage = PipelineStage(part, int(last), 2, torch.device("cpu"), group=mesh["pp"].get_group())
-    states = commpress.compress([stage], mesh=mesh, dims={"dp": codec}) if codec else None
+    scaler, now = torch.amp.GradScaler("cpu", init_scale=64.0), {"factor": 1.0}
+    scaler.scale(torch.ones(()))  # begins
+    dims = {"pp": "none" if codec == "none" else "int4"} | ({} if kind == "partitioned" else {"dp": codec})
+    options = {"grad_scaler": scaler} if "dp" in dims else {}
+    states = commpress.compress([stage], mesh=mesh, dims=dims, **options) if codec else None
+
+    def loss_of(logits, ids):
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        return scaler.scale(loss * now["factor"])
+
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
     held = list(part.named_parameters())
-    optimizer = torch.optim.SGD([p for _, p in held], lr=RATE, foreach=False)
-    for step in range(STEPS):
-        ids = words(mesh, step)
-        if last:
-            schedule.step(target=ids, losses=[])
+    if kind == "partitioned":
+        among = {"process_group": mesh["dp"].get_group(), "agree_over": mesh}
+        options = {"gradients": codec, "weights": "none" if codec == "none" else "int8", "grad_scaler": scaler}
+        optimizer = commpress.Partitioned(held, torch.optim.SGD, lr=RATE, foreach=False, **among, **options)
+    else:
+        optimizer = torch.optim.SGD([p for _, p in held], lr=RATE, foreach=False)
+    for step in range(6):
+        fault, ids = FAULTS.get(step, 1.0) if faulty else 1.0, words(mesh, step)
+        if kind == "fsdp":  # in the loss of one rank, or of one replica
+            now["factor"] = fault if rank in ((4,) if fault != 1e4 else (4, 5)) else 1.0
+        with optimizer.no_sync() if kind == "partitioned" else nullcontext():
+            schedule.step(*(() if last else (ids,)), **({"target": ids, "losses": []} if last else {}))
+        if kind != "fsdp" and rank == 0:
+            own(next(p for n, p in held if "up_proj" in n).grad).mul_(fault)
+        if kind == "partitioned":
+            optimizer.synchronize()
+            if faulty:
+                optimizer.clip_grad_norm_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
         else:
-            schedule.step(ids)
-        gradients = [own(p.grad) for _, p in held]
-        if bad and step == BAD and dist.get_rank() == 0:
-            gradients[0][0] = float("nan")
-        if states is None:
-            for gradient in gradients:
-                dist.all_reduce(gradient.div_(2), group=mesh["dp"].get_group())
-        else:
-            states.synchronize()
-            if bad:
+            average(kind, held, states, mesh)
+            scale = scaler.get_scale()
+            gradients = [own(p.grad).div_(scale) for _, p in held]  # DTensors and tensors are too much for torch's scaler
+            finite = all(gradient.isfinite().all() for gradient in gradients)
+            if faulty:
                 states.clip_grad_norm_(0.5)
-        optimizer.step()
+            if finite:
+                optimizer.step()
+            scaler.update(scale * (1.0 if finite else 0.5))
         optimizer.zero_grad()
-    counters = None if states is None else states["dp"].counters
-    return whole(held), counters and (counters.wire_bytes, counters.logical_bytes, counters.skipped_steps)
+    sent = None
+    if states is not None:
+        data = optimizer if kind == "partitioned" else states["dp"]
+        sent = (*bytes_of(kind, data, held), states["pp"].counters.sent_bytes, states["pp"].counters.exact_bytes)
+    return whole(held), sent, scaler.get_scale()
 
 
-def test_eight_ranks_two_by_two_by_two():
-    """Data, tensor and pipeline parallelism at once; NaN in one shard of one stage leaves the step out in all of them."""
-    eight = Ranks(8, forked=True)
-    try:
-        expected, exact = eight.run(piped, None, False, size=8), eight.run(piped, "none", False, size=8)
-        for (weights, _), (torchs, _) in zip(exact, expected, strict=True):
-            assert apart(weights, torchs) == 0.0
-        results = eight.run(piped, "int4", True, size=8)
-        for rank, (weights, (sent, plain, skipped)) in enumerate(results):
-            stage = results[4 * (rank // 4)][0]
-            assert apart(weights, stage) == 0.0
-            assert all(torch.isfinite(w).all() for w in weights.values())
-            assert skipped == 1
-            assert plain > 5 * sent
-    finally:
-        eight.close()
+def average(kind, held, states, mesh):
+    if states is not None:
+        states.synchronize()
+    elif kind == "plain":
+        for _, p in held:
+            dist.all_reduce(own(p.grad).div_(2), group=mesh["dp"].get_group())
+
+
+def bytes_of(kind, data, held):
+    """Sent over the data dimension, and what float32 takes."""
+    if kind == "partitioned":
+        return sum(data.bytes_per_pass().values()), 4 * sum(own(p).numel() for _, p in held)
+    every = [data.gradients, data.weights] if kind == "fsdp" else [data.counters]
+    return sum(c.wire_bytes for c in every), sum(c.logical_bytes for c in every)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    ranks = Ranks(8, forked=True)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_ranks_train_as_torch_does_in_every_bit(eight, kind):
+    """Data, tensor and pipeline parallelism at once, without a codec. ``Partitioned`` has torch's optimizer as its twin."""
+    expected = eight.run(piped, "plain" if kind == "partitioned" else kind, None, False, size=8)
+    for (weights, *_), (torchs, *_) in zip(eight.run(piped, kind, "none", False, size=8), expected, strict=True):
+        assert apart(weights, torchs) == 0.0
+
+
+@pytest.mark.parametrize(("kind", "codec", "ratio"), [("plain", "sign", 12), ("fsdp", "int4", 2.5), ("partitioned", "sign", 2)])
+def test_eight_ranks_stay_equal_whatever_befalls_one_shard(eight, kind, codec, ratio):
+    """NaN and infinity in one stage leave the step out in both and halve the scale on all ranks; clipping is by one factor."""
+    results = eight.run(piped, kind, codec, True, size=8)
+    for rank, (weights, (sent, plain, edges, exact_edges), scale) in enumerate(results):
+        assert apart(weights, results[4 * (rank // 4)][0]) == 0.0
+        assert all(torch.isfinite(w).all() for w in weights.values())
+        assert scale == 16.0
+        assert plain > ratio * sent > 0
+        assert exact_edges > 5 * edges > 0

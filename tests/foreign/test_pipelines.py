@@ -1,5 +1,7 @@
 """torch's own pipeline schedules over FSDP2 with compressed traffic, on a mesh of two stages (or four) and two replicas."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import commpress
 from commpress.errors import NonFiniteGradient
 from ddp_twin import Log
+from ranks import refused
 
 SCHEDULES = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
 
@@ -93,3 +96,148 @@ def poisoned(schedule, on_nonfinite):
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
 def test_what_is_not_finite_is_noticed_between_backwards_too(pool, on_nonfinite):
     assert pool.run(poisoned, "gpipe", on_nonfinite, size=4) == [(on_nonfinite == "raise", True, 1)] * 4
+
+
+# ---------------------------------------------------------------- one call for both dimensions
+
+
+class Spoilt(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class Shifted(nn.Module):
+    """A stage one of whose parameters can get a gradient of which no other stage hears."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down, self.shift = nn.Linear(16, 256), nn.Linear(256, 16), nn.Parameter(torch.zeros(16))
+        self.factor = 1.0
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh()) + Spoilt.apply(self.shift, self.factor)
+
+
+def one_call(schedule, codec, bad=None, clip=False, scaled=False, on_nonfinite="skip"):
+    """Whole weights of this rank's stages after each step, norms, scales and states."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    make, chunks = SCHEDULES[schedule]
+    rank, replica, stages = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank(), []
+    for number in range(rank, 2 * chunks, 2):
+        module = Shifted(number)
+        for layer in (module.up, module.down, module):
+            fully_shard(layer, mesh=mesh["dp"])
+        stages.append(PipelineStage(module, number, 2 * chunks, torch.device("cpu"), group=mesh["pp"].get_group()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+    options = {"min_numel": 1, "on_nonfinite": on_nonfinite} | ({"grad_scaler": scaler} if scaled else {})
+    scaler.scale(torch.ones(()))  # or it does not begin where there is no loss
+    pipeline = make(stages if chunks > 1 else stages[0], 4, loss_fn=lambda y, target: scaler.scale(error_of(y, target)))
+    states = commpress.compress(pipeline, mesh=mesh, dims={"dp": codec, "pp": codec}, **options) if codec else None
+    held = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer, seen, norms, scales, raised = torch.optim.SGD(held, lr=0.1), [], [], [], []
+    generator = torch.Generator().manual_seed(replica)
+    for step in range(3):
+        x, target = (torch.randn(256, 16, generator=generator) for _ in range(2))
+        if (rank, replica) == (1, 0):  # the last stage of one replica
+            stages[-1].submod.factor = bad if bad is not None and step == 1 else 1.0
+        pipeline.step(*([x] if rank == 0 else []), **({} if rank == 0 else {"target": target, "losses": []}))
+        owed = None if states is None else residuals(states)
+        with pytest.raises(NonFiniteGradient) if (on_nonfinite, step) == ("raise", 1) else nullcontext() as error:
+            if states is not None:
+                states.synchronize()
+        raised.append(error is not None)
+        if clip:
+            squares = sum(float(p.grad.full_tensor().double().square().sum()) for p in held)
+            norms.append((squares, float(states.clip_grad_norm_(0.05))))
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+        changed = None if states is None else any(not torch.equal(a, b) for a, b in zip(owed, residuals(states), strict=True))
+        seen.append(([p.full_tensor().detach().clone() for p in held], changed))
+    sent = None if states is None else [states["dp"].gradients, states["dp"].weights, states["pp"].counters]
+    return seen, norms, scales, raised, sent
+
+
+def residuals(states):
+    every = states["dp"].by_stage.values() if hasattr(states["dp"], "by_stage") else [states["dp"]]
+    return [sent.clone() for state in every for _, sent, _ in state.residuals.places()]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_call_without_a_codec_trains_as_torch_does_in_every_bit(pool, schedule):
+    expected = pool.run(one_call, schedule, None, size=4)
+    for (seen, *_), (torchs, *_) in zip(pool.run(one_call, schedule, "none", size=4), expected, strict=True):
+        assert all(torch.equal(*both) for (mine, _), (their, _) in zip(seen, torchs, strict=True)
+                   for both in zip(mine, their, strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "on_nonfinite"), [("1f1b", "skip"), ("interleaved", "raise")])
+def test_one_gradient_that_is_not_finite_leaves_the_step_out_in_all_stages(pool, schedule, on_nonfinite):
+    """Weights and residuals, also of stages whose gradients were finite; and bytes fall by what four bits are."""
+    results = pool.run(one_call, schedule, "int4", float("nan"), False, False, on_nonfinite, size=4)
+    for rank, (seen, _, _, raised, (gradients, weights, edges)) in enumerate(results):
+        twin = results[rank ^ 1][0]
+        assert raised == [False, on_nonfinite == "raise", False]
+        assert all(torch.equal(*both) for both in zip(seen[0][0], seen[1][0], strict=True))
+        assert not any(torch.equal(*both) for both in zip(seen[1][0], seen[2][0], strict=True))
+        assert [changed for _, changed in seen] == [True, False, True]
+        assert all(torch.equal(*both) for (mine, _), (their, _) in zip(seen, twin, strict=True)
+                   for both in zip(mine, their, strict=True))  # fmt: skip
+        assert gradients.skipped_steps == 1
+        assert gradients.ratio > 3
+        assert weights.ratio > 3
+        assert edges.exact_bytes > 3 * edges.sent_bytes > 0
+
+
+def test_an_overflow_in_one_stage_lowers_the_scale_of_all(pool):
+    for seen, _, scales, _, _ in pool.run(one_call, "1f1b", "int8", float("inf"), False, True, size=4):
+        assert scales == [64.0, 32.0, 32.0]
+        assert all(torch.equal(*both) for both in zip(seen[0][0], seen[1][0], strict=True))
+        assert not any(torch.equal(*both) for both in zip(seen[1][0], seen[2][0], strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_stages_are_clipped_by_the_norm_of_all(pool, schedule):
+    results = pool.run(one_call, schedule, "int8", 1e4, True, size=4)
+    for step in range(3):
+        norm = sum(results[rank][1][step][0] for rank in (0, 2)) ** 0.5
+        assert [each[1][step][1] for each in results] == pytest.approx([norm] * 4, rel=1e-6)
+        assert norm > 0.05
+
+
+def forgotten():
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        unsettled()
+    return str(caught.value)
+
+
+def unsettled():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    module = fully_shard(Shifted(0), mesh=mesh["dp"])
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), group=mesh["pp"].get_group())
+    commpress.compress([stage], mesh=mesh, dims={"dp": "int4"}, min_numel=1)
+    pipeline = ScheduleGPipe(stage, 2, loss_fn=error_of)
+    for _ in range(2):
+        pipeline.step(torch.ones(4, 16), target=torch.ones(4, 16))
+
+
+def mixed():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    modules = [fully_shard(Shifted(0), mesh=mesh["dp"]), Shifted(1)]
+    stages = [PipelineStage(m, i, 2, torch.device("cpu"), group=mesh["pp"].get_group()) for i, m in enumerate(modules)]
+    return refused({"mixed": lambda: commpress.compress(stages, mesh=mesh, dims={"dp": "int4"})})
+
+
+def test_what_one_call_needs_is_said(pool):
+    assert all("call states.synchronize() on every rank" in said for said in pool.run(forgotten, size=2))
+    assert all("Shard all of them" in said["mixed"] for said in pool.run(mixed, size=2))
