@@ -38,8 +38,8 @@ DOCUMENT = """\
 # Faults
 
 Errors of the survivors. Written by `{command}`: three ranks over the backend "commpress", with a
-timeout of {timeout:g} s. Rank 2 is killed or stopped before the call, or makes a wrong call. Each cell has the exception of ranks
-0 and 1, the rank that it names, and the seconds until both have raised. After every case both destroyed the group and
+timeout of {timeout:g} s. Rank 2 is killed or stopped before the call, or makes a wrong call. Each cell has the exception of
+ranks 0 and 1, the rank that it names, and the seconds until both have raised. After every case both destroyed the group and
 all-reduced over a new one of two. [`group.reform()`](backend_groups.md) goes on with the old one instead.
 
 - "Repeated" calls have been made 40 times before.
