@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def dead(path: Path) -> list[str]:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             found.append(link)
     return found
+
+
+def glued(text: str) -> list[str]:
+    """Commands, tables and lists that follow a paragraph without an empty line, which makes them part of it."""
+    lines = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S).split("\n")
+    begins, inside = re.compile(r"    |\||- "), re.compile(r" |\||- |\d+\. ")
+    return [b for a, b in pairwise(lines) if begins.match(b) and a.strip() and not inside.match(a)]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_commands_tables_and_lists_stand_apart(path):
+    assert glued(path.read_text()) == []
+    assert glued("On both:\n    torchrun\n\n    torchrun\n") == ["    torchrun"]
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
