@@ -245,7 +245,7 @@ def test_bench_allreduce_under_torchrun(tmp_path):
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("# 2 ranks") == 1, "one rank prints"
-    assert re.search(r"^8000 +2000 +float +avg +int8 ", ran.stdout, re.M), ran.stdout
+    assert re.search(r"^8000 +int8 ", ran.stdout, re.M), ran.stdout
 
 
 def test_bench_train(on_two, tmp_path, capsys):
