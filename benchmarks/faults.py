@@ -35,20 +35,18 @@ from commpress.integrations.process_group.group_options import GroupOptions
 from commpress.torch_private import all_gather_single, reduce_scatter_single
 
 DOCUMENT = """\
-# What survivors see
+# Faults
 
-Written by `{command}`. Three ranks over the backend "commpress", a timeout of {timeout:g} s. Rank 2 is killed or stopped
-before the call, or makes it wrong; each cell holds the exception that ranks 0 and 1 raise, the rank they name, and the
-seconds until the slower of them has raised. After every case both destroyed the group and all-reduced over a new one of two;
-`group.reform()` goes on with the old one instead (`docs/elastic.md`).
+Errors of the survivors. Written by `{command}`: three ranks over the backend "commpress", with a
+timeout of {timeout:g} s. Rank 2 is killed or stopped before the call, or makes a wrong call. Each cell has the exception of
+ranks 0 and 1, the rank that it names, and the seconds until both have raised. After every case both destroyed the group and
+all-reduced over a new one of two. [`group.reform()`](backend_groups.md) goes on with the old one instead.
 
-A call that is repeated has been made 40 times before.
-
-Who receives from anybody may first hear that the two others disagree. Which of them is wrong it cannot know: it names the one
-that is blamed.
-
-A send that meets a peer in another call is wrong only at the timeout: the receive might still come. A barrier has no shape
-and no dtype; only a compressed call has a codec. Ranks lost while data is under way are in `tests/test_group_faults.py`.
+- "Repeated" calls have been made 40 times before.
+- A receive from any source may first hear that the two other ranks disagree. It names the rank that is blamed.
+- A send to a rank in another call is an error only at the timeout, because the receive might still come.
+- A barrier has no shape and no dtype. Only a compressed call has a codec.
+- `tests/test_group_faults.py` has ranks that are lost while data is under way.
 
 """
 RANKS = 3

@@ -222,7 +222,8 @@ def test_bench_allreduce(on_two, tmp_path, capsys):
     assert commpress(*command, "--iterations", 3, "--warmup", 0, "--check", "--json", tmp_path / "all.json") == 0
     said = capsys.readouterr().out
     assert said.count("\nok ") == 3
-    assert "busbw GB/s" in said
+    assert "busbw" in said
+    assert max(map(len, said.splitlines()[:4])) <= 100, "it fits a terminal"
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
     assert [(r["size"], r["codec"]) for r in rows[:2]] == [(40_000, "sign"), (400_000, "sign")]
     assert rows[1]["ratio"] > 28
@@ -239,7 +240,7 @@ def test_bench_allreduce_under_torchrun(tmp_path):
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("# 2 ranks") == 1, "one rank prints"
-    assert re.search(r"^8000 +2000 +float +avg +int8 ", ran.stdout, re.M), ran.stdout
+    assert re.search(r"^8000 +int8 ", ran.stdout, re.M), ran.stdout
 
 
 def test_bench_train(on_two, tmp_path, capsys):

@@ -84,6 +84,18 @@ def test_larger_than_memory():
         }  # fmt: skip
 
 
+def test_a_scaler_comes_before_who_takes_it():
+    text = "\n".join(converted(CONFIGS["one bit"])[0])
+    assert text.index("GradScaler(") < text.index("commpress.OneBitAdam(")
+
+
+def test_state_of_ours_that_stays_in_memory_is_named():
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}
+    lines, notes = converted({"optimizer": ONE_BIT, "zero_optimization": zero})
+    assert not any("TieredStore" in line for line in lines)
+    assert any("offload_optimizer: the state of OneBitAdam stays in memory" in note for note in notes)
+
+
 def test_nothing_is_lost_without_a_word():
     config = {"flops_profiler": {"enabled": True}, "zero_optimization": {"stage": 1, "elastic_checkpoint": True}, "optimizer": {
         "type": "Lion", "params": {"lr": "auto", "rho": 1}}}  # fmt: skip
@@ -98,6 +110,11 @@ def test_what_is_no_configuration_is_an_error_in_one_line(tmp_path, capsys, text
     file.write_text(text)
     assert cli.main(["from-deepspeed", str(file)]) == 2
     assert capsys.readouterr().err.startswith("commpress: error: ")
+
+
+def test_a_file_that_is_not_there_is_no_bad_json(tmp_path, capsys):
+    assert cli.main(["from-deepspeed", str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err.endswith("none.json cannot be read: No such file or directory\n")
 
 
 def test_the_command_prints_a_program(tmp_path, capsys):

@@ -344,14 +344,14 @@ def bench_codec(parser: argparse.ArgumentParser) -> None:
 def bench_allreduce(parser: argparse.ArgumentParser) -> None:
     """one compressed all-reduce against torch's
 
-    The columns of nccl-tests, then what compression adds. Both all-reduces run alternately, so that a
-    network's moods hit both.
-      time, algbw, busbw   of the compressed one, as if it were an all-reduce of float32: algbw = size / time,
-                           busbw = algbw * 2(n-1)/n
-      #wrong               elements whose bits differ between ranks
-      wire                 bytes one rank sent, headers included; ratio: against a float32 ring
-      error                of one all-reduce against the exact mean, relative; kept: what error feedback owes after all of them
-      fp32 time, speed-up  of torch's all_reduce, and how many times longer it takes
+    Averages of float32. The columns of nccl-tests come first. Both all-reduces run alternately, so that
+    other traffic slows both.
+      us, algbw, busbw   of the compressed one: microseconds, and GB/s as if it were an all-reduce of
+                         float32: algbw = size / time, busbw = algbw * 2(n-1)/n
+      #wrong             elements whose bits differ between ranks
+      wire               bytes one rank sent, headers included; ratio: against a float32 ring
+      error              of one all-reduce against the exact mean, relative; kept: the residuals after all
+      fp32 us, faster    time of torch's all_reduce, and how many times longer it takes
     It runs what the DDP hook runs: the same messages, kernels, transport and error feedback.
 
       commpress bench allreduce                                      4 local processes

@@ -148,10 +148,12 @@ def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
 def headline(plan: list[Lane], parameters: int, network: SlowNetwork) -> str:
     course, names = plan[0].course, list(dict.fromkeys(lane.name for lane in plan))
     how_long = f"{course.steps} steps" if course.steps else f"{course.seconds:g} seconds"
-    return (
+    first = (
         f"{len(names)} ways to train the same GPT ({parameters / 1e6:.2g} M parameters, text: Python's own source) take turns, "
-        f"{how_long} each:\nwhich has the lowest loss when the time is up? Network: {network.says}.\n"
-        + "".join(f"\n  {name:<9} {contender(name).what}" for name in names) + "\n"
+        f"{how_long} each: which has the lowest loss at the end? Network: {network.says}."
+    )
+    return (
+        f"{terminal.wrapped(first)}\n" + "".join(f"\n  {name:<9} {contender(name).what}" for name in names) + "\n"
     )
 
 
@@ -259,12 +261,14 @@ def summary(finishes: list[Finish]) -> None:
 
 def _notes(groups: dict[str, list[Finish]], ranked: list[str]) -> list[str]:
     first = groups[ranked[0]][0]
-    notes = ["Losses in nats per byte, on text that nobody trained on."]
+    notes = ["Losses in nats per byte, on held-out text."]
     known = contenders.CONTENDERS
     if all(name in known and groups[name][0].lr == known[name].lr for name in ranked):
         notes.append("Each way has the best of two to four learning rates that were tried for it (commpress demo --search).")
     if len(groups[ranked[0]]) > 1:
         notes.append("Mean and standard deviation over seeds.")
+    if "sign" in ranked:
+        notes.append("sign may end at another loss in a long run: see exact_steps= and finer codecs for the output layer.")
     ours = next((name for name in ranked if groups[name][0].ours), None)
     peer = next((name for name in ranked if not groups[name][0].ours), None)
     if ours is not None and peer is not None:

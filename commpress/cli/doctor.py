@@ -73,7 +73,9 @@ def run(options: argparse.Namespace) -> int:
         found[title] = looked_at(SECTIONS[title], options)
         for finding in [] if options.report else found[title]:
             state = terminal.coloured(f"{finding.state:<4}", COLOURS[finding.state])
-            print(f"  {state}  {finding.what}" + (f"\n        {finding.cure}" if finding.cure else ""), flush=True)
+            told = terminal.wrapped(finding.what, " " * 8, " " * 8)[8:]
+            cure = "\n" + terminal.wrapped(finding.cure, " " * 8, " " * 8) if finding.cure else ""
+            print(f"  {state}  {told}{cure}", flush=True)
     count = {state: sum(f.state == state for fs in found.values() for f in fs) for state in ("ok", "note", "bad")}
     if options.report:
         from commpress.cli import bug_report

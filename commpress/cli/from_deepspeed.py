@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     lines, notes = converted(read(options.config))
     print("\n".join(lines))
     if notes:
-        print("\n# Not as it was:")
+        print("\n# Differences:")
         print("\n".join(f"# - {' '.join(note.split())}" for note in notes))  # a comment stays one, whatever the file says
     return 0
 
@@ -40,7 +40,9 @@ def read(path: Path) -> dict[str, Any]:
         if path.stat().st_size > LARGEST:
             raise InvalidArgument(f"{path} has more than {LARGEST} bytes: expected a ds_config.json")
         config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise InvalidArgument(f"{path} holds a {type(config).__name__}, expected an object as DeepSpeed documents it")
@@ -93,11 +95,13 @@ class Conversion:
             self.lines += ["store = " + (disk or "commpress.TieredStore.open('store', host='8GiB')")]
             self.lines += ["commpress.stream(model, store=store)            # first of all; the model may be on meta"]
             disk = "store"
+        self.precision()
         if own:
+            if disk:
+                self.notes.append(f"offload_optimizer: the state of {own} stays in memory; Offloaded takes optimizers of torch")
             self.compressed(own, keywords, params, clip)
         else:
             self.plain(kind, keywords, stage, disk, clip, zero)
-        self.precision()
         self.schedule()
         self.rest(params, zero, optimizer)
 
@@ -198,7 +202,7 @@ class Conversion:
         if fp16.get("enabled"):
             power = fp16.get("initial_scale_power")
             scale = f"init_scale=2.0**{int(power)}" if isinstance(power, int) else ""
-            self.lines.append(f"scaler = torch.amp.GradScaler('cuda'{', ' * bool(scale)}{scale})     # give it to grad_scaler=")
+            self.lines.append(f"scaler = torch.amp.GradScaler('cuda'{', ' * bool(scale)}{scale})     # pass it as grad_scaler=")
 
     def schedule(self) -> None:
         schedule = self.section("scheduler")

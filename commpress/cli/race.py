@@ -1,6 +1,7 @@
 """A race: ways of training one model take turns on the same ranks, each for the same time from the same start."""
 
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -148,6 +149,7 @@ def time_it(pool: Any, lane: Lane, size: int, show: Callable[[float, list[float]
 
 def warm(rank: int, size: int, lanes: list[Lane], report: Callable[[float, str], None]) -> None:
     """A few steps of each way: what is compiled and connected once is not in anybody's time."""
+    logging.getLogger("commpress").setLevel(logging.ERROR)  # a warning would go between the lines of the live table
     for i, lane in enumerate(lanes):
         report(i / len(lanes), lane.name)
         racer = Racer(contender(lane.name), lane.course.model(lane.seed), lane.lr, lane.course.choices, lane.seed)

@@ -1,6 +1,7 @@
 """The terminal: tables, bars and progress in colour where somebody looks and ``rich`` is installed, else plain text."""
 
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -72,7 +73,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Collection[
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = RichTable(  # as wide as plain text: two spaces between columns
+        box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+    )
     for i, name in enumerate(head):
         table.add_column(name, justify="left" if i in left else "right", no_wrap=True)
     for i, row in enumerate(rows):
@@ -80,9 +83,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Collection[
     return table
 
 
+def wrapped(text: str, indent: str = "", first: str = "") -> str:
+    """A paragraph within 100 columns, or those of a narrower terminal; ``first`` begins it, ``indent`` its other lines."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    return "\n".join(textwrap.wrap(text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False,
+                                   break_on_hyphens=False))  # fmt: skip
+
+
 def say(text: str) -> None:
     """Print a paragraph within 100 columns."""
-    print("\n".join(textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)))
+    print(wrapped(text))
 
 
 class Table:
