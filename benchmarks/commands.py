@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import codec_table
 import convergence
 import encoders
+import expert_tiers
 import faults
 import fsdp
 import gpu
@@ -35,10 +36,10 @@ What developers of commpress measure; `commpress bench` has what users measure o
 All take --check, --json FILE and --plot FILE but faults, which writes a document.
 """
 BENCHMARKS = {
-    "codec_table": codec_table, "convergence": convergence, "encoders": encoders, "faults": faults, "fsdp": fsdp, "gpu": gpu,
-    "grids": grids, "guard": guard, "hierarchical": hierarchical, "kills": kills, "local_loss": local_loss,
-    "local_speed": local_speed, "loss": loss, "observe": observe, "optimizer": optimizer, "pipeline": pipeline, "plan": plan,
-    "powersgd": powersgd, "scaling": scaling, "simulate": simulate,
+    "codec_table": codec_table, "convergence": convergence, "encoders": encoders, "expert_tiers": expert_tiers,
+    "faults": faults, "fsdp": fsdp, "gpu": gpu, "grids": grids, "guard": guard, "hierarchical": hierarchical, "kills": kills,
+    "local_loss": local_loss, "local_speed": local_speed, "loss": loss, "observe": observe, "optimizer": optimizer,
+    "pipeline": pipeline, "plan": plan, "powersgd": powersgd, "scaling": scaling, "simulate": simulate,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from commpress.integrations.experts.expert_tiers import GRADIENT, WHOLE, ExpertT
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.state import StoredState
-from commpress.integrations.zero.streamed_group import StreamedWeights, streamer_of
+from commpress.integrations.zero.streamed_group import StreamedWeights, return_holes, streamer_of
 from commpress.integrations.zero.update_chunk import WEIGHT, chunks
 from commpress.integrations.zero.wrapper import (
     MASTER,
@@ -186,6 +186,7 @@ class ExpertOptimizer(Wrapper):
                     for own, state in zip(chunk.ranges, states, strict=True):
                         own.inside(flat).copy_(state[key])
             chunk.keys = list(self._moments)
+            return_holes()  # where moments were made, beside what lives on
 
     def _norm(self) -> torch.Tensor:
         """Of all parameters, in double and rounded once: dense ones are alike on all ranks, experts are each rank's own."""

@@ -36,9 +36,10 @@ from commpress.integrations.zero.streamed_module import ModuleState, NotCopied
 from commpress.optim.parameters import DTYPES
 from commpress.tiered_mem import Pending, TieredStore
 from commpress.tiered_mem.arena import padded
+from commpress.tiered_mem.layer import PAGE
 
 VALUES, GRADIENT = "values", "gradient"
-LARGE = 1 << 20  # bytes: gradients of experts go back to the system, and not into holes of a heap that grows
+LARGE = 1 << 20  # bytes: larger blocks than this and than gradients go back to the system, and leave no holes in a heap
 WHOLE = 1 << 62  # elements: an expert is never cut
 
 
@@ -151,6 +152,9 @@ class ExpertTiers(NotCopied):
         if self.kept:
             raise InvalidArgument("the experts have an optimizer already: pass all parameters to one ExpertOptimizer")
         self.kept, self._state, self.squares = kept, tuple(state), {} if clips else None
+        weights = [(group.nbytes, member.parameter.nbytes) for group in self.groups for member in group.members]
+        whole, part = map(max, zip(*weights, strict=True))
+        return_large_blocks(max(part + PAGE, LARGE), spare=2 * whole)  # gradients are made where those of others were
         self.plan.stored |= {(e, key) for e, names in kept.items() for key, name in names.items() if name in self.store}
         for group in self.groups:  # of a step that was not finished
             if self.name((group.number, GRADIENT)) in self.store:

@@ -40,6 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 CALL = ("hidden_states", "top_k_index", "top_k_weights")  # how transformers calls a layer's experts
+CALLS = (CALL, ("hidden_states", "router_indices", "routing_weights"))  # the second are GPT-OSS's words for the same
 
 
 class Experts(nn.Module):
@@ -402,9 +403,9 @@ def batch_of(module: Any) -> int:
     if not isinstance(module, nn.Module) or not isinstance(number, int):
         return 0
     shapes = [p.shape for p in module.parameters()]
-    called = [p for p in inspect.signature(module.forward).parameters if p in CALL]
+    called = tuple(inspect.signature(module.forward).parameters)[: len(CALL)]
     fits = bool(shapes) and all(len(shape) and shape[0] == number for shape in shapes)
-    if not fits or called != list(CALL):
+    if not fits or called not in CALLS:
         return 0
     if cut := [name for name, buffer in module.named_buffers() if buffer.dim() and buffer.shape[0] == number]:
         raise InvalidArgument(

@@ -348,13 +348,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE = 4 << 20
+LARGEST = 32 << 20  # glibc maps what is larger by itself, whatever it is told
 CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user, who is not overruled
 
 
 @cache
-def return_large_blocks(large: int = LARGE) -> bool:
-    """Blocks of memory of ``large`` bytes go back to the system when they are freed; False where the allocator is another one,
-    or was tuned by its environment.
+def return_large_blocks(large: int = LARGE, *, spare: int = 0) -> bool:
+    """Blocks of memory of ``large`` bytes go back to the system when they are freed, and of smaller ones what is free at the
+    end of the heap beyond ``spare`` bytes (2 · ``large`` at least); False where the allocator is another one, or was tuned by
+    its environment.
 
     glibc maps a large block by itself and unmaps it when it is freed, but raises what counts as large up to 32 MiB as such
     blocks come and go. From then on gradients and temporaries come from heaps, one for each thread, where small objects that
@@ -363,7 +365,7 @@ def return_large_blocks(large: int = LARGE) -> bool:
     if not _glibc() or any(name in os.environ for name in CHOSEN):
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(M_MMAP_THRESHOLD, large) and mallopt(M_TRIM_THRESHOLD, 2 * large))
+    return bool(mallopt(M_MMAP_THRESHOLD, min(large, LARGEST)) and mallopt(M_TRIM_THRESHOLD, max(2 * large, spare)))
 
 
 def return_holes() -> bool:

@@ -44,7 +44,16 @@ def deepseek():
     ))  # fmt: skip
 
 
-MODELS = {"mixtral": mixtral, "qwen": qwen, "deepseek": deepseek}
+def gpt_oss():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(GptOssConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=5, num_experts_per_tok=2, attention_dropout=0.0,
+    ))  # fmt: skip
+
+
+MODELS = {"mixtral": mixtral, "qwen": qwen, "deepseek": deepseek, "gpt_oss": gpt_oss}
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5), "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3),
@@ -103,6 +112,7 @@ def compared(name, kind, options):
 @pytest.mark.parametrize(
     ("name", "options", "kind"),
     [*(("mixtral", {}, kind) for kind in OPTIMIZERS), ("deepseek", {"topology": "2,1"}, "adamw"),
+     ("gpt_oss", {"placement": [0, 1, 2, 0, 2]}, "adamw"),
      *(("qwen", {"topology": "2,1", "chunks": 2}, kind) for kind in ("adamw", *OURS))], ids=str,
 )  # fmt: skip
 def test_divided_experts_train_as_in_one_process(pool, name, options, kind):
@@ -111,7 +121,7 @@ def test_divided_experts_train_as_in_one_process(pool, name, options, kind):
     for worst, moved, _ in found:
         assert moved > 1e-3
         assert max(worst.values()) < 3e-5
-    layers, chosen = 2, 2 if name == "mixtral" else 4
+    layers, chosen = 2, 2 if name in ("mixtral", "gpt_oss") else 4
     assert sum(received for *_, received in found) == 3 * 3 * layers * chosen * 2 * LENGTH
 
 
