@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -261,6 +262,33 @@ def handed_over():
 
 def test_a_run_resumes_in_every_bit_and_torchs_optimizer_goes_on_with_it(pool):
     assert pool.run(handed_over, size=4) == [(0, 0)] * 4
+
+
+# ---------------------------------------------------------------- local updates around it
+
+
+def locally(divided):
+    """Weights of replicas that train apart, each on a column of two: by ``Partitioned``, or torch's optimizer."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "dp", "tp"))
+    params = parameters(mesh, tuple(SHAPES))
+    options = {"lr": 1e-2, "foreach": False}
+    if divided:
+        among = {"process_group": mesh["dp"].get_group(), "agree_over": mesh["dp", "tp"]}
+        inner = commpress.Partitioned(params.items(), torch.optim.AdamW, **among, **options)
+    else:
+        inner = torch.optim.AdamW(params.values(), **options)
+    local = commpress.LocalUpdates(inner, every=3, group=mesh["replica"].get_group(), codec=None)
+    for step in range(7):
+        for name, p in params.items():
+            p.grad = placed(name, values(name, 10 * (step + 1) + mesh["replica"].get_local_rank()), mesh)
+        local.step()
+    local.drain()
+    return {name: whole(p) for name, p in params.items()}
+
+
+def test_local_updates_around_it_are_those_around_torchs_optimizer(pool):
+    for found, expected in zip(pool.run(locally, True, size=4), pool.run(locally, False, size=4), strict=True):
+        assert apart(found, expected) == 0
 
 
 # ---------------------------------------------------------------- what cannot work
