@@ -155,8 +155,9 @@ def test_memory_of_data_parallelism_is_that_of_real_tensors(pool, codec):
 def tensors():
     """Every block of memory that tensors have, by its address."""
     gc.collect()
-    found = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+    found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]  # others have none
+    stores = [t.untyped_storage() for t in found if t.device.type == "cpu"]
+    return {store.data_ptr(): store.nbytes() for store in stores}
 
 
 def held_by_a_model(sizes, codec):

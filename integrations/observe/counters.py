@@ -76,7 +76,7 @@ class Counters(Totals):
         """Of several states that took the same steps: bytes, messages and seconds add up."""
         total = cls()
         for counters in every:
-            for name, value in asdict(counters).items():
+            for name, value in vars(counters).items():
                 mine = getattr(total, name)
                 alike = name in ("steps", "skipped_steps", "plain_steps")
                 setattr(total, name, max(mine, value) if alike else mine | value if name == "errors" else mine + value)
