@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commpress import __version__ as version
-from commpress.cli import bench_train, charts, connections, harness, main, parser, ranks
+from commpress.cli import bench_train, charts, connections, harness, main, parser, plan, ranks, terminal
 from commpress.cli.commands import COMMANDS as REGISTERED
 from commpress.cli.ranks import LocalRanks
 from commpress.errors import InvalidArgument
@@ -215,6 +215,11 @@ def test_bench_io(tmp_path, capsys):
     assert all(r["store"] > 0 and r["engine"] > 0 and r["bare"] > 0 for r in rows)
     assert 'suggested: TieredStore.open(..., engine="threads"' in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "nothing stays behind"
+
+
+def test_the_table_of_a_plan_fits_100_columns():
+    row = ["local topk-64+bits2, every 30, overlap 19", "12345.6", "123.4x", "1234.56", "123.45", "12.34", "12.34", "11"]
+    assert max(map(len, terminal.render(plan.HEAD, [row]).splitlines())) <= 100
 
 
 def test_bench_allreduce(on_two, tmp_path, capsys):

@@ -44,7 +44,7 @@ def dead(path: Path) -> list[str]:
 def glued(text: str) -> list[str]:
     """Commands, tables and lists that follow a paragraph without an empty line, which makes them part of it."""
     lines = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S).split("\n")
-    begins, inside = re.compile(r"    |\||- "), re.compile(r" |\||- |\d+\. ")
+    begins, inside = re.compile(r"    |\||- "), re.compile(r" |\||- |:::|\d+\. ")
     return [b for a, b in pairwise(lines) if begins.match(b) and a.strip() and not inside.match(a)]
 
 

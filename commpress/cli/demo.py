@@ -256,7 +256,7 @@ def summary(finishes: list[Finish]) -> None:
             f"{mean(sent) / 1e6:.1f}" if sent else "-", f"{mean(sent) / 1e6 / max(steps, 1):.2f}" if sent else "-",
         ])  # fmt: skip
     terminal.show(HEAD, rows, best=[0])
-    print("\n".join(["", *_notes(groups, ranked)]))
+    print("\n".join(["", *map(terminal.wrapped, _notes(groups, ranked))]))
 
 
 def _notes(groups: dict[str, list[Finish]], ranked: list[str]) -> list[str]:

@@ -25,7 +25,7 @@ from commpress.plan.candidates import (
 from commpress.plan.choice import Assignment, assign
 
 LOCAL = "local"
-HEAD = ["candidate", "step ms", "gain", "MB sent/rank", "device GB", "host GB", "disk GB", "effect"]
+HEAD = ["candidate", "step ms", "gain", "MB sent", "GB device", "host", "disk", "effect"]  # within 100 columns
 NAMES = re.compile(r"\b(compress|compress_fsdp|LocalUpdates|SparseLoCo|ZeroOneAdam|OneBitAdam|overlap|Partitioned)\b")
 
 
