@@ -1,6 +1,7 @@
 """A process that trains 64 experts with 8 in memory and prints, in MiB: what it had before, what the formula adds, its peak,
-and what all experts with gradients and moments would take."""
+and what all experts with gradients and moments would take; then what the system cleared for it in the last backward."""
 
+import resource
 import tempfile
 
 import torch
@@ -29,11 +30,17 @@ def layer_of(experts, resident, host, hidden):
 
 
 def train(layer, optimizer, experts, steps):
+    """MiB of pages that the last backward got from the system."""
+    pages = 0
     for step in range(steps):
         draw = torch.Generator().manual_seed(step)
         chosen = torch.stack([torch.randperm(experts, generator=draw)[:2] for _ in range(ROWS)])
-        layer(torch.randn(ROWS, WIDTH, generator=draw), chosen, torch.ones(ROWS, 2)).square().mean().backward()
+        loss = layer(torch.randn(ROWS, WIDTH, generator=draw), chosen, torch.ones(ROWS, 2)).square().mean()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        loss.backward()
+        pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         optimizer.step()
+    return pages * resource.getpagesize() / 2**20
 
 
 def peak():
@@ -46,6 +53,6 @@ if __name__ == "__main__":
     train(*layer_of(2, 1, "8MiB", 256), 2, 1)  # imports, threads, and 8 MiB of a store
     expert = 2 * 4 * WIDTH * HIDDEN
     before, host = peak() - 8, RESIDENT * 4 * expert + (1 << 20)
-    train(*layer_of(EXPERTS, RESIDENT, host, HIDDEN), EXPERTS, 3)
+    cleared = train(*layer_of(EXPERTS, RESIDENT, host, HIDDEN), EXPERTS, 3)
     saved = 2 * ROWS * 4 * (3 * HIDDEN + 3 * WIDTH)  # activations
-    print(before, (host + 2 * expert + saved) / 2**20, peak(), EXPERTS * 4 * expert / 2**20)
+    print(before, (host + 2 * expert + saved) / 2**20, peak(), EXPERTS * 4 * expert / 2**20, cleared)
