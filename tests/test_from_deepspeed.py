@@ -59,7 +59,7 @@ def test_what_is_said_is_kept():
     assert "optimizer = commpress.ZeroOneAdam(model.parameters(), variance_updates=8)" in lines
     lines, notes = converted(CONFIGS["0/1"])
     assert any("sync=DoublingIntervals(start=33678, period=32678, longest=16)" in line for line in lines)
-    assert any("end where intervals exceed 1, at step 33678" in note for note in notes)
+    assert any("never end; from step 33678, where intervals exceed 1" in note for note in notes)
     lines, notes = converted({"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_scaler": "many"}}})
     assert not any("sync=" in line for line in lines)
     assert any("local_step_scaler many: expected a positive number" in note for note in notes)

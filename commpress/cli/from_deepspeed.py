@@ -138,8 +138,8 @@ class Conversion:
         keywords["sync"] = DoublingIntervals(freeze + scaler, scaler, clipper)
         self.lines.append("from commpress.schedules import DoublingIntervals")
         self.notes.append(
-            f"var_freeze_step {freeze}: updates of the variance become ever rarer and end where intervals exceed 1, "
-            f"at step {freeze + scaler}"
+            f"var_freeze_step {freeze}: updates of the variance become ever rarer and never end; from step {freeze + scaler}, "
+            "where intervals exceed 1, they wait for the end of one"
         )
 
     def plain(
