@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from commpress import ElasticSampler, Metrics
+from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, NoQuorum, PeerFailure
 from commpress.integrations.elastic.construction import newest
+from commpress.integrations.elastic.declaration import Declaration
 from commpress.integrations.elastic.loop import Elastic, fault_of
+from commpress.integrations.elastic.named_state import check_ordered
+from commpress.integrations.elastic.repeat import StepMark
 from commpress.integrations.elastic.shared_state import SharedState
 from commpress.integrations.elastic.snapshots import Snapshots
 from elastic_world import Killed, Rank, World, until
@@ -175,6 +180,49 @@ def test_a_step_that_others_have_committed_counts_for_who_did_not(tmp_path, lose
     assert sum(loop.counters.samples for loop in loops) == SAMPLES
 
 
+@pytest.mark.parametrize("kill_at", [9, 10, 12])
+def test_a_step_of_which_only_the_dead_knew_is_taken_again(tmp_path, kill_at):
+    """Rank 0 alone has committed it, and dies while it heals the others, who go on from the step before."""
+    world = World()
+    members = world.found(3)
+    members[1].loses_at = members[2].loses_at = 6
+    members[0].kill_at = kill_at
+    world.go(members, train, world, tmp_path)
+    loops, runs = zip(*world.join().values(), strict=True)
+    file = tmp_path / "events-0"
+    known = [line for line in file.read_text().splitlines() if '"commit"' in line]
+    assert json.loads(known[-1])["step"] == 5
+    file.write_text("\n".join(known[:-1]) + "\n")
+    assert [size for ((_, size),) in check(tmp_path, runs)] == [3] * 4 + [2] * 9
+    assert {loop.counters.steps for loop in loops} == {loops[0].step}
+
+
+def test_newcomers_give_up_before_those_who_have_trained(tmp_path):
+    """A newcomer with another program, whose steps never fit the others': it ends with the error, and they go on."""
+    world, started = World(), []
+
+    def other(rank):
+        run = Run()
+        run.channel = rank.channel("gradients")
+
+        def step(batch):
+            world.break_up(rank.epoch)
+            raise PeerFailure("rank 2 calls all_to_all, but rank 0 calls all_reduce")
+
+        Elastic(step, run.state, data=run.loader, group=rank, epochs=1, join=True).__iter__().__next__()
+
+    def during(rank, loop, run):
+        if rank is members[0] and loop.step == 3 and not started:
+            started.append(world.start(other))
+            until(lambda: rank.waiting)
+
+    members = world.found(2)
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=during))
+    with pytest.raises(PeerFailure, match="rank 2 calls"):
+        world.join()
+    check(tmp_path, [world.results[rank][1] for rank in members])
+
+
 def test_the_last_step_counts_for_who_did_not_commit_it(tmp_path):
     world = World()
     members = world.found(2)
@@ -310,11 +358,13 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
         run.sampler.rank, run.sampler.size = rank.rank(), rank.size()
 
         def step(batch):
+            assert all(p.grad is None for p in run.model.parameters()), "gradients of the step before"
             loss = run.step(batch)
             channel = run.channel
             if rank is members[2] and loop.step == 3:
                 raise Killed
             channel.run(gathered([loss], transport=channel.transport, sequence=channel.take()))
+            run.optimizer.zero_grad()
 
         file = f"{tmp_path}/events-{members.index(rank)}"
         loop = Elastic(step, run.state, data=run.loader, group=rank, epochs=1, events=file, hash_every=1)
@@ -324,6 +374,50 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
     world.go(members, steps)
     results = world.join()
     check(tmp_path, [run for _, run in results.values()])
+
+
+def test_a_scaler_takes_no_gradients_for_unscaled_that_are_gone():
+    """Neither in the step that is repeated, nor with the scale that the attempt has left."""
+    run, scaler = Run(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    mark = StepMark([*run.state.values(), scaler])
+    for factor in (1.0, float("inf")):
+        mark.begin()
+        scaler.scale(run.model(torch.ones(2, 3)).sum() * factor).backward()
+        scaler.unscale_(run.optimizer)
+        if factor > 1:
+            scaler.step(run.optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 512
+        mark.undo()
+        assert not mark.applied
+        assert scaler.get_scale() == 1024
+        assert all(p.grad is None for p in run.model.parameters())
+    scaler.scale(run.model(torch.ones(2, 3)).sum()).backward()
+    scaler.step(run.optimizer)
+    assert max(p.grad.abs().max() for p in run.model.parameters()) <= 2
+
+
+@pytest.mark.parametrize("halfway", [2, 3])
+def test_who_was_halfway_becomes_like_one_who_was_further_or_like_the_first(halfway):
+    said = [Declaration(4, halfway=rank < halfway).packed() for rank in range(3)]
+    assert Declaration.donors(Change(1, 0, 3, (0, 1, 2), tuple(said))) == ([2] if halfway == 2 else [0])
+
+
+def test_survivors_whose_weights_differ_become_like_the_first(tmp_path):
+    """An optimizer that changes weights more than once in a step, such as LBFGS, was interrupted in the middle."""
+    world = World()
+    members = world.found(3)
+    members[2].kill_at = 6
+
+    def apart(rank, loop, run):
+        if rank is members[1] and loop.step == 4:
+            with torch.no_grad():
+                run.model[0].weight.add_(1.0)
+
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=apart))
+    results = world.join()
+    assert len({str(run.model.state_dict()) for _, run in results.values()}) == 1
+    assert results[members[1]][0].counters.healed == 1
 
 
 def test_metrics_tell_of_faults_and_participation(tmp_path):
@@ -592,6 +686,7 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path,
         ({"state": {"model": 3}}, "state"), ({"state": {}}, "state"), ({"build": dict}, "build"), ({"minimum": -1}, "minimum"),
         ({"data": DataLoader(DATA, 2)}, "ElasticSampler"), ({"state": {"commpress": MODEL}}, "commpress"),
         ({"data": DataLoader(DATA, 4, sampler=ElasticSampler(DATA, 6))}, "same"), ({"group": None}, "not initialised"),
+        ({"state": {"optimizer": torch.optim.SGD(MODEL.parameters())}}, "no module"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(options, named):
@@ -599,6 +694,13 @@ def test_what_cannot_work_is_refused(options, named):
     usual = {"train_step": print, "state": {"model": MODEL}, "data": Run().loader, "epochs": 1, "group": rank}
     with pytest.raises(InvalidArgument, match=named):
         Elastic(**usual | options)
+
+
+@pytest.mark.parametrize("name", ["find_unused_parameters", "static_graph"])
+def test_replicas_whose_calls_come_in_any_order_are_refused(name):
+    ddp = SimpleNamespace(**{"find_unused_parameters": False, "static_graph": False, name: True})
+    with pytest.raises(InvalidArgument, match=f"{name}=True and no hook"):
+        check_ordered(ddp)
 
 
 def test_a_group_over_mpi_is_refused_before_anything_is_trained(monkeypatch):
