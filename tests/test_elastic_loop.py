@@ -4,6 +4,7 @@ import copy
 import json
 import time
 from collections import defaultdict
+from datetime import timedelta
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
@@ -545,6 +546,24 @@ def test_where_all_leave_the_last_takes_a_snapshot(tmp_path):
     check(tmp_path, runs)
 
 
+def test_a_second_iteration_goes_on_where_the_first_was_left(tmp_path):
+    """Not at the last snapshot, which is older."""
+
+    def twice(rank):
+        run, seen = Run(), []
+        run.channel = rank.channel("gradients")
+        snapshots = Snapshots(tmp_path / "disk", every=4, **OPTIONS)
+        loop = Elastic(run.step, run.state, data=run.loader, group=rank, steps=8, snapshots=snapshots)
+        seen += [loop.step for _ in islice(loop, 6)]
+        seen += [loop.step for _ in loop]
+        loop.close()
+        return seen
+
+    world = World()
+    world.go(world.found(1), twice)
+    assert list(world.join().values()) == [[1, 2, 3, 4, 5, 6, 7, 8]]
+
+
 def test_who_waits_for_newcomers_may_leave(tmp_path):
     world = World()
     members = world.found(2)
@@ -738,16 +757,18 @@ def test_a_newcomer_that_never_gets_in_does_not_keep_the_others_from_training(tm
     assert 1 <= max(loop.counters.reforms for loop in loops) < 10
 
 
-def test_who_is_never_let_in_says_so(tmp_path, monkeypatch):
-    """Not after the first attempt: those who were asked may have died just then; but not for ever either."""
+@pytest.mark.parametrize(("seconds", "times"), [(20.0, 5), (0.001, 1)])
+def test_who_is_never_let_in_says_so(tmp_path, monkeypatch, seconds, times):
+    """Not after the first attempt: those who were asked may have died just then; but not for longer than its timeout."""
     world, asked = World(), []
 
     def refuses(rank, said, age, joins):
         asked.append(joins)
+        time.sleep(0.01)
         raise PeerFailure("nobody answers")
 
     monkeypatch.setattr(world, "reform", refuses)
-    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, join=True))
+    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, join=True, timeout=timedelta(seconds=seconds)))
     with pytest.raises(PeerFailure, match="nobody answers"):
         world.join()
-    assert asked == [True] * 5
+    assert asked == [True] * times
