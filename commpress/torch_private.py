@@ -180,6 +180,26 @@ def has_hook(ddp: Any) -> bool:
     return bool(ddp._comm_hooks)
 
 
+# ---------------------------------------------------------------- GradScaler
+
+
+def scales_of(scaler: Any) -> Any:
+    """Copies, on its device, of its scale and of the steps since that has changed. None before its first use."""
+    return None if scaler._scale is None else (scaler._scale.clone(), scaler._growth_tracker.clone())
+
+
+def put_scales(scaler: Any, scales: Any) -> None:
+    """Have them as they were."""
+    if scales is not None:
+        scaler._scale.copy_(scales[0])
+        scaler._growth_tracker.copy_(scales[1])
+
+
+def forget_found(scaler: Any) -> None:
+    """Of gradients that are gone: that they were unscaled, and whether some were infinite."""
+    scaler._per_optimizer_states.clear()
+
+
 # ---------------------------------------------------------------- DDP
 
 

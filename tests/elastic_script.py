@@ -43,7 +43,7 @@ def stepping(model: nn.Module, optimizer: Any, schedule: Any = None) -> Callable
 
 
 def hook(codec: str = "sign", *, norm: bool = False) -> Made:
-    ddp = DistributedDataParallel(net(norm=norm))
+    ddp = DistributedDataParallel(net(norm=norm), static_graph=norm)
     commpress.compress(ddp, codec)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
@@ -51,9 +51,10 @@ def hook(codec: str = "sign", *, norm: bool = False) -> Made:
 
 
 def plain() -> Made:
+    """The replica has no name in the state."""
     ddp = DistributedDataParallel(net())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-    return stepping(ddp, optimizer), {"model": ddp, "optimizer": optimizer}
+    return stepping(ddp, optimizer), {"model": ddp.module, "optimizer": optimizer}
 
 
 def scaled() -> Made:

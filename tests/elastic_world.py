@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, Numbers
@@ -83,6 +84,8 @@ class _Wait:
 
 class Rank:
     """One process: its group, and the channels made over it. ``owed``: a number that it owes the others."""
+
+    timeout = timedelta(seconds=PATIENCE)
 
     def __init__(self, world):
         self.world, self.channels, self.alive, self.messages = world, {}, True, 0

@@ -6,9 +6,11 @@ gets a process group of its own, over a file in a temporary directory and never 
 
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -189,6 +191,9 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.distributed_c10d._world.group_count = 0  # torch counts a default group that could not be made, too
+        if "torch.distributed.tensor" in sys.modules:  # what DTensor has cached has meshes whose groups are gone
+            debug = importlib.import_module("torch.distributed.tensor.debug")
+            getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
         if not TASKS.exists() or len(os.listdir(TASKS)) > CROWD:
             gc.collect()
 

@@ -13,7 +13,7 @@ from commpress.collectives.transports import agreement as agreements
 from commpress.collectives.transports import heartbeat
 from commpress.collectives.transports.agreement import Agreement, Terms
 from commpress.collectives.transports.conversation import Conversation
-from commpress.collectives.transports.meeting import Door
+from commpress.collectives.transports.meeting import JOIN, Door, knock
 from commpress.collectives.transports.membership import Epoch, Membership, new_key, place_of
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, PeerFailure
 
@@ -354,3 +354,24 @@ def test_whoever_is_left_of_a_crowd_is_one_group(seed):
     left = [one for one in crowd if not one.when or (one.outcome is not None)]
     assert_agree(left)
     close(crowd)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\x05\0\0\0\xff\xfe{]x", b"\x02\0\0\0[]", b'\x0f\0\0\0{"is":"report"}', b"\xff\xff\xff\xff"]
+)
+def test_who_joins_and_says_nothing_or_nonsense_is_sent_away(said):
+    """It knows the token, as a newcomer that was stopped, or of another version: it holds up one agreement at most."""
+    first = alone()
+    with knock(first.door.here, JOIN, 0, (0, 0), 5.0) as stranger:
+        stranger.sendall(said)
+        while not first.membership.waiting:
+            first.membership.listen()
+        begun = time.monotonic()
+        together([first])
+        assert first.outcome.size == 1
+        assert time.monotonic() - begun < 5.0
+        assert not first.membership.waiting
+        stranger.settimeout(5.0)
+        assert stranger.recv(2) == b"!"
+        assert stranger.recv(1) == b""
+    close([first])

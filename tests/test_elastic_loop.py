@@ -4,8 +4,10 @@ import copy
 import json
 import time
 from collections import defaultdict
+from datetime import timedelta
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from commpress import ElasticSampler, Metrics
+from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, NoQuorum, PeerFailure
 from commpress.integrations.elastic.construction import newest
+from commpress.integrations.elastic.declaration import Declaration
 from commpress.integrations.elastic.loop import Elastic, fault_of
+from commpress.integrations.elastic.named_state import check_ordered
+from commpress.integrations.elastic.repeat import StepMark
 from commpress.integrations.elastic.shared_state import SharedState
 from commpress.integrations.elastic.snapshots import Snapshots
 from elastic_world import Killed, Rank, World, until
@@ -181,6 +187,49 @@ def test_a_step_that_others_have_committed_counts_for_who_did_not(tmp_path, lose
     assert sum(loop.counters.samples for loop in loops) == SAMPLES
 
 
+@pytest.mark.parametrize("kill_at", [9, 10, 12])
+def test_a_step_of_which_only_the_dead_knew_is_taken_again(tmp_path, kill_at):
+    """Rank 0 alone has committed it, and dies while it heals the others, who go on from the step before."""
+    world = World()
+    members = world.found(3)
+    members[1].loses_at = members[2].loses_at = 6
+    members[0].kill_at = kill_at
+    world.go(members, train, world, tmp_path)
+    loops, runs = zip(*world.join().values(), strict=True)
+    file = tmp_path / "events-0"
+    known = [line for line in file.read_text().splitlines() if '"commit"' in line]
+    assert json.loads(known[-1])["step"] == 5
+    file.write_text("\n".join(known[:-1]) + "\n")
+    assert [size for ((_, size),) in check(tmp_path, runs)] == [3] * 4 + [2] * 9
+    assert {loop.counters.steps for loop in loops} == {loops[0].step}
+
+
+def test_newcomers_give_up_before_those_who_have_trained(tmp_path):
+    """A newcomer with another program, whose steps never fit the others': it ends with the error, and they go on."""
+    world, started = World(), []
+
+    def other(rank):
+        run = Run()
+        run.channel = rank.channel("gradients")
+
+        def step(batch):
+            world.break_up(rank.epoch)
+            raise PeerFailure("rank 2 calls all_to_all, but rank 0 calls all_reduce")
+
+        Elastic(step, run.state, data=run.loader, group=rank, epochs=1, join=True).__iter__().__next__()
+
+    def during(rank, loop, run):
+        if rank is members[0] and loop.step == 3 and not started:
+            started.append(world.start(other))
+            until(lambda: rank.waiting)
+
+    members = world.found(2)
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=during))
+    with pytest.raises(PeerFailure, match="rank 2 calls"):
+        world.join()
+    check(tmp_path, [world.results[rank][1] for rank in members])
+
+
 def test_the_last_step_counts_for_who_did_not_commit_it(tmp_path):
     world = World()
     members = world.found(2)
@@ -314,11 +363,13 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
         run = joined(rank)
 
         def step(batch):
+            assert all(p.grad is None for p in run.model.parameters()), "gradients of the step before"
             loss = run.step(batch)
             channel = run.channel
             if rank is members[2] and loop.step == 3:
                 raise Killed
             channel.run(gathered([loss], transport=channel.transport, sequence=channel.take()))
+            run.optimizer.zero_grad()
 
         file = f"{tmp_path}/events-{members.index(rank)}"
         loop = Elastic(step, run.state, data=run.loader, group=rank, epochs=1, events=file, hash_every=1)
@@ -328,6 +379,50 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
     world.go(members, steps)
     results = world.join()
     check(tmp_path, [run for _, run in results.values()])
+
+
+def test_a_scaler_takes_no_gradients_for_unscaled_that_are_gone():
+    """Neither in the step that is repeated, nor with the scale that the attempt has left."""
+    run, scaler = Run(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    mark = StepMark([*run.state.values(), scaler])
+    for factor in (1.0, float("inf")):
+        mark.begin()
+        scaler.scale(run.model(torch.ones(2, 3)).sum() * factor).backward()
+        scaler.unscale_(run.optimizer)
+        if factor > 1:
+            scaler.step(run.optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 512
+        mark.undo()
+        assert not mark.applied
+        assert scaler.get_scale() == 1024
+        assert all(p.grad is None for p in run.model.parameters())
+    scaler.scale(run.model(torch.ones(2, 3)).sum()).backward()
+    scaler.step(run.optimizer)
+    assert max(p.grad.abs().max() for p in run.model.parameters()) <= 2
+
+
+@pytest.mark.parametrize("halfway", [2, 3])
+def test_who_was_halfway_becomes_like_one_who_was_further_or_like_the_first(halfway):
+    said = [Declaration(4, halfway=rank < halfway).packed() for rank in range(3)]
+    assert Declaration.donors(Change(1, 0, 3, (0, 1, 2), tuple(said))) == ([2] if halfway == 2 else [0])
+
+
+def test_survivors_whose_weights_differ_become_like_the_first(tmp_path):
+    """An optimizer that changes weights more than once in a step, such as LBFGS, was interrupted in the middle."""
+    world = World()
+    members = world.found(3)
+    members[2].kill_at = 6
+
+    def apart(rank, loop, run):
+        if rank is members[1] and loop.step == 4:
+            with torch.no_grad():
+                run.model[0].weight.add_(1.0)
+
+    world.go(members, lambda rank: train(rank, world, tmp_path, during=apart))
+    results = world.join()
+    assert len({str(run.model.state_dict()) for _, run in results.values()}) == 1
+    assert results[members[1]][0].counters.healed == 1
 
 
 def test_metrics_tell_of_faults_and_participation(tmp_path):
@@ -453,6 +548,24 @@ def test_where_all_leave_the_last_takes_a_snapshot(tmp_path):
     runs = [run for _, run in second.join().values()]
     assert [line["step"] for line in events(tmp_path, "healed")] == [6]
     check(tmp_path, runs)
+
+
+def test_a_second_iteration_goes_on_where_the_first_was_left(tmp_path):
+    """Not at the last snapshot, which is older."""
+
+    def twice(rank):
+        run, seen = Run(), []
+        run.channel = rank.channel("gradients")
+        snapshots = Snapshots(tmp_path / "disk", every=4, **OPTIONS)
+        loop = Elastic(run.step, run.state, data=run.loader, group=rank, steps=8, snapshots=snapshots)
+        seen += [loop.step for _ in islice(loop, 6)]
+        seen += [loop.step for _ in loop]
+        loop.close()
+        return seen
+
+    world = World()
+    world.go(world.found(1), twice)
+    assert list(world.join().values()) == [[1, 2, 3, 4, 5, 6, 7, 8]]
 
 
 def test_who_waits_for_newcomers_may_leave(tmp_path):
@@ -595,6 +708,7 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path,
         ({"state": {"model": 3}}, "state"), ({"state": {}}, "state"), ({"build": dict}, "build"), ({"minimum": -1}, "minimum"),
         ({"data": DataLoader(DATA, 2)}, "ElasticSampler"), ({"state": {"commpress": MODEL}}, "commpress"),
         ({"data": DataLoader(DATA, 4, sampler=ElasticSampler(DATA, 6))}, "same"), ({"group": None}, "not initialised"),
+        ({"state": {"optimizer": torch.optim.SGD(MODEL.parameters())}}, "no module"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(options, named):
@@ -602,6 +716,13 @@ def test_what_cannot_work_is_refused(options, named):
     usual = {"train_step": print, "state": {"model": MODEL}, "data": Run().loader, "epochs": 1, "group": rank}
     with pytest.raises(InvalidArgument, match=named):
         Elastic(**usual | options)
+
+
+@pytest.mark.parametrize("name", ["find_unused_parameters", "static_graph"])
+def test_replicas_whose_calls_come_in_any_order_are_refused(name):
+    ddp = SimpleNamespace(**{"find_unused_parameters": False, "static_graph": False, name: True})
+    with pytest.raises(InvalidArgument, match=f"{name}=True and no hook"):
+        check_ordered(ddp)
 
 
 def test_a_group_over_mpi_is_refused_before_anything_is_trained(monkeypatch):
@@ -639,16 +760,18 @@ def test_a_newcomer_that_never_gets_in_does_not_keep_the_others_from_training(tm
     assert 1 <= max(loop.counters.reforms for loop in loops) < 10
 
 
-def test_who_is_never_let_in_says_so(tmp_path, monkeypatch):
-    """Not after the first attempt: those who were asked may have died just then; but not for ever either."""
+@pytest.mark.parametrize(("seconds", "times"), [(20.0, 5), (0.001, 1)])
+def test_who_is_never_let_in_says_so(tmp_path, monkeypatch, seconds, times):
+    """Not after the first attempt: those who were asked may have died just then; but not for longer than its timeout."""
     world, asked = World(), []
 
     def refuses(rank, said, age, joins):
         asked.append(joins)
+        time.sleep(0.01)
         raise PeerFailure("nobody answers")
 
     monkeypatch.setattr(world, "reform", refuses)
-    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, join=True))
+    world.go(world.found(1), lambda rank: train(rank, world, tmp_path, join=True, timeout=timedelta(seconds=seconds)))
     with pytest.raises(PeerFailure, match="nobody answers"):
         world.join()
-    assert asked == [True] * 5
+    assert asked == [True] * times

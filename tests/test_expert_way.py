@@ -110,6 +110,9 @@ def test_the_commands_know_experts(capsys):
     assert float(rows[0][3]) == pytest.approx(expected / 1e6, rel=1e-3)
     assert float(rows[1][1]) < float(rows[0][1]) / 3
     assert main(["simulate", "--nodes", "1x1", "--experts-per-token", "2", "--device", "1TB/s"]) == 2
+    dense = ["plan", "--mesh", "--nodes", "2x2", "--link", "1gbit,100us", "--device", "1TB/s", "--compute-ms", "300"]
+    assert main([*dense, "--parameters", "20M", "--experts", "8"]) == 2
+    assert "no parameter of the model is named after experts" in capsys.readouterr().err
 
 
 def through_lines(call):

@@ -103,8 +103,9 @@ class Agreement:
                 self.builder.undo()
             raise
         finally:
-            self.mine.give_back(link for link in self.fresh if link.kind == JOIN)
-            for link in [*self.links.values(), *(link for link in self.fresh if link.kind != JOIN)]:
+            later = [link for link in self.fresh if link.kind == JOIN and time.monotonic() < link.since + self.patience]
+            self.mine.give_back(later)  # those who have said nothing for so long would hold up the next agreement as well
+            for link in [*self.links.values(), *(link for link in self.fresh if link not in later)]:
                 link.close()
             for probe in self.probes.values():
                 probe.close()
@@ -369,6 +370,9 @@ class Agreement:
             for message in link.receive():
                 if message["is"] != "report":
                     continue
+                if not self._report().keys() <= message.keys():  # of another version
+                    link.close()
+                    break
                 self.fresh.remove(link)
                 place = link.place = message["place"]
                 if place in self.links:
@@ -462,7 +466,7 @@ class Agreement:
     def _awaits(self, joining: Sequence[Message], members: Sequence[Message]) -> bool:
         """True while newcomers are to be waited for: sent here by members, or of a group of which others have come."""
         now = time.monotonic()
-        if any(link.kind == JOIN for link in self.fresh) and now < self.started + self.patience:
+        if any(link.kind == JOIN and now < min(self.started, link.since) + self.patience for link in self.fresh):
             return True
         for report in [r for r in joining if r["epoch"]["lineage"] != self.mine.epoch.lineage]:
             group = [r for r in joining if r["epoch"]["key"] == report["epoch"]["key"]]

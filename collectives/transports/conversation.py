@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 from commpress.collectives.transports.meeting import ENLIST
@@ -20,7 +21,7 @@ class Conversation:
     def __init__(self, connection: socket.socket, place: str = "", kind: int = ENLIST) -> None:
         connection.setblocking(False)
         self.socket, self.place, self.kind = connection, place, kind
-        self.open = True
+        self.open, self.since = True, time.monotonic()
         self._data = b""
 
     def fileno(self) -> int:
@@ -36,7 +37,7 @@ class Conversation:
             self.close()
 
     def receive(self) -> list[Message]:
-        """The messages that have come; ``open`` is False after the last."""
+        """The messages that have come; ``open`` is False after the last, or after what is none."""
         while self.open:
             try:
                 part = self.socket.recv(1 << 16)
@@ -55,8 +56,11 @@ class Conversation:
                 break
             if len(self._data) < _LENGTH.size + length:
                 break
-            found.append(json.loads(self._data[_LENGTH.size : _LENGTH.size + length]))
-            self._data = self._data[_LENGTH.size + length :]
+            text, self._data = self._data[_LENGTH.size : _LENGTH.size + length], self._data[_LENGTH.size + length :]
+            if (message := _message(text)) is None:
+                self.close()
+                break
+            found.append(message)
         return found
 
     def first(self) -> bytes | None:
@@ -83,3 +87,12 @@ class Conversation:
     def close(self) -> None:
         self.open = False
         self.socket.close()
+
+
+def _message(text: bytes) -> Message | None:
+    """The words of a process of ours; None if somebody else has said this."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) and "is" in said else None

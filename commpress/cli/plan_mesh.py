@@ -30,6 +30,11 @@ def run(options: argparse.Namespace) -> int:
     batch = 4 * links.size if options.batch is None else options.batch
     work = MeshWork.of(model, 1e-3 * options.compute_ms, batch=batch, length=options.length, micro=options.micro,
                        experts=options.experts, experts_per_token=options.experts_per_token)  # fmt: skip
+    if options.experts and not work.has_experts:
+        raise InvalidArgument(
+            f"--experts is {options.experts}, but no parameter of the model is named after experts: give its --config, or "
+            "leave --experts out"
+        )
     memory = cluster_options.memory_of(options.memory)
     if memory.keys() - {"device"}:
         raise InvalidArgument(f"--memory is {options.memory!r}: grids keep all on the device, expected device=SIZE")

@@ -32,7 +32,7 @@ class Attendance:
         self._group, self._timeout = group, timeout
 
     @property
-    def _patience(self) -> timedelta:
+    def patience(self) -> timedelta:
         return self._timeout or self._group.timeout
 
     def begin(self) -> bool:
@@ -41,7 +41,7 @@ class Attendance:
             self.announce(first=True)
             return False
         if isinstance(self.join, str) and not is_contact(self.join):
-            self.join = store_at(self.join, self._patience)
+            self.join = store_at(self.join, self.patience)
         return True
 
     def announce(self, *, first: bool = False) -> None:
@@ -50,7 +50,7 @@ class Attendance:
         place = os.environ.get("COMMPRESS_STORE")
         if not place or not hasattr(self._group, "announce"):
             return
-        store = store_at(place, self._patience)
+        store = store_at(place, self.patience)
         if first and (others := self._others(store)):
             raise InvalidArgument(
                 f"the store at {place} names members of a run that goes on, at {others[0]}, and this process was started "
@@ -73,7 +73,7 @@ class Attendance:
         place = os.environ.get("COMMPRESS_STORE")
         if not error.contact and not place:
             raise error
-        self.join = error.contact or store_at(place, self._patience)  # type: ignore[arg-type]
+        self.join = error.contact or store_at(place, self.patience)  # type: ignore[arg-type]
 
     def leave(self) -> None:
         self.leaving = True

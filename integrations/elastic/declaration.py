@@ -47,11 +47,11 @@ class Declaration:
     @classmethod
     def donors(cls, change: Change) -> list[int]:
         """Ranks whose state is the run's: of the survivors that are healed those who have committed most, and the whole of it
-        where somebody has."""
+        where somebody has; else the first, as the others may have come further in that step, or less far."""
         able = {rank: each for rank, each in cls.all(change).items() if rank in cls.healed_before(change)}
         most = max((each.steps for each in able.values()), default=0)
         first = {rank: each for rank, each in able.items() if each.steps == most}
-        return [rank for rank, each in first.items() if not each.halfway] or list(first)
+        return [rank for rank, each in first.items() if not each.halfway] or list(first)[:1]
 
     @classmethod
     def leavers(cls, change: Change) -> list[int]:

@@ -112,7 +112,7 @@ def share(
     document, first, same = yield from _send_document(channel, document, donors)
     held = [each.detach().cpu().contiguous() for each in tensors] if same else empty_tensors(document)
     hashes = [hash_of(each) for each in held] if same else [0] * len(held)
-    every = yield from _gathered_hashes(channel, hashes)
+    every = yield from gathered_hashes(channel, hashes)
     right = [int(each) for each in every[first]]
     able = [tuple(d for d in donors if int(every[d][i]) == right[i]) for i in range(len(held))]
     given = yield from _send_slices(channel, held, able, needy, slice_bytes, watch)
@@ -160,7 +160,7 @@ def _swapped(
     return out
 
 
-def _gathered_hashes(channel: Channel, hashes: Sequence[int]) -> Steps[np.ndarray]:
+def gathered_hashes(channel: Channel, hashes: Sequence[int]) -> Steps[np.ndarray]:
     """uint64[ranks, tensors]."""
     halves = [float(part) for each in hashes for part in (each >> 32, each & 0xFFFFFFFF)]
     every = yield from gathered(halves, transport=channel.transport, sequence=channel.take())

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from commpress.collectives.change import Change
@@ -33,7 +32,8 @@ from commpress.integrations.elastic.construction import Build, newest, without_f
 from commpress.integrations.elastic.declaration import Declaration
 from commpress.integrations.elastic.events import ElasticCounters, Events
 from commpress.integrations.elastic.exact_means import ExactMeans, exact_means_hook
-from commpress.integrations.elastic.healing import Healed, HealingProgress, heal
+from commpress.integrations.elastic.healing import Healed, HealingProgress, gathered_hashes, heal
+from commpress.integrations.elastic.named_state import check_named, check_ordered, replicas_of
 from commpress.integrations.elastic.repeat import StepMark
 from commpress.integrations.elastic.shared_state import SharedState, hash_of, hash_of_all
 from commpress.integrations.elastic.snapshots import Snapshots
@@ -44,7 +44,7 @@ from commpress.torch_private import has_hook
 
 TRIES = 3  # times that a step fails although nobody came or went, until that is an error
 ATTEMPTS = 5  # to form the group anew, while others go or nobody answers, until that is an error
-REHEARSALS = 2  # steps alone before joining: DistributedDataParallel cuts its buckets anew before its second forward
+REHEARSALS = 2  # steps alone before joining: DDP cuts its buckets anew in the second, those of a static graph in the third
 DEAF, DEAFEST = 1.0, 8.0  # seconds without an ear for newcomers after one has not got in; twice as many each time
 POLL = 0.1  # seconds between two looks at the door while there are too few ranks
 NAME = "commpress"  # of the loop's own entry in what is shared
@@ -142,12 +142,12 @@ class Elastic:
         self.epoch = 0  # of the group
         self._healed, self._halfway = True, False
         self._begun, self._beginning = monotonic(), self.progress.state_dict()
-        self._taken_over = False  # the step that failed here was committed by others, with what this rank had sent
+        self._counted = 0  # steps, up to the last one that counts here
         self._failures = 0  # since a step was committed or somebody came or went
         self._deaf = self._deaf_until = 0.0  # seconds without an ear for newcomers; the clock when they are over
         self._again = False  # the next step is a repeat
         self._seen: dict[int, int] = {}  # exchanges of local updates
-        self._sent: tuple[range, int] = range(0), 0  # what this rank read for the step under way, and the window's beginning
+        self._sent = range(0), 0, self._place  # what this rank read for the step under way, the window's beginning, its place
         self.channel = Channel.among(group, timeout=timeout, name="commpress-elastic")
         if build is not None:  # who joins builds when it is among the others
             self.build = Build(build, self.group.registry)
@@ -165,14 +165,17 @@ class Elastic:
         self.train_step, every = train_step, {**state, NAME: self.progress}
         if self.build is None:
             check_reformable(state)
+            check_named(state)
         self.state = SharedState(every) if self.build is None else WholeState(every, self.channel)
         objects = list(state.values())
         self._locals = [each for each in objects if isinstance(each, LocalUpdates)]
         self._modules = [each for each in objects if isinstance(each, torch.nn.Module)]
         self._optimizers = [each for each in objects if isinstance(each, CompressedOptimizer)]
         self._mark = StepMark(objects)
-        for each in self._modules:
-            if isinstance(each, DistributedDataParallel) and not has_hook(each):
+        self._replicas = replicas_of(self._modules, self.group) if self.build is None else []
+        for each in self._replicas:
+            if not has_hook(each):
+                check_ordered(each)
                 each.register_comm_hook(ExactMeans(self.group), exact_means_hook)
 
     @property
@@ -187,6 +190,11 @@ class Elastic:
     @property
     def size(self) -> int:
         return int(self.group.size())
+
+    @property
+    def _place(self) -> tuple[int, int, int]:
+        """Rank, size and epoch."""
+        return self.rank, self.size, self.epoch
 
     @property
     def contact(self) -> str:
@@ -237,7 +245,7 @@ class Elastic:
     def _attempt(self) -> tuple[bool, Any]:
         """One step; whether this rank has committed it with a result, and that."""
         sampler = self.batches.sampler
-        self._sent = (range(0), 0) if sampler is None else (sampler.share, sampler.position)
+        self._sent = (range(0), 0, self._place) if sampler is None else (sampler.share, sampler.position, self._place)
         self.batches.ready()
         if self._again:
             self._mark.draw_again()
@@ -268,18 +276,20 @@ class Elastic:
 
     def _count(self, seconds: float) -> None:
         """A step in which this rank has taken part counts: who begins the exchange of the next one says so."""
-        share, position = self._sent
+        share, position, place = self._sent
         counters = self.counters
+        self._counted = self.step
         counters.steps += 1
         counters.samples += len(share)
-        counters.ranks += self.size
+        counters.ranks += place[1]
         counters.most_ranks = max(counters.most_ranks, self.size)
         counters.step_seconds += seconds
         counters.seconds = monotonic() - self._begun
         if self.events.wanted:
             due = self.hash_every and self.step % self.hash_every == 0 and self.build is None  # divided: others on each rank
             hashed = {"hash": f"{self.weights_hash():016x}"} if due else {}
-            self._tell("commit", samples=[share.start, share.stop], position=position, **hashed)
+            read = {"samples": [share.start, share.stop], "position": position}
+            self.events.write("commit", self.step, place, read | hashed)
 
     def _has_ended(self) -> bool:
         """This rank has committed the last step."""
@@ -348,14 +358,14 @@ class Elastic:
         self._note(fault)
         log.warning("step %d was interrupted: %s", self.step, fault)
         self._failures += not self._others_reform()
-        if self._failures > TRIES:
+        if self._failures > TRIES - (not self.counters.steps):  # who has just come gives up first
             raise error
         if self._mark.applied:
             self._halfway = True
             if self.batches.sampler is not None:
                 self.batches.sampler.commit()
             self.progress.step += 1
-            self._count(0.0)
+            self._mark.forget()
             log.warning(
                 "step %d failed after optimizer.step(): it counts, and what train_step does after that was left out here, "
                 "unless another rank has done it. Put collectives of your own before optimizer.step()", self.step - 1,
@@ -387,14 +397,15 @@ class Elastic:
                 raise
             except Exception as error:
                 fault, failed = fault_of(error), failed + 1
-                if fault is None or failed >= ATTEMPTS:
+                late = self.attendance.join is not None and monotonic() > begun + self.attendance.patience.total_seconds()
+                if fault is None or failed >= ATTEMPTS or late:
                     raise
                 if self.build is not None:
                     without_frames(error)
                 if isinstance(fault, Excluded):  # stopped or cut off for too long: as a newcomer this rank is welcome
                     log.warning("the others have gone on, and this rank joins them again: %s", fault)
                     self.attendance.join_again(fault)
-                    self._healed, self._halfway, self._taken_over = False, False, False  # nothing that the others would want
+                    self._healed, self._halfway = False, False  # nothing that the others would want
                 else:
                     log.warning("somebody else went while the group was formed anew: %s", fault)
         pause = monotonic() - begun
@@ -455,7 +466,7 @@ class Elastic:
         if self.build is not None:
             self._healed &= change.was is not None
             self._rebuild(of=Declaration.healed_before(change))
-            self._healed = True
+            self._healed, self._halfway, self._counted = True, False, self.step
             return
         donors = Declaration.donors(change)
         if not donors:
@@ -463,18 +474,26 @@ class Elastic:
                 f"none of the {change.size} ranks that are left has the state of the run: those who had it died before the "
                 "newcomers were healed. Start again from a snapshot"
             )
+        self._healed &= change.was is not None  # who is a step behind could go on from there, if those ahead die now
+        took_part = self._healed
+        donors = self._alike_among(donors)
         needy = [rank for rank in range(change.size) if rank not in donors]
-        took_part = change.was is not None and self._healed and not self._halfway
-        if change.rank in needy:
-            self._taken_over |= took_part
-            self._healed = False
         healed = self.channel.run(heal(self.state, self.channel, donors=donors, needy=needy, watch=self._watch))
         self._settled(healed, needs=change.rank in needy)
         if self.snapshots is not None and change.was is None:
             self.snapshots.give_way(self.step)
-        if self._taken_over:
-            self._taken_over = False
+        if took_part and self.step == self._counted + 1:  # committed by others, with what this rank had sent, or only in part
             self._count(0.0)
+        self._counted = self.step
+
+    def _alike_among(self, donors: Sequence[int]) -> list[int]:
+        """Those with the weights of the first: a step that changes them more than once may have been interrupted anywhere."""
+        if self._locals:
+            return list(donors)
+        hashes = self.channel.run(gathered_hashes(self.channel, [self.weights_hash()]))[:, 0]
+        if others := [rank for rank in donors if hashes[rank] != hashes[donors[0]]]:
+            log.warning("ranks %s have other weights than rank %d, whose count", others, donors[0])
+        return [rank for rank in donors if rank not in others]
 
     def _settled(self, healed: Healed | None, *, needs: bool) -> None:
         """This rank is like the others."""
@@ -517,7 +536,7 @@ class Elastic:
         joins = self.attendance.begin()
         if self.snapshots is not None:
             self.snapshots.open()
-            if self.build is None and self.snapshots.last and not joins:
+            if self.build is None and self.snapshots.last and not joins and not self.counters.steps:
                 step, document, tensors = self.snapshots.load()
                 self.state.load(document, tensors)
                 log.info("goes on from the snapshot of step %d in %s", step, self.snapshots.place)
@@ -529,18 +548,19 @@ class Elastic:
             alike = self._alike()
             if not alike:
                 self._reform()
-        if self.build is not None and not joins:
+        if self.build is not None and not joins and not self.counters.steps:
             self._rebuild(built=True)
+        self._counted = self.step
         if self.size < self.minimum and not self._wait_for_more():
             self._reform()
 
     def _rehearse(self) -> None:
         """Steps alone, undone: with the others there must be nothing left that a model does in its first steps only."""
-        if not any(isinstance(each, DistributedDataParallel) for each in self._modules):
+        if not self._replicas:
             return
         document, tensors = self.state.taken_apart()
         kept = [each.clone() for each in tensors]
-        for _ in range(REHEARSALS):
+        for _ in range(REHEARSALS + any(each.static_graph for each in self._replicas)):
             self.batches.ready()
             self._mark.begin()
             self.train_step(*self.batches.next())
@@ -637,7 +657,7 @@ class Elastic:
         self._tell("fault", error=str(fault), ranks=list(fault.ranks))
 
     def _tell(self, kind: str, **more: Any) -> None:
-        self.events.write(kind, self.step, (self.rank, self.size, self.epoch), more)
+        self.events.write(kind, self.step, self._place, more)
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from commpress.errors import InvalidArgument
+from commpress.torch_private import forget_found, put_scales, scales_of
 
 
 class RandomState:
@@ -52,6 +53,8 @@ class StepMark:
         self._buffers = list({id(b): b for module in modules for b in module.buffers()}.values())
         self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
         self._parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+        self._scalers = [each for each in every if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
+        self._scales = list(map(scales_of, self._scalers))
         self._random = RandomState()
         self._counts: list[int] = []
         self._stepped = False
@@ -64,6 +67,7 @@ class StepMark:
         """A step begins here."""
         self._random, self._stepped = RandomState(), False
         self._counts = [getattr(each, "steps_done", 0) for each in self._optimizers]
+        self._scales = list(map(scales_of, self._scalers))
         if self._buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._kept, self._buffers)
@@ -73,14 +77,23 @@ class StepMark:
         return self._stepped or self._counts != [getattr(each, "steps_done", 0) for each in self._optimizers]
 
     def undo(self) -> None:
-        """Buffers are as they were, and there are no gradients: those of the step that failed must not be added to."""
+        """Buffers and scales are as they were, and there are no gradients."""
         if self._buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers, self._kept)
+        for scaler, scales in zip(self._scalers, self._scales, strict=True):
+            put_scales(scaler, scales)
+        self.forget()
+
+    def forget(self) -> None:
+        """No gradients, and nothing that a GradScaler has found in them: what comes next must not add to those of a step that
+        failed, nor take its own for unscaled."""
         for parameter in self._parameters:
             parameter.grad = None
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+        for scaler in self._scalers:
+            forget_found(scaler)
 
     def draw_again(self) -> None:
         """Random numbers are those that the step began with."""

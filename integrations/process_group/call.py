@@ -33,6 +33,7 @@ class GroupWork(dist.Work):
         self.source = -1  # of a receive from any source
         self.inner: Any = None
         self.error: Exception | None = None
+        self.has_future = False  # somebody was given it
         self._future: torch.futures.Future[Any] | None = None
         self._done = False
 
@@ -112,6 +113,7 @@ class GroupWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
+        self.has_future = True
         if self._future is None:
             if self.settled and self.error is None:
                 return self.inner.get_future()

@@ -357,7 +357,12 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             inner = issue(work)
             work.issue = lambda work: inner
-        self.guard.collective(record, expected, work)
+        try:
+            self.guard.collective(record, expected, work)
+        except CommunicationError as error:
+            if torch._C._current_graph_task_id() < 0:
+                raise
+            work.fail(error)  # DDP's C++, which calls this at the end of a backward, must get to its end
         if not getattr(opts, "asyncOp", True) or profiling():
             if not work.settled:
                 self.guard.settle(work)
@@ -618,5 +623,7 @@ def _reforms(group: "weakref.ref[ProcessGroup]", error: CommunicationError) -> N
 
 
 def _wait_all(works: list[GroupWork]) -> None:
+    """At the end of a backward: raise what DDP would find in a future. For other works it waits itself, once it has ended."""
     for work in works:
-        work.wait()
+        if work.has_future:
+            work.wait()
