@@ -1,6 +1,7 @@
 """A process finds the run that it belongs to, and begins none beside one that goes on."""
 
 import signal
+import socket
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from commpress.collectives.transports.membership import Membership, contact_of
-from commpress.errors import Excluded, InvalidArgument
+from commpress.errors import CommunicationError, Excluded, InvalidArgument
 from commpress.integrations.elastic import attendance
 from commpress.integrations.elastic.attendance import Attendance, at_sigterm, store_at
 from commpress.integrations.process_group import reform
@@ -118,3 +119,11 @@ def test_the_first_sigterm_is_a_leave_and_the_programs_own_use_of_it_stays():
         assert called == [1, 2]
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_server_that_is_no_store_is_an_error_in_time():
+    """It takes the connection and says nothing: torch alone would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(CommunicationError, match="no store"):
+            store_at(place, timedelta(seconds=0.5))

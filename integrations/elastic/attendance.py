@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TookTooLong
 from datetime import timedelta
 from typing import Any
 
@@ -80,16 +82,29 @@ class Attendance:
 
 
 def store_at(place: str, timeout: timedelta) -> dist.TCPStore:
-    """A store that a launcher holds, where the members of a run are found."""
+    """A store that a launcher holds, where the members of a run are found.
+
+    Note: the thread. torch waits for ever for a server that takes connections and is no store, whatever the timeout.
+    """
     host, _, port = place.rpartition(":")
     if not (host and port.isdecimal()):
         raise InvalidArgument(f"the store is {place!r}, expected host:port, such as 10.0.0.1:29500")
+    made: Future[dist.TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            made.set_result(dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
+        except RuntimeError as error:
+            made.set_exception(error)
+
+    threading.Thread(target=connect, name="commpress-store", daemon=True).start()
     try:
-        return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    except RuntimeError as error:
+        return made.result(timeout.total_seconds())
+    except (RuntimeError, TookTooLong) as error:
         raise CommunicationError(
             f"the store at {place}, where the members of the run are found, has not answered within "
-            f"{timeout.total_seconds():g} s: its host or its process is gone. Join by a member's group.contact instead"
+            f"{timeout.total_seconds():g} s: its host or its process is gone, or it is no store. Join by a member's "
+            "group.contact instead"
         ) from error
 
 
