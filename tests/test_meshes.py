@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
@@ -406,6 +406,7 @@ def whole_mesh_refusals():
     model = parallelize_module(Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     nameless = init_device_mesh("cpu", (4,))
+    turned = DeviceMesh("cpu", torch.tensor([[2, 0], [1, 3]]), mesh_dim_names=("pp", "dp"))
     calls = {
         "mesh": lambda: commpress.compress(model, mesh=nameless, dims={"dp": "sign"}),
         "dims": lambda: commpress.compress(model, mesh=mesh),
@@ -414,6 +415,7 @@ def whole_mesh_refusals():
         "group": lambda: commpress.compress(ddp, mesh=mesh, dims={"dp": "sign"}),
         "auto": lambda: commpress.compress(model, mesh=mesh, dims={"dp": "auto"}),
         "pp": lambda: commpress.compress(model, mesh=columns_of_a_pipeline(), dims={"pp": "int4"}),
+        "order": lambda: commpress.compress([], mesh=turned, dims={"pp": "int4"}),
     }
     return refused(calls)
 
@@ -432,6 +434,7 @@ def test_what_one_call_cannot_do_is_refused_with_the_cure(pool):
         assert "process_group=mesh['dp'].get_group()" in said["group"]
         assert "name a codec" in said["auto"]
         assert "pass the stages of this rank" in said["pp"]
+        assert "do not ascend along 'pp': [[2, 0], [1, 3]]" in said["order"]
 
 
 # ---------------------------------------------------------------- local updates, and optimizers in stores

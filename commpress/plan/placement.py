@@ -2,6 +2,9 @@
 
 Where links differ, which rank stands where decides a step. The search begins with ranks as they are numbered, node by node, and
 with ranks gathered by their links, and exchanges two of them as long as that makes the predicted step shorter.
+
+Ranks ascend along all axes but dp, whose ranks do the same: torch sorts the ranks of a group, so in another order a rank's place
+on the mesh would not be its rank in the group, by which it knows its stage and its shard.
 """
 
 from collections.abc import Sequence
@@ -10,7 +13,7 @@ from itertools import combinations
 import numpy as np
 
 from commpress.plan.costs import Costs
-from commpress.plan.grids import Grid, MeshDims, MeshStep, MeshWork, predicted
+from commpress.plan.grids import AXES, Grid, MeshDims, MeshStep, MeshWork, predicted
 from commpress.plan.pair_links import PairLinks
 
 TRIES = 2000  # predictions of one search
@@ -26,7 +29,7 @@ def place(
     def tried(order: Sequence[int]) -> MeshStep:
         return predicted(grid, work, links, costs, dims, order=order, speeds=speeds, limit=limit)
 
-    best = tried(np.argsort(links.node, kind="stable").tolist())
+    best = tried(ascending(np.argsort(links.node, kind="stable").tolist(), grid))
     if grid.size < 3 or (links.speeds_alike() and speeds is None):
         return best
     used = 1
@@ -40,6 +43,9 @@ def place(
                     break
                 other = list(found.order)
                 other[a], other[b] = other[b], other[a]
+                other = ascending(other, grid)
+                if other == list(found.order):
+                    continue
                 step = tried(other)
                 used += 1
                 if step.seconds < found.seconds * (1 - GAIN):
@@ -56,7 +62,16 @@ def starts(grid: Grid, links: PairLinks) -> list[list[int]]:
     found = [np.argsort(links.node, kind="stable").tolist()]
     for first in np.unique([int(np.argmax(rate.max(1))), int(np.argmin(rate.max(1)))]).tolist():
         found.append(gathered_from(first, rate, grid))
-    return [list(order) for order in dict.fromkeys(map(tuple, found))]
+    return [list(order) for order in dict.fromkeys(tuple(ascending(order, grid)) for order in found)]
+
+
+def ascending(order: Sequence[int], grid: Grid) -> list[int]:
+    """``order`` with the ranks sorted along every axis but dp: sorting one leaves the others sorted."""
+    places = np.asarray(order).reshape(grid)
+    for axis, name in enumerate(AXES):
+        if name != "dp":
+            places = np.sort(places, axis=axis)
+    return [int(rank) for rank in places.ravel()]
 
 
 def gathered_from(first: int, rate: np.ndarray, grid: Grid) -> list[int]:

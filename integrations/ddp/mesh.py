@@ -248,6 +248,11 @@ def _check_mesh(mesh: Any, dims: Mapping[str, Any] | None) -> None:
                 f"names, and pipelines ({', '.join(map(repr, PIPELINE))}): what else crosses a mesh, such as the traffic of "
                 "tensor parallelism, stays exact. Leave it out"
             )
+        if is_pipeline(name) and not (mesh.mesh.diff(dim=mesh.mesh_dim_names.index(name)) > 0).all():
+            raise InvalidArgument(
+                f"ranks of the mesh do not ascend along {name!r}: {mesh.mesh.tolist()}. torch sorts the ranks of a group, so "
+                f"mesh[{name!r}].get_local_rank() would not be the stage. Number them so that they do"
+            )
 
 
 def _check_dims(
