@@ -3,8 +3,8 @@
 Where links differ, which rank stands where decides a step. The search begins with ranks as they are numbered, node by node, and
 with ranks gathered by their links, and exchanges two of them as long as that makes the predicted step shorter.
 
-Ranks ascend along all axes but dp, whose ranks do the same: torch sorts the ranks of a group, so in another order a rank's place
-on the mesh would not be its rank in the group, by which it knows its stage and its shard.
+Ranks ascend along all axes but dp, whose ranks do the same: torch sorts the ranks of a group, so in another order a rank's
+place on the mesh would not be its rank in the group, by which it knows its stage and its shard.
 """
 
 from collections.abc import Sequence
