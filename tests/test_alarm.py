@@ -205,6 +205,20 @@ def test_a_run_resumed_while_it_lasts_goes_on_alike(pool, then):
     assert pool.run(resumed, then, size=2) == [(True, True, True)] * 2
 
 
+def policies_of_a_resumed_run():
+    first, again = (Session("int4", alarm=Alarm("warn", every=4), replan_every=5) for _ in range(2))
+    begun = type(again.state.policy)
+    first.steps(12)
+    again.state.load_state_dict(first.state.state_dict())
+    return begun, type(first.state.policy), type(again.state.policy)
+
+
+def test_a_resumed_run_that_only_warns_keeps_the_codecs_of_its_layers(pool):
+    for begun, chosen, resumed in pool.run(policies_of_a_resumed_run, size=2):
+        assert chosen is not begun, "a codec for every layer"
+        assert resumed is chosen
+
+
 def test_metrics_count_it(pool):
     assert pool.run(_counted, size=2) == [1] * 2
 

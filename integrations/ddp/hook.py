@@ -682,11 +682,11 @@ class CompressedState:
         self.exchanges.load_choices(states[0])
         self.residuals.load(residuals)
         self.step = self._finished = step
-        if self._replanning is not None:
-            self.exchanges.use(self._replanning.load(states[0].get("rules", {})))
         if self.alarm is not None and states[0].get("alarm"):
             self.alarm.load_state_dict(states[0]["alarm"])
             self._heed(self.alarm)
+        if self._replanning is not None:
+            self.exchanges.use(self._replanning.load(states[0].get("rules", {})))
 
     def _saved_choices(self) -> dict[str, Any]:
         rules = {"rules": dict(self._replanning.rules)} if self._replanning is not None else {}
