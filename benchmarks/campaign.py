@@ -125,10 +125,10 @@ WORKLOADS: dict[str, Callable[[Any, int], Any]] = {
 # ---------------------------------------------------------------- a rank
 
 
-def _rank(workload: str, folder: str, name: str, join: bool, meeting: tuple[int, int, int, int], left: Any, given: Any) -> None:
+def _rank(workload: str, folder: str, name: str, join: bool, meeting: tuple[int, int, int, int, float], left: Any, given: Any) -> None:
     """Train until killed. ``left``: bytes that this process may still send, 0 for any number; ``given``: so many once it gives
-    its state to others. ``meeting``: rank, size, seed, steps."""
-    rank, size, seed, steps = meeting
+    its state to others. ``meeting``: rank, size, seed, steps, and the seconds slept after each."""
+    rank, size, seed, steps, pause = meeting
     faulthandler.enable(open(f"{folder}/{name}.stacks", "w"))  # noqa: SIM115
     sys.stdout = sys.stderr = open(f"{folder}/{name}.log", "w", buffering=1)  # noqa: SIM115
     os.chdir(folder)
@@ -154,6 +154,7 @@ def _rank(workload: str, folder: str, name: str, join: bool, meeting: tuple[int,
             local = run.state.objects["optimizer"]
             digest = [local.exchanged, local.digest()] if workload == "local" else None
             told.write(json.dumps([run.step, loss, digest]) + "\n")
+            time.sleep(pause)
 
 
 def _limit_gifts(left: Any, given: Any) -> None:
@@ -203,8 +204,8 @@ def _limit(left: Any) -> None:
 class Campaign:
     """Ranks of one workload, of which some are killed and replaced, again and again."""
 
-    def __init__(self, workload: str, seed: int, folder: Path, *, steps: int = STEPS) -> None:
-        self.workload, self.seed, self.folder, self.steps = workload, seed, folder, steps
+    def __init__(self, workload: str, seed: int, folder: Path, *, steps: int = STEPS, pause: float = 0.0) -> None:
+        self.workload, self.seed, self.folder, self.steps, self.pause = workload, seed, folder, steps, pause
         self.draws = random.Random(f"{workload} {seed}")
         self.context = multiprocessing.get_context("fork")
         self.history, self.kills = History(), list[Kill]()
@@ -260,7 +261,7 @@ class Campaign:
         self.lives[rank] += 1
         self.left[rank].value, self.given[rank].value = left, 0
         name, join = f"{rank}.{self.lives[rank]}", self.lives[rank] > 0
-        meeting = 0 if join else rank, size, 1000 * self.seed + RANKS * self.lives[rank] + rank, self.steps
+        meeting = 0 if join else rank, size, 1000 * self.seed + RANKS * self.lives[rank] + rank, self.steps, self.pause
         arguments = (self.workload, str(self.folder), name, join, meeting, self.left[rank], self.given[rank])
         self.processes[rank] = self.context.Process(target=_rank, args=arguments, daemon=True)
         self.processes[rank].start()

@@ -42,6 +42,7 @@ LIMITS = {"fsdp2": 15.0}  # seconds until survivors go on, where that is not 5
 SURVIVE, BACK = 5.0, 20.0
 COST_ROUNDS, COST_STEPS = 5, 1000
 SEEDS, LOSS_FAULTS = 3, 5  # runs of each kind whose losses are compared; faults in each that is disturbed
+LOSS_PAUSE = 0.05  # seconds between their steps, so that a run of 300 is not over before its faults are
 DIVIDED = ("fsdp2",)  # other weights on each rank, and back to a snapshot
 
 
@@ -233,7 +234,7 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
         ends: dict[int, list[float]] = {0: [], LOSS_FAULTS: []}
         for seed in range(options.seed, options.seed + SEEDS):
             for faults in ends:
-                campaign = Campaign(workload, seed, folder / f"{workload}-{seed}-{faults}", steps=options.loss)
+                campaign = Campaign(workload, seed, folder / f"{workload}-{seed}-{faults}", steps=options.loss, pause=LOSS_PAUSE)
                 wrong = campaign.run(faults, lambda kill: None, ("one",), after=options.loss // 3)
                 losses = [loss for step, loss, _ in campaign.told() if step > 0.9 * options.loss]
                 if wrong:
