@@ -14,7 +14,7 @@ from commpress.collectives.transports import heartbeat
 from commpress.collectives.transports.agreement import Agreement, Terms
 from commpress.collectives.transports.conversation import Conversation
 from commpress.collectives.transports.meeting import JOIN, Door, knock
-from commpress.collectives.transports.membership import Epoch, Membership, new_key, place_of
+from commpress.collectives.transports.membership import Epoch, Membership, contact_of, new_key, place_of
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, PeerFailure
 
 
@@ -179,6 +179,17 @@ def test_newcomers_follow_whoever_was_there():
     assert three[2].outcome.was is None
     assert three[0].outcome.new == (2,)
     close(three)
+
+
+def test_a_newcomer_names_the_contact_at_which_nobody_is():
+    member, newcomer = alone(), alone()
+    gone = member.door.here
+    close([member])
+    newcomer.agree(Terms(contacts=lambda: [gone]), timeout=0.5)
+    assert isinstance(newcomer.outcome, PeerFailure)
+    for said in (contact_of(gone), "its process is gone", "join="):
+        assert said in str(newcomer.outcome)
+    close([newcomer])
 
 
 @pytest.mark.parametrize("ends", ["", "build"])

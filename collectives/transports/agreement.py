@@ -85,6 +85,7 @@ class Agreement:
         self.linked: set[str] = set()  # members that agreed with this one, at any time
         self.proposal: Proposal | None = None
         self.contacts: deque[str] = deque()
+        self.tried: dict[str, str] = {}  # contacts at which nobody leads: why
         self.swept = False  # objects that nobody holds any more are gone
         self.moved = False  # sent to another leader
         self.change: Change | None = None  # since this agreement began
@@ -147,6 +148,12 @@ class Agreement:
     def _check(self) -> None:
         if time.monotonic() < self.deadline:
             return
+        if self.tried and self.mine.ready is None:
+            doors = ", ".join(f"{contact_of(place)} ({why})" for place, why in self.tried.items())
+            raise PeerFailure(
+                f"rank {self.mine.rank} waited {self.timeout:g} s to join the group of {doors}. Pass as join= the contact of a "
+                "member that runs, or a store that outlives the members"
+            )
         waited = [place for place in self._order() if place != self.here and place not in self.reports]
         if self.terms.appointed and self.here != self.terms.appointed[0]:
             waited = [self.terms.appointed[0]]
@@ -280,7 +287,7 @@ class Agreement:
                 self._probe(place).dead = True
                 raise PeerFailure(f"the group cannot be formed. {self._names([place])}", ranks=self._ranks([place]))
         elif self.contacts and place == self.contacts[0]:
-            self.contacts.popleft()
+            self.tried[self.contacts.popleft()] = why
         else:
             self.gone[place] = why, time.monotonic()
 
