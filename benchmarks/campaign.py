@@ -32,6 +32,7 @@ CALM = 3  # steps that all commit together before a fault
 PATIENCE = 60.0  # seconds until a run hangs
 SENT_PER_STEP = 1 << 17  # bytes among which the last one is drawn: some steps' worth
 JOINING, GIVING = 1 << 16, 1 << 19  # likewise, of a newcomer since its start, and of a donor since it began to give
+Meeting = tuple[int, int, int, int, float]
 FAULTS = {"one": 7, "two": 1, "newcomer": 1, "donor": 1}  # how often of ten
 
 
@@ -125,7 +126,7 @@ WORKLOADS: dict[str, Callable[[Any, int], Any]] = {
 # ---------------------------------------------------------------- a rank
 
 
-def _rank(workload: str, folder: str, name: str, join: bool, meeting: tuple[int, int, int, int, float], left: Any, given: Any) -> None:
+def _rank(workload: str, folder: str, name: str, join: bool, meeting: Meeting, left: Any, given: Any) -> None:
     """Train until killed. ``left``: bytes that this process may still send, 0 for any number; ``given``: so many once it gives
     its state to others. ``meeting``: rank, size, seed, steps, and the seconds slept after each."""
     rank, size, seed, steps, pause = meeting

@@ -234,7 +234,8 @@ def compare_losses(options: argparse.Namespace, folder: Path) -> int:
         ends: dict[int, list[float]] = {0: [], LOSS_FAULTS: []}
         for seed in range(options.seed, options.seed + SEEDS):
             for faults in ends:
-                campaign = Campaign(workload, seed, folder / f"{workload}-{seed}-{faults}", steps=options.loss, pause=LOSS_PAUSE)
+                place = folder / f"{workload}-{seed}-{faults}"
+                campaign = Campaign(workload, seed, place, steps=options.loss, pause=LOSS_PAUSE)
                 wrong = campaign.run(faults, lambda kill: None, ("one",), after=options.loss // 3)
                 losses = [loss for step, loss, _ in campaign.told() if step > 0.9 * options.loss]
                 if wrong:

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -555,7 +556,7 @@ def measured_codecs(batch, slow):
 
     def out_steps(plan, tokens, gates, count, codec, sequence):
         if found.measurement.chosen == "" and rank == 1 and codec.spec.partition("/")[0] in slow:
-            time.sleep(0.02)
+            time.sleep(0.1)
         return own(plan, tokens, gates, count, codec, sequence)
 
     found.out_steps = out_steps
@@ -583,6 +584,37 @@ def test_all_ranks_take_the_codec_in_which_the_slowest_was_fastest(pool):
             assert as_int8 == (best == "int8")
             assert seconds == found[0][3]
             assert len(seconds) == 3
+
+
+def measured_ways(batch, slow):
+    """Rank 1 is slow where tokens go by way of nodes, or straight: what all took, and whether bits are exact."""
+    rank, make = dist.get_rank(), partial(commpress.ExpertExchange, batch.experts, topology="2x2")
+    found = make(codec="auto", combine_codec="auto")
+    own = found.out_steps
+
+    def out_steps(plan, tokens, gates, count, codec, sequence):
+        way = "straight" if plan.routes.between is None else "nodes"
+        if found.measurement.chosen == "" and rank == 1 and (way == slow or codec.spec != "none"):
+            time.sleep(0.1)
+        return own(plan, tokens, gates, count, codec, sequence)
+
+    found.out_steps = out_steps
+    results = []
+    for exchange in (found, make()):
+        for _ in range(2):
+            tokens = batch.tokens[rank].clone().requires_grad_()
+            out = exchange(tokens, batch.topk[rank], batch.gates[rank], lambda rows, _: rows)
+            out.square().sum().backward()
+        results.append((out.detach(), tokens.grad))
+    return found.measurement.chosen, found.deduplicate, all(map(torch.equal, *results)), dict(found.measurement.seconds)
+
+
+def test_auto_goes_by_way_of_nodes_or_straight_as_the_slowest_is_faster(pool):
+    batch = Batch(4, 8, 2, 1, width=130, most=40)
+    for slow, by_nodes in (("nodes", False), ("straight", True)):
+        for chosen, deduplicate, equal, seconds in pool.run(measured_ways, batch, slow, size=4):
+            assert (chosen, deduplicate, equal) == ("none", by_nodes, True)
+            assert list(seconds) == [codec + way for codec in ("none", "bf16", "int8") for way in ("", " straight")]
 
 
 def test_auto_on_one_rank_is_exact_and_gradients_follow():

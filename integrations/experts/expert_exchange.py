@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -77,7 +78,8 @@ class ExpertExchange(Divided, TokenSwitch):
       ``gradient_codec`` and ``combine_gradient_codec`` for gradients, out and back (default: the same as for tokens). By name,
       128 elements of one token share a scale; tokens never do.
       "auto", for tokens or what comes back or both: the first batch goes in float32, bf16 and int8 a few times, and all ranks
-      take the one that is fastest there, but exact numbers unless another saves 5 % (``exchange.measurement``).
+      take the one that is fastest there, but exact numbers unless another saves 5 % (``exchange.measurement``). With
+      ``topology``, ``deduplicate`` is measured likewise.
     - ``topology``: nodes as ``Topology`` takes them, or "auto"; then a token crosses to a node once, and its results are added
       inside the node before they come back. ``deduplicate=False``: it travels to every rank by itself, with the same bits.
     - ``capacity``: no expert takes more than its even share of a rank's choices times this; what is beyond is dropped.
@@ -205,7 +207,7 @@ class ExpertExchange(Divided, TokenSwitch):
 
     @property
     def _measures(self) -> bool:
-        """True if the codec is still to be found."""
+        """True if the codec, and whether tokens go by way of nodes, are still to be found."""
         return self.measurement is not None and not self.measurement.chosen
 
     def _measure(self, plan: ExpertPlan, tokens: torch.Tensor, gates: torch.Tensor | None) -> None:
@@ -215,6 +217,7 @@ class ExpertExchange(Divided, TokenSwitch):
             found.chosen = CANDIDATES[0]
         elif self.finish(found.steps(self, plan, tokens, gates)):
             self._take(found.out[found.chosen], found.back[found.chosen])
+            self.deduplicate = self.deduplicate and not found.straight
             self.carrier.label = self._label(self.carrier.nodes)
 
     def _take(self, codec: Codec, combine_codec: Codec) -> None:
@@ -318,10 +321,10 @@ class ExpertExchange(Divided, TokenSwitch):
         wanted = self.copies.spread(wanted)
         share = TokenShare(len(asked), self._tensor.rank, self._tensor.size, zlib.crc32(asked.tobytes()))
         said = [self.counters.load, *([] if self.lsh is None else [self.lsh.told])]
-        routes = yield from route_tokens(
-            wanted[share.own], self.placement, self.carrier, deduplicate=self.deduplicate,
-            sequence=self.channel.take(NUMBERS) if sequence is None else sequence, said=said, note=note,
-        )  # fmt: skip
+        routing = partial(route_tokens, wanted[share.own], self.placement, self.carrier, said=said, note=note)
+        routes = yield from routing(
+            deduplicate=self.deduplicate, sequence=self.channel.take(NUMBERS) if sequence is None else sequence
+        )
         if self.lsh is not None:
             self.lsh.hear(routes.said[:, 1].tolist())
         rows = ExpertRows.of(routes, self.placement, self.channel.rank, layout, self.pad)
@@ -333,7 +336,12 @@ class ExpertExchange(Divided, TokenSwitch):
                 )
             per_expert_token_counts[: len(rows.counts)] = torch.from_numpy(rows.heights)
         self.counters.routed(asked[share.own], wanted[share.own], routes, rows, self.placement, self.carrier)
-        return Routing(ExpertPlan(routes, rows, asked.shape[1], share, lost).to(topk_idx.device), topk_idx, layout)
+        plan = ExpertPlan(routes, rows, asked.shape[1], share, lost)
+        if self.measurement is not None and self._measures and self.deduplicate and len(self.carrier.nodes.members) > 1:
+            straight = yield from routing(deduplicate=False, sequence=self.channel.take(NUMBERS))
+            rows = ExpertRows.of(straight, self.placement, self.channel.rank, layout, self.pad)
+            self.measurement.offer(plan, replace(plan, routes=straight, rows=rows))
+        return Routing(plan.to(topk_idx.device), topk_idx, layout)
 
     def out_steps(
         self, plan: ExpertPlan, tokens: torch.Tensor, gates: torch.Tensor | None, count: int, codec: Codec, sequence: int
