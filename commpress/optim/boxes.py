@@ -1,7 +1,9 @@
 """Boxes: which part of every parameter a rank has, and states cut anew where other ranks have other parts.
 
-An elastic state of an optimizer whose parameters are DTensors holds the shards of one rank and their boxes. Those of all ranks
-are joined to whole tensors, what compression owes among them, and cut along the boxes of whoever loads them.
+An elastic state of an optimizer whose parameters are DTensors holds the shards of one rank, or of sharded optimizers a part of
+them, and their boxes. Those of all ranks are joined to whole tensors, what compression owes among them, and cut along the boxes
+of whoever loads them. Where a state has its tensors only its own kind knows: ``tensors_of`` and ``with_tensors`` of
+``checkpoint`` and ``sharded_checkpoint``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,15 +63,18 @@ def recut(optimizer: "CompressedOptimizer", states: Sequence[dict[str, Any]]) ->
             "elastic_state_dict() to go on with other shards"
         )
     _check(mine, names, firsts)
-    result = dict(firsts[0]) | {"state": {}, "commpress": dict(head) | {"boxes": mine}}
+    every = [optimizer.states.tensors_of(column) for column in columns.values()]
+    tensors = []
     for i, box in enumerate(mine):
-        of = [(first["commpress"]["boxes"][i], first["state"].get(i, {})) for first in firsts]
-        result["state"][i] = {key: _cut(box, [(b, s[key]) for b, s in of], key) for key in of[0][1]}
+        of = [(first["commpress"]["boxes"][i], each[i]) for first, each in zip(firsts, every, strict=True)]
+        tensors.append({key: _cut(box, [(b, s[key]) for b, s in of], key) for key in of[0][1]})
+    result: dict[str, Any] = optimizer.states.with_tensors(firsts[0], tensors)
+    result["commpress"]["boxes"] = mine
     for exchange in EXCHANGES:
-        totals = [_by_name(column, exchange) for column in columns.values()]
+        owes = [_by_name(column, exchange) for column in columns.values()]
         shards = {}
         for i, (name, box) in enumerate(zip(names, mine, strict=True)):
-            owed = [(first["commpress"]["boxes"][i], every.get(name)) for first, every in zip(firsts, totals, strict=True)]
+            owed = [(first["commpress"]["boxes"][i], owe.get(name)) for first, owe in zip(firsts, owes, strict=True)]
             if all(part is None for _, part in owed):
                 continue
             parts_of = [(b, torch.zeros(prod(b["size"])) if part is None else part) for b, part in owed]

@@ -79,6 +79,17 @@ def load(optimizer: "ReplicatedOptimizer", states: Sequence[dict[str, Any]]) -> 
     optimizer.resume(head["schedule"])
 
 
+def tensors_of(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tensors of each parameter as the ranks with the same shards have them: rank 0 has saved all."""
+    first = next(state for state in column if state["commpress"]["quantized"]["rank"] == 0)
+    return [first["state"].get(i, {}) for i in range(len(first["commpress"]["boxes"]))]
+
+
+def with_tensors(state: dict[str, Any], tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """This state with other tensors, such as ``tensors_of`` gives."""
+    return state | {"state": dict(enumerate(tensors)), "commpress": dict(state["commpress"])}
+
+
 def load_rank(optimizer: "ReplicatedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
     """This rank's own part, or all ranks', after a state of another rank gave what all share."""
     check_step(optimizer, parts)

@@ -11,6 +11,7 @@ from commpress.collectives.allreduce import reduce_message
 from commpress.collectives.buckets import one_message
 from commpress.collectives.residual_state import elastic_state, exact_state, residuals_of
 from commpress.errors import StateMismatch
+from commpress.optim.boxes import boxes_of, recut
 from commpress.optim.checkpoint import (
     ENTRIES,
     check_closed,
@@ -59,7 +60,8 @@ def elastic(optimizer: "ShardedOptimizer") -> Steps[dict[str, Any]]:
             mean, None, message=message, transport=optimizer.channel.transport, workspace=optimizer.channel.workspace,
             sequence=optimizer.channel.take(),
         )  # fmt: skip
-    return part | {"waiting": waiting if optimizer.channel.rank == 0 else {}}
+    boxes = {} if optimizer.columns is None else {"boxes": boxes_of(optimizer)}
+    return part | {"waiting": waiting if optimizer.channel.rank == 0 else {}} | boxes
 
 
 def load(optimizer: "ShardedOptimizer", states: Sequence[dict[str, Any]]) -> None:
@@ -68,6 +70,8 @@ def load(optimizer: "ShardedOptimizer", states: Sequence[dict[str, Any]]) -> Non
         raise StateMismatch(
             f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or elastic_state_dict() gave"
         )
+    if optimizer.columns is not None or any("boxes" in state["commpress"] for state in states):
+        states = recut(optimizer, states)
     check_entries(states[0], ("param_groups",), "the state")
     groups = states[0]["param_groups"]
     check_groups(optimizer, groups)
@@ -78,6 +82,29 @@ def load(optimizer: "ShardedOptimizer", states: Sequence[dict[str, Any]]) -> Non
 def load_rank(optimizer: "ShardedOptimizer", parts: Sequence[dict[str, Any]]) -> None:
     check_step(optimizer, parts)
     _take(optimizer, parts)
+
+
+def tensors_of(column: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tensors of each parameter, put together from what the ranks with the same shards own of them."""
+    parts = [state["commpress"] for state in column]
+    check_entries(parts[0], ("shapes",), "the state of a rank")
+    every = [{name: torch.zeros(shape) for name in SHARDED} for shape in parts[0]["shapes"]]
+    for part in parts:
+        for shard in part["shards"]:
+            for name, tensor in every[shard["parameter"]].items():
+                tensor.view(-1)[shard["begin"] : shard["begin"] + shard[name].numel()] = shard[name]
+    return every
+
+
+def with_tensors(state: dict[str, Any], tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """This state with other tensors, such as ``tensors_of`` gives, all of each in one part."""
+    shapes = [list(one[SHARDED[0]].shape) for one in tensors]
+    shards = [
+        {"parameter": i, "begin": 0} | {name: tensor.view(-1) for name, tensor in one.items()}
+        for i, one in enumerate(tensors)
+        if one[SHARDED[0]].numel()
+    ]
+    return state | {"commpress": state["commpress"] | {"shapes": shapes, "shards": shards}}
 
 
 def check_complete(optimizer: "ShardedOptimizer") -> None:
