@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.consensus import Consensus, group_of
 from commpress.collectives.transports.factory import own_transport
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.ddp.hook import DEFAULT_MIN_NUMEL, CompressedState, compressed_allreduce_hook
 from commpress.integrations.ddp.replicas import Replicas
 from commpress.integrations.fsdp.fsdp2 import ShardedState, compress_fsdp
@@ -138,6 +138,12 @@ class ShardedStages:
         return {str(stage): state.elastic_state_dict() for stage, state in self.by_stage.items()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """From ``state_dict`` on the same mesh, or ``elastic_state_dict`` with these stages, whoever ran them."""
+        if missing := [stage for stage in self.by_stage if str(stage) not in states]:
+            raise StateMismatch(
+                f"the state is of {', '.join(map(repr, states))}, and this rank runs stages {list(self.by_stage)}: load one "
+                f"that has {', '.join(repr(str(stage)) for stage in missing)}, such as elastic_state_dict() of who ran them"
+            )
         for stage, state in self.by_stage.items():
             state.load_state_dict(states[str(stage)])
 

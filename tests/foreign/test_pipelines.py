@@ -4,7 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -12,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import commpress
 from commpress.errors import NonFiniteGradient
 from ddp_twin import Log
-from ranks import refused
+from ranks import caught, refused
 
 SCHEDULES = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
 
@@ -241,3 +243,115 @@ def mixed():
 def test_what_one_call_needs_is_said(pool):
     assert all("call states.synchronize() on every rank" in said for said in pool.run(forgotten, size=2))
     assert all("Shard all of them" in said["mixed"] for said in pool.run(mixed, size=2))
+
+
+# ---------------------------------------------------------------- states of several stages on a rank
+
+
+class Interleaved:
+    """Four stages under fully_shard on a mesh of this shape, trained by one call."""
+
+    def __init__(self, shape):
+        self.mesh = mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
+        self.rank, self.last = mesh["pp"].get_local_rank(), 3 % shape[0]
+        self.modules = {number: Shifted(number) for number in range(self.rank, 4, shape[0])}
+        for module in self.modules.values():
+            for layer in (module.up, module.down, module):
+                fully_shard(layer, mesh=mesh["dp"])
+        device = torch.device("cpu")
+        stages = [PipelineStage(m, i, 4, device, group=mesh["pp"].get_group()) for i, m in self.modules.items()]
+        self.pipeline = ScheduleInterleaved1F1B(stages, 4, loss_fn=error_of)
+        self.states = commpress.compress(self.pipeline, mesh=mesh, dims={"dp": "int4", "pp": "none"}, min_numel=1)
+        self.optimizer = torch.optim.SGD([p for m in self.modules.values() for p in m.parameters()], lr=0.1)
+
+    def train(self, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + self.mesh["dp"].get_local_rank())
+            x, target = torch.randn(16, 16, generator=generator), torch.randn(16, 16, generator=generator)
+            ends = {"target": target, "losses": []} if self.rank == self.last else {}
+            self.pipeline.step(*([x] if self.rank == 0 else []), **ends)
+            self.states.synchronize()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def held(self):
+        """Weights and elastic states, by stage, as torch's distributed checkpoints take them."""
+        model = {str(i): {n: p.detach() for n, p in m.named_parameters()} for i, m in self.modules.items()}
+        return {"model": model, "owed": self.states["dp"].elastic_state_dict()}
+
+    def seen(self):
+        """Whole weights of this rank's stages, and R of each."""
+        held = self.held()
+        weights = {f"{i}.{n}": p.full_tensor().clone() for i, part in held["model"].items() for n, p in part.items()}
+        owed = {f"{i}.{n}": r.full_tensor() for i, state in held["owed"].items() for n, r in state["residuals"].items()}
+        return weights, owed
+
+
+def broken_run(folder):
+    """A run that was saved and loaded after two of its four steps, against one that was not; and saved for other meshes."""
+    ends = []
+    for breaks in (False, True):
+        run = Interleaved((2, 2))
+        run.train(range(2))
+        if breaks:
+            dcp.save(run.held(), checkpoint_id=folder)
+            weights, state, saved = {n: m.state_dict() for n, m in run.modules.items()}, run.states.state_dict(), run.seen()
+            run = Interleaved((2, 2))
+            for number, module in run.modules.items():
+                module.load_state_dict(weights[number])
+            run.states.load_state_dict(state)
+        run.train(range(2, 4))
+        ends.append((*run.seen(), run.states["dp"].gradients.steps))
+    return ends, saved
+
+
+def moved(shape, folder):
+    """Weights and R that came from another mesh, and weights after more steps."""
+    run = Interleaved(shape)
+    held = run.held()
+    dcp.load(held, checkpoint_id=folder)
+    run.states["dp"].load_state_dict(held["owed"])
+    came = run.seen()
+    run.train(range(2, 4))
+    return came, run.seen()[0]
+
+
+def test_states_of_several_stages_resume_in_every_bit_and_go_to_another_mesh(pool, tmp_path):
+    """Each stage's weights and all that is owed of them arrive where four ranks hold all stages, and then two."""
+    whole = {}
+    for (straight, broken), (weights, owed) in pool.run(broken_run, str(tmp_path), size=4):
+        for mine, other in zip(straight[:2], broken[:2], strict=True):
+            assert mine.keys() == other.keys()
+            assert all(torch.equal(mine[name], other[name]) for name in mine)
+        assert {name.split(".")[0] for name in owed} in ({"0", "2"}, {"1", "3"})
+        whole |= {name: (weights[name], owed[name]) for name in owed}
+    assert max(float(r.abs().max()) for _, r in whole.values()) > 0
+    ends = []
+    for shape, size in (((1, 4), 4), ((1, 2), 2)):
+        results = pool.run(moved, shape, str(tmp_path), size=size)
+        for (weights, owed), after in results:
+            assert owed.keys() == whole.keys() == weights.keys()
+            assert all(torch.equal(weights[name], whole[name][0]) for name in whole)
+            assert max(float((owed[name] - whole[name][1]).abs().max()) for name in whole) < 1e-7
+            assert all(torch.equal(after[name], results[0][1][name]) for name in after)
+        ends.append(results[0][1])
+    assert all(not torch.equal(ends[0][name], whole[name][0]) for name in whole)
+
+
+def other_stages():
+    """A rank's answers to states of stages that it does not run, and of another place on the same mesh."""
+    run = Interleaved((2, 2))
+    run.train(range(1))
+    before = run.seen()[1]
+    every = [None] * 4
+    dist.all_gather_object(every, run.states["dp"].state_dict())
+    said = [caught(run.states["dp"].load_state_dict, every[dist.get_rank() ^ change]) for change in (2, 1)]
+    assert all(torch.equal(r, before[name]) for name, r in run.seen()[1].items())
+    return [f"{type(error).__name__}: {error}" for error in said]
+
+
+def test_states_of_other_stages_and_other_shards_are_refused_by_name(pool):
+    for rank, (stages, shards) in enumerate(pool.run(other_stages, size=4)):
+        mine, theirs = ("[0, 2]", "'1', '3'") if rank < 2 else ("[1, 3]", "'0', '2'")
+        assert stages.startswith(f"StateMismatch: the state is of {theirs}, and this rank runs stages {mine}: load one")
+        assert shards.startswith("StateMismatch: the state was saved by rank and world size")
