@@ -231,6 +231,14 @@ def pipeline_stages(schedule: Any) -> list[Any]:
     return [stage] if stages is None else list(stages)
 
 
+def splits_backward(schedule: Any) -> bool:
+    """True if a schedule computes gradients of weights apart from those of activations, as zero bubbles do."""
+    orders = [getattr(schedule, name, None) or {} for name in ("pipeline_order", "pipeline_order_with_comms")]
+    actions = [action for order in orders for row in order.values() for action in row if action is not None]
+    actions += [part for action in actions for part in getattr(action, "sub_actions", None) or ()]
+    return any(action.computation_type.name == "BACKWARD_WEIGHT" for action in actions)
+
+
 def learning(stage: Any, *, outputs: bool) -> tuple[bool, ...] | None:
     """For each of a stage's outputs, or of its inputs, whether its gradient comes back; None if torch has not found out.
 
@@ -277,3 +285,10 @@ def fsdp_groups(module: Any) -> list[Any]:
     raise InvalidArgument(
         f"torch {torch.__version__} keeps the parameters of a fully_shard somewhere else than 2.9 to 2.15 do: use one of these"
     )
+
+
+def reshards_after_forward(module: Any) -> bool:
+    """True if weights of a module under fully_shard are let go between forward and backward; by default all but its own are."""
+    states = {part: part._get_fsdp_state() for part in module.modules() if hasattr(part, "_get_fsdp_state")}
+    own = [part for part, state in states.items() if part is module and getattr(state, "_auto_reshard_after_forward", False)]
+    return any(group._reshard_after_forward for part in states if part not in own for group in fsdp_groups(part))

@@ -19,7 +19,7 @@ from commpress.integrations.ddp.replicas import Replicas
 from commpress.integrations.fsdp.fsdp2 import ShardedState, compress_fsdp
 from commpress.integrations.fsdp.hsdp import compress_hsdp
 from commpress.integrations.observe.counters import Counters
-from commpress.integrations.pipeline.edges import compress_pipeline
+from commpress.integrations.pipeline.edges import check_backwards, compress_pipeline
 from commpress.optim.columns import is_cut, local, shards_of
 from commpress.optim.held import is_held, refuse_held
 from commpress.torch_private import pipeline_stages, tensor_parallel_parts
@@ -155,6 +155,8 @@ def compress_mesh(target: Any, mesh: Any, dims: Mapping[str, Any] | None, option
     stages = _stages(target)
     models = [target] if stages is None else [stage.submod for stage in stages]
     data, pipelined = [name for name in dims if is_data(name)], [name for name in dims if is_pipeline(name)]
+    if stages is not None:
+        check_backwards(target, stages)
     _check_dims(models, mesh, dims, data, pipelined, piped=stages is not None)
     states = MeshStates(mesh, models, [name for name in mesh.mesh_dim_names or () if is_data(name)])
     together = tuple(name for name in mesh.mesh_dim_names or () if not is_pipeline(name))  # who can wait in a backward

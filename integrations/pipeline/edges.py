@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from commpress.codecs import Codec
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch, check_counts
@@ -28,7 +30,7 @@ from commpress.integrations.pipeline.edge_codec import (
     width_of,
 )
 from commpress.integrations.pipeline.tiles import TileCodec
-from commpress.torch_private import learning, pipeline_stages
+from commpress.torch_private import learning, pipeline_stages, reshards_after_forward, splits_backward
 from commpress.totals import Totals
 
 NAMES = (
@@ -250,6 +252,7 @@ def compress_pipeline(
     Integers, float64 and what stages of one rank hand each other are exact. The derivative takes the codec for the identity.
     """
     stages = _stages(stages_or_schedule)
+    check_backwards(stages_or_schedule, stages)
     check_counts(min_numel=min_numel)
     gradient_codec = codec if gradient_codec is None else gradient_codec
     fixed = [None if each == "auto" else edge_codec(each, name) for each, name in
@@ -269,6 +272,24 @@ def compress_pipeline(
     return PipelineEdges(
         stages, codecs, differences=differences, min_numel=min_numel, gradients_only=gradients_only, choice=choice
     )
+
+
+def check_backwards(schedule: Any, stages: Sequence[Any]) -> None:
+    """Raise ``InvalidArgument`` where torch would lose gradients without a word: ``autograd.grad`` runs no hooks."""
+    if not splits_backward(schedule):
+        return
+    why = f"and {type(schedule).__name__} computes gradients of weights apart from those of activations"
+    for stage in stages:
+        if isinstance(stage.submod, DistributedDataParallel):
+            raise InvalidArgument(
+                f"stage {stage.stage_index} is under DistributedDataParallel, {why}, of which DDP hears nothing: replicas "
+                "would part. Leave DDP out: compress(schedule, mesh=mesh, dims=...) averages in synchronize()"
+            )
+        if isinstance(stage.submod, FSDPModule) and reshards_after_forward(stage.submod):
+            raise InvalidArgument(
+                f"stage {stage.stage_index} is under fully_shard, which lets weights go after forward, {why}: torch does not "
+                "find these weights and leaves their gradients out. Pass reshard_after_forward=False to every fully_shard"
+            )
 
 
 def _stages(given: Any) -> list[Any]:
