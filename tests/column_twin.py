@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 # One shard's row on two ranks is a whole number of blocks, so whole parameters are cut into the same blocks.
@@ -12,6 +12,8 @@ ONE = {"one": (1, 64)}  # of which the second of two ranks has nothing
 
 
 def columns(shape):
+    if shape == "turned":  # replicas are not numbered by their first ranks
+        return DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("dp", "tp"))
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
 
 

@@ -20,6 +20,7 @@ import commpress
 from column_twin import SHAPES, apart, columns, parameters, placed, values, whole
 from commpress.errors import StateMismatch
 from commpress.schedules import DoublingIntervals
+from commpress.torch_private import RELEASE
 from ranks import refused
 
 STEPS = 9
@@ -399,6 +400,42 @@ def test_gradients_of_a_pipeline_that_nobody_averaged_are_noticed(pool):
     for said in pool.run(forgotten, size=2):
         assert "call states.synchronize() on every rank" in said
     assert all(moved > 0 for moved in pool.run(versions_of_a_shard, size=2))  # DTensors tell too
+
+
+def turned_shards(folder, order):
+    """True if torch alone trains and saves right on a mesh of this order; and what we say to it."""
+    mesh = DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model, twin = nn.Linear(16, 10), nn.Linear(16, 10)
+    twin.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh)
+    call = lambda: commpress.compress(model, mesh=mesh, dims={"dp": "sign"})  # noqa: E731
+    said = refused({"fsdp": lambda: commpress.compress_fsdp(model), "call": call}) if order != [0, 1] else {}
+    for step in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        for net in (model, twin):
+            net(x).square().mean().backward()
+        for p in (*model.parameters(), *twin.parameters()):
+            p.data.add_(p.grad, alpha=-0.1)
+            p.grad = None
+    trained = all(torch.allclose(p.full_tensor(), q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    dcp.save({"weight": model.weight.detach()}, checkpoint_id=folder)
+    found = {"weight": torch.zeros(10, 16)}
+    dcp.load(found, checkpoint_id=folder)
+    return trained, torch.allclose(found["weight"], twin.weight), said
+
+
+def test_shards_whose_ranks_do_not_ascend_are_refused_for_checkpoints_change_their_rows(pool, tmp_path):
+    """torch trains right in any order, and saves the rows of the first rank as those of the second."""
+    for trained, saved, said in pool.run(turned_shards, str(tmp_path / "turned"), [1, 0], size=2):
+        assert trained
+        assert not saved or RELEASE[:2] > (2, 13)
+        for each in said.values():
+            assert "do not ascend along 'dp': [1, 0]" in each
+            assert "Start the ranks in the order of the mesh" in each
+    for trained, saved, _ in pool.run(turned_shards, str(tmp_path / "straight"), [0, 1], size=2):
+        assert trained
+        assert saved
 
 
 def whole_mesh_refusals():

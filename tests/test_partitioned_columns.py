@@ -224,6 +224,14 @@ def test_states_go_from_mesh_to_mesh_in_every_bit(pool, tmp_path, dtype):
     assert apart(ends[2][1], ends[3][1]) == 0
 
 
+def test_states_come_from_a_mesh_whose_replicas_are_turned_in_every_bit(pool, tmp_path):
+    folder = str(tmp_path)
+    saved = pool.run(moved, "turned", torch.float32, folder, "", range(3), size=4)[0][1]
+    straight = pool.run(moved, (2, 2), torch.float32, f"{folder}/straight", "", range(3), size=4)[0][1]
+    for before, _ in pool.run(moved, (4, 1), torch.float32, folder, "turned", (), size=4):
+        assert apart(before, saved) == apart(before, straight) == 0
+
+
 def handed_over():
     """Codecs' state with the rest resumes in every bit; torch's AdamW takes the whole state, as DTensors."""
     mesh = columns((2, 2))

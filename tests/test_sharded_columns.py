@@ -159,6 +159,16 @@ def unbroken(make, names, options):
     return {name: whole(p) for name, p in params.items()}
 
 
+@pytest.mark.parametrize("make", ["1-bit", "0/1"])
+def test_states_come_from_a_mesh_whose_replicas_are_turned(pool, make):
+    saved = pool.run(went_on, make, "turned", NAMES, {}, [], None, range(6), size=4)
+    _, _, (moments, owed, _), ends, _ = saved[0]
+    states = [each[0] for each in saved]
+    for _, (found, left, _), _, arrived, _ in pool.run(went_on, make, (2, 2), NAMES, {}, states, ends, (), size=4):
+        assert apart(found, moments) == apart(arrived, ends) == 0.0
+        assert apart(left, owed) < 1e-6
+
+
 # ---------------------------------------------------------------- what does not fit
 
 

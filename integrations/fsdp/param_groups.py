@@ -144,6 +144,14 @@ def _check(param_group: ParamGroup) -> None:
                 f"{parameter.device_mesh.mesh_dim_names}, expected fully_shard over one that only shards. For hybrid sharding "
                 "use fully_shard(module, mesh=mesh['shard']) and commpress.compress_hsdp(model, mesh['replicate'])"
             )
+        mesh = parameter.device_mesh
+        for number, dim in enumerate(mesh.mesh_dim_names or range(mesh.ndim)):
+            if not bool((mesh.mesh.diff(dim=number) > 0).all()):
+                raise InvalidArgument(
+                    f"{name} is sharded on a mesh whose ranks do not ascend along {dim!r}: {mesh.mesh.tolist()}. FSDP2 gives a "
+                    "rank the rows of its place in the group, whose ranks torch sorts, and distributed checkpoints save them "
+                    "as those of its place on the mesh: rows would change places. Start the ranks in the order of the mesh"
+                )
         if any(type(placement) is not Shard and not placement.is_replicate() for placement in parameter.placements[1:]):
             raise InvalidArgument(
                 f"{name} is placed {parameter.placements}, expected tensor parallelism that only shards and replicates: leave "
