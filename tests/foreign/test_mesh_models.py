@@ -25,14 +25,15 @@ PLAN = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "gate
 PLAN |= {name: RowwiseParallel() for name in ("o_proj", "down_proj")}
 
 
-def llama(mesh, layers=1):
+def llama(mesh, layers=1, width=32, vocabulary=64, length=16):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=False, attn_implementation="eager",
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=length, tie_word_embeddings=False,
+            attn_implementation="eager",
         )
     )  # fmt: skip
     paths = [path for path, _ in model.named_modules() if path.split(".")[-1] in PLAN]
