@@ -80,7 +80,7 @@ def main() -> None:
         minimum=options.minimum,
         snapshots=commpress.Snapshots(options.snapshots, every=options.every) if options.snapshots else None,
     )
-    if run.join is None:
+    if options.join is None:
         print(f"join with --join {run.contact}", flush=True)
     for loss in run:
         if run.rank == 0 and run.step % 100 == 0:

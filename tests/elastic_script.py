@@ -185,7 +185,7 @@ def main() -> None:
         options.kind, workers=options.workers, before=lambda step: time.sleep(options.pace), steps=options.steps,
         join=options.join, snapshots=snapshots,
     )  # fmt: skip
-    if run.join is None:
+    if options.join is None:
         print(f"join with --join {run.contact}", flush=True)
     losses = list(run)
     print(f"{losses[0]:.3f} {losses[-1]:.3f}; {run.counters.summary()}")

@@ -12,7 +12,7 @@ import sources
 
 DOCS = sources.ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-TEXTS = [sources.ROOT / "README.md", *PAGES]
+TEXTS = [*sorted(sources.ROOT.glob("*.md")), *PAGES]
 WORDS, README_LINES, REFERENCES = 1200, 120, ("api.md", "command_line.md")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -63,6 +63,68 @@ def test_a_dead_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One word\n[a](#one-word) [b](#two) [c](page.md#one-word) [d](gone.md) [e](https://example.org)\n")
     assert dead(page) == ["#two", "gone.md"]
+
+
+# ---------------------------------------------------------------- links to elsewhere
+
+TITLED = re.compile(r"\[([^\]]+)\]\(((?:\w+:)?//[^)\s]+)\)")
+ADDRESS = re.compile(r"https://(?:[a-z0-9-]+\.)+[a-z]{2,}(?:/[\w.~%#-]+)*/?")
+ARXIV = re.compile(r"https://arxiv\.org/abs/(\d{2}(?:0[1-9]|1[0-2])\.\d{4,5})")
+
+
+def doubtful(links: list[tuple[str, str]]) -> list[str]:
+    """Links (title, address) of a form that cannot be right. Nothing is fetched: tests need no network."""
+    found = []
+    for title, address in links:
+        paper = ARXIV.fullmatch(address)
+        if not ADDRESS.fullmatch(address) or ("arxiv" in address and not paper):
+            found.append(address)
+        elif paper and (len(paper[1].partition(".")[2]) == 5) != (paper[1] >= "1501"):
+            found.append(f"{address} ({title}): four digits after the point until 2014, five since 2015")
+    return found
+
+
+def ambiguous(links: list[tuple[str, str]]) -> dict[str, set[str]]:
+    """Papers with two titles, and titles with two papers."""
+    papers = {(address, title) for title, address in links if ARXIV.fullmatch(address)}
+    of: dict[str, set[str]] = {}
+    for address, title in papers:
+        of.setdefault(address, set()).add(title)
+        of.setdefault(title, set()).add(address)
+    return {key: values for key, values in of.items() if len(values) > 1}
+
+
+EXTERNAL = [link for path in TEXTS for link in TITLED.findall(without_code(path.read_text()))]
+
+
+def test_links_to_elsewhere_look_right():
+    assert len(EXTERNAL) > 30
+    assert doubtful(EXTERNAL) == []
+
+
+def test_a_paper_has_one_title_and_a_title_one_paper():
+    assert ambiguous(EXTERNAL) == {}
+
+
+def test_every_paper_that_sources_name_is_on_the_page_of_papers():
+    listed = set(ARXIV.findall((DOCS / "papers.md").read_text()))
+    folders = [*sources.folders(), "examples", "benchmarks"]
+    texts = {path: path.read_text() for folder in folders for path in sorted((sources.ROOT / folder).rglob("*.py"))}
+    number = re.compile(r"(?i)arxiv\D{1,12}(\d{4}\.\d{4,5})")
+    named = {(path.name, paper) for path, text in texts.items() for paper in number.findall(text)}
+    assert named, "DeMo and MASHA name theirs"
+    assert {(file, paper) for file, paper in named if paper not in listed} == set()
+
+
+def test_doubtful_links_are_found():
+    wrong = ["http://example.org", "https://example", "https://arxiv.org/abs/2113.01234", "https://arxiv.org/pdf/2102.02888"]
+    wrong += ["//example.org", "https://example.org/a b"]
+    assert doubtful([("a", each) for each in wrong]) == wrong
+    assert len(doubtful([("a", "https://arxiv.org/abs/1901.0984"), ("b", "https://arxiv.org/abs/1305.00001")])) == 2
+    assert doubtful([("a", "https://arxiv.org/abs/2102.02888"), ("b", "https://www.example.org/a/b-c_d.html#e")]) == []
+    one, two = "https://arxiv.org/abs/2102.02888", "https://arxiv.org/abs/2102.02889"
+    assert ambiguous([("a", one), ("b", one)]) == {one: {"a", "b"}}
+    assert ambiguous([("a", one), ("a", two)]) == {"a": {one, two}}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
