@@ -551,8 +551,11 @@ class Elastic:
         if self.build is not None and not joins and not self.counters.steps:
             self._rebuild(built=True)
         self._counted = self.step
-        if self.size < self.minimum and not self._wait_for_more():
-            self._reform()
+        if self.size < self.minimum:
+            if self.size == 1 and not joins and not self.counters.steps:
+                self._rehearse()  # who joins has done so: DDP would lay out buckets here and not there
+            if not self._wait_for_more():
+                self._reform()
 
     def _rehearse(self) -> None:
         """Steps alone, undone: with the others there must be nothing left that a model does in its first steps only."""
