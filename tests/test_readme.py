@@ -1,8 +1,8 @@
 """Every ```python block of README.md runs as it stands, and every block of docs/ that says so.
 
 A comment on the line before a block says how: `<!-- run: 2 ranks -->` on that many CPU processes, `<!-- skip: reason -->` not
-at all. In docs/ a block without a comment is a fragment. The README's first block runs as a user runs it, by
-torchrun; the others in the test ranks, with a rendezvous of their own in place of a launcher's.
+at all. In docs/ a block without a comment is a fragment. Warnings are errors. The README's first block runs as a user runs it,
+by torchrun; the others in the test ranks, with a rendezvous of their own in place of a launcher's.
 """
 
 import os
@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ import sources
 README = sources.ROOT / "README.md"
 BLOCK = re.compile(r"(?:<!--\s*(?P<verb>\w+):\s*(?P<what>.*?)\s*-->\s*\n)?^```python\n(?P<code>.*?)^```", re.M | re.S)
 SECONDS = 120
+HARMLESS = "Full backward hook is firing"  # torch's, of a watched model: docs/observe.md tells of it
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def run(example: Example, folder: Path) -> None:
         launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         command[1:1] = [*launch, f"--nproc-per-node={example.ranks}"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    if "transformers" not in example.code:  # which warns of its own
+        environment["PYTHONWARNINGS"] = "error"
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -89,7 +93,10 @@ def execute(page: str, example: Example, folder: str) -> None:
     os.chdir(folder)
     names = {"__name__": "__main__"}
     try:
-        exec(compile("\n" * (example.line - 1) + example.code, f"docs/{page}", "exec"), names)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", HARMLESS)
+            exec(compile("\n" * (example.line - 1) + example.code, f"docs/{page}", "exec"), names)
     finally:
         # DDP's reducer, freed with the example's names, takes Gloo's group along and waits for the group's threads without
         # letting go of the interpreter; one of them may need it to free the last collective's tensors. Let that one go first.
@@ -144,6 +151,14 @@ def test_page(page, example, pool, tmp_path):
         pytest.importorskip("accelerate")
         return run(example, tmp_path)  # the Trainer makes the group itself and leaves much behind: a launch of its own
     pool.run(execute, page, example, str(tmp_path), size=example.ranks)
+
+
+def test_a_warning_of_an_example_is_an_error(pool, tmp_path):
+    warns = Example(3, "import warnings\nwarnings.warn('torch will remove this', FutureWarning)\n", ranks=1)
+    with pytest.raises(FutureWarning, match="torch will remove this"):
+        pool.run(execute, "page.md", warns, str(tmp_path), size=1)
+    with pytest.raises(AssertionError, match="FutureWarning"):
+        run(Example(3, warns.code), tmp_path)
 
 
 TEXT = """
