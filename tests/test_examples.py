@@ -49,6 +49,28 @@ def test_a_process_joins_the_elastic_example(tmp_path):
     assert "1 joined" in ours, ours
 
 
+def test_a_process_joins_two_that_wait_for_a_third(tmp_path):
+    """DDP lays out its buckets in the two before the third comes, which has done so alone: their first step must agree."""
+    tiny = ["--steps", "6", "--width", "32", "--layers", "1", "--length", "16", "--batch", "2", "--minimum", "3"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "elastic_train.py"), *tiny]
+    with (tmp_path / "log.txt").open("a") as log:
+        how = {"cwd": tmp_path, "env": os.environ | SETTINGS, "text": True, "stdout": subprocess.PIPE, "stderr": log}
+        two = subprocess.Popen([sys.executable, "-u", *launch], **how)
+    third = None
+    try:
+        contact = re.search(r"join with --join (\S+)", two.stdout.readline())
+        assert contact, (tmp_path / "log.txt").read_text()
+        third = start("elastic_train.py", *tiny, "--join", contact[1], folder=tmp_path)
+        third.communicate(timeout=120)
+        ours, _ = two.communicate(timeout=120)
+    finally:
+        for process in filter(None, (two, third)):
+            process.terminate()
+            process.wait()
+    assert (two.returncode, third.returncode) == (0, 0), (tmp_path / "log.txt").read_text()
+    assert "1 joined" in ours, ours
+
+
 def test_the_example_of_an_optimizers_speed(tmp_path):
     options = ["--folder", str(tmp_path / "store"), "--million", "16", "--steps", "1", "--host", "0.1", "--chunk-mb", "4"]
     said = start("offloaded_speed.py", *options, folder=tmp_path).communicate(timeout=120)[0]

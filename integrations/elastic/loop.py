@@ -436,7 +436,7 @@ class Elastic:
     @property
     def _knocks(self) -> bool:
         """A newcomer is at the door of this rank, and it is not one of those who never get in."""
-        return monotonic() >= self._deaf_until and bool(self.group.waiting)
+        return monotonic() >= self._deaf_until and self._laid_out and bool(self.group.waiting)
 
     def _agreed(self, *, leaves: bool) -> Change:
         """Reform the group itself. Owners that cannot follow are an error, unless they are built anew."""
@@ -552,18 +552,27 @@ class Elastic:
             self._rebuild(built=True)
         self._counted = self.step
         if self.size < self.minimum:
-            if self.size == 1 and not joins and not self.counters.steps:
+            if not joins and not self.counters.steps:
                 self._rehearse()  # who joins has done so: DDP would lay out buckets here and not there
             if not self._wait_for_more():
                 self._reform()
 
+    @property
+    def _laid_out(self) -> bool:
+        """True once DDP has its buckets: who joins has them, and they must be the same."""
+        return not self._replicas or self.counters.steps >= self._rehearsals
+
+    @property
+    def _rehearsals(self) -> int:
+        return REHEARSALS + any(each.static_graph for each in self._replicas)
+
     def _rehearse(self) -> None:
-        """Steps alone, undone: with the others there must be nothing left that a model does in its first steps only."""
+        """Steps alone, or of those who wait for others, undone: what a model does in its first steps only must be over."""
         if not self._replicas:
             return
         document, tensors = self.state.taken_apart()
         kept = [each.clone() for each in tensors]
-        for _ in range(REHEARSALS + any(each.static_graph for each in self._replicas)):
+        for _ in range(self._rehearsals):
             self.batches.ready()
             self._mark.begin()
             self.train_step(*self.batches.next())
