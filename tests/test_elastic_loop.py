@@ -21,7 +21,8 @@ from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, NoQuorum, PeerFailure
 from commpress.integrations.elastic.construction import newest
 from commpress.integrations.elastic.declaration import Declaration
-from commpress.integrations.elastic.loop import Elastic, fault_of
+from commpress.integrations.elastic.faults import fault_of
+from commpress.integrations.elastic.loop import Elastic
 from commpress.integrations.elastic.named_state import check_ordered
 from commpress.integrations.elastic.repeat import StepMark
 from commpress.integrations.elastic.shared_state import SharedState

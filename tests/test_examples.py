@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import sources
 from scripts import SETTINGS
 
@@ -12,9 +14,9 @@ EXAMPLES = sources.ROOT / "examples"
 LINES = 150
 
 
-def start(name, *arguments, folder):
+def start(name, *arguments, folder, launch=()):
     """The example as a user starts it; what it logs beside its output is in ``folder``/log.txt."""
-    command = [sys.executable, "-W", "error", "-u", str(EXAMPLES / name), *arguments]
+    command = [sys.executable, "-u", *(launch or ["-W", "error"]), str(EXAMPLES / name), *arguments]
     with (folder / "log.txt").open("a") as log:
         return subprocess.Popen(command, cwd=folder, env=os.environ | SETTINGS, text=True, stdout=subprocess.PIPE, stderr=log)
 
@@ -30,45 +32,25 @@ def test_every_example_is_short_and_run_by_a_test_and_on_a_page():
             assert path.name in pages, f"no page names {path.name}"
 
 
-def test_a_process_joins_the_elastic_example(tmp_path):
-    """The first waits for a second one; both end after the same step, and the first has seen one join."""
-    tiny = ["--steps", "6", "--width", "32", "--layers", "1", "--length", "16", "--batch", "2", "--minimum", "2"]
-    first = start("elastic_train.py", *tiny, folder=tmp_path)
-    second = None
+@pytest.mark.parametrize("waiting", [1, 2])
+def test_a_process_joins_those_that_wait_for_it(tmp_path, waiting):
+    """DDP lays out its buckets in these before the newcomer comes, which has done so alone: their first step must agree."""
+    script, tiny = "elastic_train.py", ["--steps", "6", "--width", "32", "--layers", "1", "--length", "16", "--batch", "2"]
+    tiny += ["--minimum", str(waiting + 1)]
+    launch = [] if waiting == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(waiting)]
+    processes = [start(script, *tiny, folder=tmp_path, launch=launch)]
     try:
-        contact = re.match(r"join with --join (\S+)", first.stdout.readline())
+        contact = re.search(r"join with --join (\S+)", processes[0].stdout.readline())
         assert contact, (tmp_path / "log.txt").read_text()
-        second = start("elastic_train.py", *tiny, "--join", contact[1], folder=tmp_path)
-        second.communicate(timeout=120)
-        ours, _ = first.communicate(timeout=120)
+        processes.append(start(script, *tiny, "--join", contact[1], folder=tmp_path))
+        processes[1].communicate(timeout=120)
+        said, _ = processes[0].communicate(timeout=120)
     finally:
-        for process in filter(None, (first, second)):
-            process.kill()
-            process.wait()
-    assert (first.returncode, second.returncode) == (0, 0), (tmp_path / "log.txt").read_text()
-    assert "1 joined" in ours, ours
-
-
-def test_a_process_joins_two_that_wait_for_a_third(tmp_path):
-    """DDP lays out its buckets in the two before the third comes, which has done so alone: their first step must agree."""
-    tiny = ["--steps", "6", "--width", "32", "--layers", "1", "--length", "16", "--batch", "2", "--minimum", "3"]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "elastic_train.py"), *tiny]
-    with (tmp_path / "log.txt").open("a") as log:
-        how = {"cwd": tmp_path, "env": os.environ | SETTINGS, "text": True, "stdout": subprocess.PIPE, "stderr": log}
-        two = subprocess.Popen([sys.executable, "-u", *launch], **how)
-    third = None
-    try:
-        contact = re.search(r"join with --join (\S+)", two.stdout.readline())
-        assert contact, (tmp_path / "log.txt").read_text()
-        third = start("elastic_train.py", *tiny, "--join", contact[1], folder=tmp_path)
-        third.communicate(timeout=120)
-        ours, _ = two.communicate(timeout=120)
-    finally:
-        for process in filter(None, (two, third)):
+        for process in processes:
             process.terminate()
             process.wait()
-    assert (two.returncode, third.returncode) == (0, 0), (tmp_path / "log.txt").read_text()
-    assert "1 joined" in ours, ours
+    assert [process.returncode for process in processes] == [0, 0], (tmp_path / "log.txt").read_text()
+    assert "1 joined" in said, said
 
 
 def test_the_example_of_an_optimizers_speed(tmp_path):

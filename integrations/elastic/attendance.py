@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from commpress.collectives.transports.meeting import PING, knock, welcomed
 from commpress.collectives.transports.membership import contact_of, is_contact
+from commpress.collectives.transports.mpi_job import WITH_ULFM, survives
 from commpress.errors import CommunicationError, Excluded, InvalidArgument
 from commpress.integrations.process_group.reform import MEMBERS, contacts_in
 
@@ -124,3 +125,23 @@ def at_sigterm(call: Callable[[], None]) -> Callable[[], object]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     return restore
+
+
+def reformable(group: Any) -> Any:
+    """The group itself, if it can be formed anew."""
+    found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
+    if found is None:
+        raise InvalidArgument(
+            "torch.distributed is not initialised: call init_process_group('commpress') before commpress.elastic"
+        )
+    if not callable(getattr(found, "reform", None)):
+        raise InvalidArgument(
+            f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress': no other can go on with other ranks. "
+            "init_process_group('commpress')"
+        )
+    if getattr(found, "communicator", None) is not None and not survives():
+        raise InvalidArgument(
+            f"the group is of backend {dist.get_backend(found)!r}, over MPI, which ends a job with its first rank: "
+            f"{WITH_ULFM}, or init_process_group('commpress')"
+        )
+    return found

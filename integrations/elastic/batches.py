@@ -56,3 +56,19 @@ class Batches:
     def restart(self) -> None:
         """Read again what was read ahead, from the committed position."""
         self._iterator, self._left = None, 0
+
+
+class Progress:
+    """Steps committed, and the position in the data: the loop's own part of what all ranks share."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.step, self._batches = 0, batches
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler = self._batches.sampler
+        return {"step": self.step, "sampler": None if sampler is None else sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+        if self._batches.sampler is not None and state["sampler"] is not None:
+            self._batches.sampler.load_state_dict(state["sampler"])

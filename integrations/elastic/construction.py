@@ -64,14 +64,3 @@ def newest(
     if needy:
         document, tensors, _ = channel.run(share(document, tensors, channel, donors=donors, needy=needy, **options))
     return step, document, tensors
-
-
-def without_frames(error: BaseException | None) -> None:
-    """Forget where an error, and what it came of, was raised: the frames hold all that their functions worked with."""
-    waiting, seen = [error], set[int]()
-    while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            each.__traceback__ = None
-            waiting += [each.__cause__, each.__context__]

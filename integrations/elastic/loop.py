@@ -18,22 +18,22 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.scalars import gathered
-from commpress.collectives.transports.mpi_job import WITH_ULFM, survives
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, StorageError, check_counts
-from commpress.integrations.elastic.attendance import Attendance, at_sigterm
-from commpress.integrations.elastic.batches import Batches
-from commpress.integrations.elastic.construction import Build, newest, without_frames
+from commpress.integrations.elastic.attendance import Attendance, at_sigterm, reformable
+from commpress.integrations.elastic.batches import Batches, Progress
+from commpress.integrations.elastic.construction import Build, newest
 from commpress.integrations.elastic.declaration import Declaration
 from commpress.integrations.elastic.events import ElasticCounters, Events
 from commpress.integrations.elastic.exact_means import ExactMeans, exact_means_hook
+from commpress.integrations.elastic.faults import fault_of, without_frames
 from commpress.integrations.elastic.healing import Healed, HealingProgress, gathered_hashes, heal
 from commpress.integrations.elastic.named_state import check_named, check_ordered, replicas_of
+from commpress.integrations.elastic.rehearsal import Rehearsal
 from commpress.integrations.elastic.repeat import StepMark
 from commpress.integrations.elastic.shared_state import SharedState, hash_of, hash_of_all
 from commpress.integrations.elastic.snapshots import Snapshots
@@ -44,28 +44,11 @@ from commpress.torch_private import has_hook
 
 TRIES = 3  # times that a step fails although nobody came or went, until that is an error
 ATTEMPTS = 5  # to form the group anew, while others go or nobody answers, until that is an error
-REHEARSALS = 2  # steps alone before joining: DDP cuts its buckets anew in the second, those of a static graph in the third
 DEAF, DEAFEST = 1.0, 8.0  # seconds without an ear for newcomers after one has not got in; twice as many each time
 POLL = 0.1  # seconds between two looks at the door while there are too few ranks
 NAME = "commpress"  # of the loop's own entry in what is shared
 
 log = logging.getLogger("commpress")
-
-
-class Progress:
-    """Steps committed, and the position in the data: the loop's own part of what all ranks share."""
-
-    def __init__(self, batches: Batches) -> None:
-        self.step, self._batches = 0, batches
-
-    def state_dict(self) -> dict[str, Any]:
-        sampler = self._batches.sampler
-        return {"step": self.step, "sampler": None if sampler is None else sampler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = int(state["step"])
-        if self._batches.sampler is not None and state["sampler"] is not None:
-            self._batches.sampler.load_state_dict(state["sampler"])
 
 
 def elastic(
@@ -117,7 +100,7 @@ class Elastic:
         events: str | Path | None = None,
         group: Any = None,
     ) -> None:
-        self.group = _reformable(group)
+        self.group = reformable(group)
         self.attendance = Attendance(self.group, join, timeout)
         if (build is None) == (train_step is None) or (train_step is None) != (state is None):
             raise InvalidArgument(
@@ -172,8 +155,9 @@ class Elastic:
         self._modules = [each for each in objects if isinstance(each, torch.nn.Module)]
         self._optimizers = [each for each in objects if isinstance(each, CompressedOptimizer)]
         self._mark = StepMark(objects)
-        self._replicas = replicas_of(self._modules, self.group) if self.build is None else []
-        for each in self._replicas:
+        replicas = replicas_of(self._modules, self.group) if self.build is None else []
+        self._rehearsal = Rehearsal(replicas, self._mark)
+        for each in replicas:
             if not has_hook(each):
                 check_ordered(each)
                 each.register_comm_hook(ExactMeans(self.group), exact_means_hook)
@@ -436,7 +420,7 @@ class Elastic:
     @property
     def _knocks(self) -> bool:
         """A newcomer is at the door of this rank, and it is not one of those who never get in."""
-        return monotonic() >= self._deaf_until and self._laid_out and bool(self.group.waiting)
+        return monotonic() >= self._deaf_until and self._rehearsal.over(self.counters.steps) and bool(self.group.waiting)
 
     def _agreed(self, *, leaves: bool) -> Change:
         """Reform the group itself. Owners that cannot follow are an error, unless they are built anew."""
@@ -517,6 +501,8 @@ class Elastic:
 
     def _wait_for_more(self) -> bool:
         """Below the minimum: wait for newcomers, all ranks together; true where no more are needed."""
+        if not self._rehearse():
+            return False
         until = monotonic() + self.patience
         log.warning("%d ranks are left, expected at least %d: waiting for newcomers", self.size, self.minimum)
         while monotonic() < until:
@@ -551,35 +537,21 @@ class Elastic:
         if self.build is not None and not joins and not self.counters.steps:
             self._rebuild(built=True)
         self._counted = self.step
-        if self.size < self.minimum:
-            if not joins and not self.counters.steps:
-                self._rehearse()  # who joins has done so: DDP would lay out buckets here and not there
-            if not self._wait_for_more():
-                self._reform()
+        if self.size < self.minimum and not self._wait_for_more():
+            self._reform()
 
-    @property
-    def _laid_out(self) -> bool:
-        """True once DDP has its buckets: who joins has them, and they must be the same."""
-        return not self._replicas or self.counters.steps >= self._rehearsals
-
-    @property
-    def _rehearsals(self) -> int:
-        return REHEARSALS + any(each.static_graph for each in self._replicas)
-
-    def _rehearse(self) -> None:
-        """Steps alone, or of those who wait for others, undone: what a model does in its first steps only must be over."""
-        if not self._replicas:
-            return
-        document, tensors = self.state.taken_apart()
-        kept = [each.clone() for each in tensors]
-        for _ in range(self._rehearsals):
-            self.batches.ready()
-            self._mark.begin()
-            self.train_step(*self.batches.next())
-        self.state.load(document, kept)
-        self._mark.undo()
-        self._mark.draw_again()
-        self.batches.restart()
+    def _rehearse(self) -> bool:
+        """Have the first steps of replicas over; False if somebody died meanwhile."""
+        if self._rehearsal.over(self.counters.steps):
+            return True
+        try:
+            self._rehearsal.run(self.train_step, self.state, self.batches, self.group.registry.owners)
+        except Exception as error:
+            if (fault := fault_of(error)) is None:
+                raise
+            self._note(fault)
+            return False
+        return True
 
     def _alike(self) -> bool:
         """Ranks that were started together may have snapshots of different steps: the newest counts. False if one is gone."""
@@ -674,33 +646,3 @@ class Elastic:
 
 def _nothing() -> None:
     """The step of no model."""
-
-
-def fault_of(error: BaseException) -> CommunicationError | None:
-    """The failed communication behind an error, if there is one."""
-    seen: Sequence[BaseException | None] = [error]
-    while seen and seen[0] is not None:
-        if isinstance(seen[0], CommunicationError):
-            return seen[0]
-        seen = [seen[0].__cause__ or seen[0].__context__]
-    return None
-
-
-def _reformable(group: Any) -> Any:
-    """The group itself, if it can be formed anew."""
-    found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
-    if found is None:
-        raise InvalidArgument(
-            "torch.distributed is not initialised: call init_process_group('commpress') before commpress.elastic"
-        )
-    if not callable(getattr(found, "reform", None)):
-        raise InvalidArgument(
-            f"the group is of backend {dist.get_backend(found)!r}, expected 'commpress': no other can go on with other ranks. "
-            "init_process_group('commpress')"
-        )
-    if getattr(found, "communicator", None) is not None and not survives():
-        raise InvalidArgument(
-            f"the group is of backend {dist.get_backend(found)!r}, over MPI, which ends a job with its first rank: "
-            f"{WITH_ULFM}, or init_process_group('commpress')"
-        )
-    return found
