@@ -1,8 +1,9 @@
-"""One sequence on several ranks, three ways: a small attention model trains on it as in one process.
+"""One sequence on several ranks, four ways: a small attention model trains on it as in one process.
 
     python examples/long_sequence.py --way ring     keys and values go round, encoded once
     python examples/long_sequence.py --way heads    each rank has all positions of some heads (Ulysses)
     python examples/long_sequence.py --way state    linear attention, whose state is passed on (LASP)
+    python examples/long_sequence.py --way groups   sequences of different length, the long ones on more ranks (FlexSP)
 
     torchrun --nproc-per-node 4 examples/long_sequence.py --codec int8
 """
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commpress
-from commpress.integrations.sequence import SequenceParallel
+from commpress.integrations.sequence import SequenceGroups, SequenceParallel, divide_sequences
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 64, 6, 50, 16
 DIM, DECAY = 8, 0.9
@@ -23,7 +24,7 @@ DIM, DECAY = 8, 0.9
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", choices=["ring", "heads", "state"], default="ring")
+    parser.add_argument("--way", choices=["ring", "heads", "state", "groups"], default="ring")
     parser.add_argument("--codec", default="none", help="of what is sent forward and back (default none)")
     parser.add_argument("--steps", type=int, default=30)
     return parser.parse_args()
@@ -32,14 +33,15 @@ def parse():
 class Attention(nn.Module):
     """Causal attention of 6 heads, over positions that lie on several ranks; ``ranks`` None: all are here."""
 
-    def __init__(self, way, ranks):
+    def __init__(self, way):
         super().__init__()
-        self.way, self.ranks = way, ranks
+        self.way, self.ranks = way, None
         self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * DIM), nn.Linear(HEADS * DIM, WIDTH)
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (HEADS, DIM)) for part in self.qkv(x).chunk(3, -1))  # [batch, positions, heads, dim]
-        return x + self.out({"ring": self.ring, "heads": self.heads, "state": self.state}[self.way](q, k, v).flatten(2))
+        attend = {"heads": self.heads, "state": self.state}.get(self.way, self.ring)
+        return x + self.out(attend(q, k, v).flatten(2))
 
     def ring(self, q, k, v):
         q, k, v = (part.transpose(1, 2).contiguous() for part in (q, k, v))
@@ -67,33 +69,58 @@ class Attention(nn.Module):
         return y + torch.einsum("t,bthd,bhde->bthe", DECAY ** (steps + 1), q, before)
 
 
-def model(way, ranks):
+def model(way):
     torch.manual_seed(0)
-    layers = [Attention(way, ranks), Attention(way, ranks)]
+    layers = [Attention(way), Attention(way)]
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
 
 
-def batch(step):
-    """The next token is the one two before."""
+def batch(way, step):
+    """Inputs and targets of four sequences, each [sequences, length + 1]: the next token is the one two before."""
     start = torch.randint(VOCABULARY, (4, 2), generator=torch.Generator().manual_seed(step))
-    tokens = start.repeat(1, LENGTH // 2 + 1)
-    return tokens[:, :LENGTH], tokens[:, 1 : LENGTH + 1]
+    tokens = start.repeat(1, LENGTH // 2 + 1)[:, : LENGTH + 1]
+    return [tokens] if way != "groups" else [tokens[i : i + 1, : LENGTH // (i + 1) + 1] for i in range(4)]
+
+
+def shares(way, ranks, sequences):
+    """Sequences that this rank has a part of, each with the ranks that have it."""
+    if ranks is None or way != "groups":
+        return [(ranks, each) for each in sequences]
+    size, lengths = dist.get_world_size(), [each.shape[1] - 1 for each in sequences]
+    most = -(-max(lengths) // 2 ** (size.bit_length() - 1))  # room for the longest on the largest group
+    group, mine = ranks.of(divide_sequences(lengths, size, most))
+    return [(group, sequences[i]) for i in mine]
+
+
+def own_part(ranks, tokens):
+    """Positions of this rank; as many as the others have, or one more."""
+    length = tokens.shape[1] - 1
+    if ranks is None:
+        return tokens[:, :length], tokens[:, 1:]
+    rank, size = ranks.channel.rank, ranks.channel.size
+    ranks.divide(length // size + (rank < length % size))
+    start = sum(ranks.lengths[:rank])
+    return tuple(tokens[:, at : at + ranks.lengths[rank]] for at in (start, start + 1))
 
 
 def train(way, ranks, steps):
-    """Losses of the whole sequence, the same on every rank."""
-    net = model(way, ranks)
+    """Losses of all positions, the same on every rank. ``ranks``: SequenceParallel, SequenceGroups, or None for one process."""
+    net = model(way)
     optimizer, losses = torch.optim.Adam(net.parameters(), 3e-3), []
-    lengths = [LENGTH] if ranks is None else ranks.lengths
-    rank = 0 if ranks is None else dist.get_rank()
     for step in range(steps):
-        x, y = (part.split(list(lengths), 1)[rank] for part in batch(step % 4))
-        loss = nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="sum") / (4 * LENGTH)
-        loss.backward()
-        told = loss.detach().clone()
+        sequences, told = batch(way, step % 4), torch.zeros(())
+        for group, tokens in shares(way, ranks, sequences):
+            for layer in net[1:3]:
+                layer.ranks = group
+            x, y = own_part(group, tokens)
+            loss = nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="sum")
+            loss = loss / sum(each[:, 1:].numel() for each in sequences)
+            loss.backward()
+            told += loss.detach()
         if ranks is not None:
             dist.all_reduce(told)
             for p in net.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad)  # every rank has the gradient of its positions
         optimizer.step()
         optimizer.zero_grad()
@@ -106,13 +133,12 @@ def main():
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29561")
     commpress.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    ranks = SequenceParallel(options.codec)
-    ranks.divide(LENGTH // size + (rank < LENGTH % size))  # uneven where they must be
+    ranks = SequenceGroups(options.codec) if options.way == "groups" else SequenceParallel(options.codec)
     losses = train(options.way, ranks, options.steps)
     alone = train(options.way, None, options.steps)
-    if rank == 0:
-        sent = ranks.channel.sent_bytes / options.steps / 1e3
+    if dist.get_rank() == 0:
+        each = ranks.groups.values() if options.way == "groups" else [ranks]
+        sent = sum(group.channel.sent_bytes for group in each) / options.steps / 1e3
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, one process -> {alone[-1]:.3f}, {sent:.1f} kB sent by rank 0 a step")
     assert options.codec != "none" or all(abs(a - b) < 1e-3 for a, b in zip(losses, alone, strict=True)), (losses, alone)
     dist.destroy_process_group()

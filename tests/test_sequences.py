@@ -236,12 +236,11 @@ def test_groups_of_different_size_work_at_once(pool):
 def example(way, codec):
     """Losses of some steps of the example, on these ranks and in one process."""
     names = runpy.run_path(str(sources.ROOT / "examples" / "long_sequence.py"))
-    ranks, rank, size = SequenceParallel(codec), dist.get_rank(), dist.get_world_size()
-    ranks.divide(names["LENGTH"] // size + (rank < names["LENGTH"] % size))
-    return names["train"](way, ranks, 8), names["train"](way, None, 8) if rank == 0 else None
+    ranks = SequenceGroups(codec) if way == "groups" else SequenceParallel(codec)
+    return names["train"](way, ranks, 8), names["train"](way, None, 8) if dist.get_rank() == 0 else None
 
 
-@pytest.mark.parametrize("way", ["ring", "heads", "state"])
+@pytest.mark.parametrize("way", ["ring", "heads", "state", "groups"])
 def test_the_example_trains_as_one_process(pool, way):
     (losses, alone), *_ = pool.run(example, way, "none", size=3)
     assert losses == pytest.approx(alone, abs=1e-4)
