@@ -1,4 +1,4 @@
-"""Scripts of users on ranks with the environment of torchrun: launched by it, or forked from what has everything loaded.
+"""Scripts of users on ranks with the environment of torchrun, forked from a process that has everything loaded.
 
 torch, transformers and Lightning take seconds of each process that imports them. ``Scripts`` imports them once, in a process of
 its own, and forks the ranks of each run from there.
@@ -26,20 +26,6 @@ LOADED = [
 ]  # fmt: skip
 SETTINGS = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 SECONDS = 280
-
-
-def torchrun(script: Path, *arguments: object, folder: Path, ranks: int = 2) -> str:
-    """Output of the script."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}",
-        str(script), *map(str, arguments),
-    ]  # fmt: skip
-    result = subprocess.run(
-        command, cwd=folder, env=os.environ | SETTINGS, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, timeout=SECONDS,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-6000:]
-    return result.stdout
 
 
 class Scripts:

@@ -7,7 +7,7 @@ import sys
 import sources
 
 SCRIPT = sources.ROOT / "examples" / "larger_than_memory.py"
-SIZE = ["--width", "512", "--layers", "24", "--length", "16", "--batch", "2", "--steps", "3", "--lr", "1e-4"]
+SIZE = ["--width", "512", "--layers", "24", "--length", "16", "--batch", "2", "--steps", "2", "--lr", "1e-4"]
 
 
 def run(*arguments):
@@ -31,7 +31,7 @@ def test_in_less_memory_than_the_state_takes(tmp_path):
     state, losses, peak = run("--folder", tmp_path / "store", "--host", 0.25, "--chunk-mb", 4)
     _, wanted, more = run("--plain")
     assert losses == wanted
-    assert float(losses[2]) < float(losses[0])
+    assert float(losses[1]) < float(losses[0])
     assert state > 1.1
     own = peak - imported()
     assert own < 0.8 < state < more  # 0.55 to 0.67: how many chunks are under way at once is a matter of timing

@@ -54,11 +54,11 @@ def test_sharded_candidates_keep_what_ranks_have(pool, stage, codec):
         assert 0.97 * told < most < told + SCRATCH * 1e6 * BUCKET_MB
 
 
-def test_seven_billion_parameters_on_64_ranks_need_what_compression_keeps_of_the_whole_model():
-    cluster = Cluster(((Node(1, 1e9, inside=1e11), 64),), latency=1e-4)
-    found = {c.name: c for c in candidates(cluster, device_costs(2e10), transformer(7_000_000_000), Settings(1.0), ("sign",))}
-    numel = transformer(7_000_000_000).numel
-    assert found["ZeRO-3 none"].memory["device"] == pytest.approx(16 * numel / 64, rel=0.15)
-    assert found["ZeRO-3 int8"].memory["device"] == pytest.approx(24 * numel / 64 + 5 * numel, rel=0.02)
+def test_on_64_ranks_compression_keeps_as_much_as_the_whole_model():
+    cluster, settings = Cluster(((Node(1, 1e9, inside=1e11), 64),), latency=1e-4), Settings(1.0)
+    found = {c.name: c for c in candidates(cluster, device_costs(2e10), transformer(350_000_000), settings, ("sign",))}
+    numel, scratch = transformer(350_000_000).numel, SCRATCH * 1e6 * settings.bucket_mb
+    assert found["ZeRO-3 none"].memory["device"] == pytest.approx(16 * numel / 64 + scratch, rel=0.02)
+    assert found["ZeRO-3 int8"].memory["device"] == pytest.approx(24 * numel / 64 + 5 * numel + scratch, rel=0.02)
     assert not any("no_sync" in c.call for c in found.values())
     assert all("LocalUpdates" in c.call for c in found.values() if c.local)

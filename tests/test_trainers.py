@@ -1,11 +1,10 @@
-"""Hugging Face, Accelerate, Lightning and the examples on two ranks and more, one of them launched by torchrun."""
+"""Hugging Face, Accelerate, Lightning and the examples on two ranks and more."""
 
 import re
 
 import pytest
 
 import sources
-from scripts import torchrun
 
 HERE = sources.ROOT / "tests"
 EXAMPLES = sources.ROOT / "examples"
@@ -38,8 +37,8 @@ def test_lightning(scripts, tmp_path):
 @pytest.mark.parametrize(
     "optimizer", ["onebit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero-one", "lamb"))]
 )
-def test_the_gpt_example(compiled, tmp_path, optimizer):
-    assert "times fewer" in torchrun(EXAMPLES / "ddp_gpt.py", *TINY, "--optimizer", optimizer, folder=tmp_path)
+def test_the_gpt_example(scripts, tmp_path, optimizer):
+    assert "times fewer" in scripts.run(EXAMPLES / "ddp_gpt.py", *TINY, "--optimizer", optimizer, folder=tmp_path)
 
 
 def test_the_example_of_experts_trains(scripts, tmp_path):
