@@ -21,7 +21,7 @@ _TOLERANT = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
 _NAP = 0.01  # seconds
 _NOTICE = 2.0  # seconds until MPI knows that a process is dead, at most
 _GOODBYE = 60.0  # seconds that ranks wait for each other before one of them aborts the job
-_FINALIZE = 5  # seconds of MPI_Finalize, for which all have met, and which hangs at times where a process has died (Open MPI 5.0.11, busy machine)
+_FINALIZE = 5  # seconds of MPI_Finalize, for which all have met: it hangs at times where a process has died (Open MPI 5.0.11)
 
 
 def mpi() -> Any:
