@@ -9,6 +9,8 @@ rounds of a few steps each, so that moods of machine and network hit all alike.
   int8    int8 gradients with error feedback, int8 weights
   int4    int4 gradients, int8 weights
   diff    int4 gradients, weights as int4 differences
+  half    as int4, residuals in bf16 (not among the default variants)
+  byte    as int4, residuals in a byte (neither)
 "of plain" compares the bytes that commpress counts with what collectives of that dtype send in theory, (P−1)/P of each
 buffer; "MB sent" is what the kernel counted, of everything. --train N --seeds K trains N steps instead and compares held-out
 losses over K seeds: a variant's mean must lie within the spread of plain.
@@ -38,15 +40,18 @@ from commpress.torch_private import fsdp_communication
 
 _AllGather, _ReduceScatter = fsdp_communication()
 
-VARIANTS: dict[str, tuple[Any, Any]] = {
+VARIANTS: dict[str, tuple[Any, Any]] = {  # gradients, weights
     "compute": (None, None),
     "plain": (None, None),
     "bf16": ("bf16", "bf16"),
     "int8": ("int8", "int8"),
     "int4": ("int4", "int8"),
     "diff": ("int4", commpress.Difference("int4")),
+    "half": ("int4", "int8"),
+    "byte": ("int4", "int8"),
 }
-UNASKED = ",".join(name for name in VARIANTS if name != "compute")
+RESIDUALS = {"half": "bf16", "byte": "shift8"}
+UNASKED = ",".join(name for name in VARIANTS if name not in ("compute", *RESIDUALS))
 DTYPES = {"bfloat16": torch.bfloat16, "float32": None}  # None: no mixed precision
 BARS = {"int8": 0.52, "int4": 0.44, "diff": 0.30}  # of the bytes of bf16 collectives
 FASTER = 1.8  # than plain, with --check
@@ -149,7 +154,8 @@ class Sharded(training.Trainee):
         gradients, weights = VARIANTS[name]
         self.state = None
         if gradients is not None:
-            self.state = commpress.compress_fsdp(model, gradients, weights, regather=name == "bf16")
+            kept = RESIDUALS.get(name, "none")
+            self.state = commpress.compress_fsdp(model, gradients, weights, regather=name == "bf16", residuals=kept)
         if name == "compute":
             for module in (*model.blocks, model):
                 module.set_custom_all_gather(OwnRows())
