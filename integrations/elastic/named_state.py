@@ -1,7 +1,7 @@
 """Names in a run's state, and what follows from them: the modules that optimizers train, and their replicas."""
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,35 @@ def replicas_of(modules: Iterable[torch.nn.Module], group: Any) -> list[Distribu
     the program has named only the module inside."""
     named = list(modules)
     inside = [each for module in named for each in module.modules() if isinstance(each, DistributedDataParallel)]
-    trained = {id(p) for module in named for p in module.parameters()}
-    around = [
-        each for each in gc.get_objects()
-        if issubclass(type(each), DistributedDataParallel) and vars(each).get("process_group") is group
-        and any(id(p) in trained for p in each.parameters())
-    ]  # fmt: skip
+    level: list[Any] = [each for module in named for each in (*module.modules(), *module.parameters())]
+    seen, around = {id(each) for each in level}, []
+    while level:
+        level = [each for each in _owners(level) if id(each) not in seen]
+        seen |= {id(each) for each in level}
+        around += [each for each in level if _replicates(each, group)]
     return list({id(each): each for each in [*inside, *around]}.values())
+
+
+def _replicates(module: torch.nn.Module, group: Any) -> bool:
+    return isinstance(module, DistributedDataParallel) and vars(module).get("process_group") is group
+
+
+def _owners(parts: Sequence[torch.nn.Module | torch.nn.Parameter]) -> list[torch.nn.Module]:
+    """Modules that have some of these.
+
+    Note: found by who refers to them. A list of all objects would hold those that other threads are making just then, and a
+    tuple that somebody else holds cannot be finished (SystemError).
+    """
+    known = {id(part) for part in parts}
+
+    def has_some(values: dict[str, Any]) -> bool:
+        return not known.isdisjoint([id(each) for each in [*values.values()]])
+
+    named = [each for each in gc.get_referrers(*parts) if type(each) is dict and has_some(each)]
+    inside = gc.get_referrers(*named)
+    every = [*inside, *gc.get_referrers(*[each for each in inside if type(each) is dict])]
+    found = {id(each): each for each in every if isinstance(each, torch.nn.Module)}
+    return [each for each in found.values() if any(has_some(vars(each).get(name, {})) for name in ("_modules", "_parameters"))]
 
 
 def check_named(state: Mapping[str, Any]) -> None:
