@@ -1,8 +1,9 @@
 """Replicas are found whatever of them the program has named, also while other threads make objects."""
 
-import copy
+import sys
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,22 +30,30 @@ def test_replicas_around_and_inside_are_found(pool):
     assert pool.run(found_by_name, size=1) == [([], [])]
 
 
-def test_other_threads_may_make_objects_meanwhile():
-    """A tuple that is being made from a generator cannot be finished while a list of all objects holds it."""
-    failed, over, model = [], threading.Event(), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+@pytest.fixture
+def impatient():
+    """Threads take turns more often."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(usual)
 
-    def copies():
+
+def test_other_threads_may_make_objects_meanwhile(impatient):
+    """A tuple that is being made from a generator cannot be finished while a list of all objects holds it."""
+    failed, over, model = [], threading.Event(), nn.Linear(2, 2)
+
+    def tuples():
         while not over.is_set():
             try:
-                copy.deepcopy(model)
                 tuple(each for each in range(20_000))
             except SystemError as error:
                 failed.append(error)
 
-    threads = [threading.Thread(target=copies) for _ in range(3)]
+    threads = [threading.Thread(target=tuples) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for _ in range(15):
+    for _ in range(8):
         replicas_of([model], None)
     over.set()
     for thread in threads:
