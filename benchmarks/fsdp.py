@@ -10,7 +10,7 @@ rounds of a few steps each, so that moods of machine and network hit all alike.
   int4    int4 gradients, int8 weights
   diff    int4 gradients, weights as int4 differences
   half    as int4, residuals in bf16 (not among the default variants)
-  byte    as int4, residuals in a byte (neither)
+  byte    as int4, residuals in a byte (not among the default variants)
 "of plain" compares the bytes that commpress counts with what collectives of that dtype send in theory, (P−1)/P of each
 buffer; "MB sent" is what the kernel counted, of everything. --train N --seeds K trains N steps instead and compares held-out
 losses over K seeds: a variant's mean must lie within the spread of plain.

@@ -42,7 +42,7 @@ def _owners(parts: Sequence[torch.nn.Module | torch.nn.Parameter]) -> list[torch
     named = [each for each in gc.get_referrers(*parts) if type(each) is dict and has_some(each)]
     inside = gc.get_referrers(*named)
     every = [*inside, *gc.get_referrers(*[each for each in inside if type(each) is dict])]
-    found = {id(each): each for each in every if isinstance(each, torch.nn.Module)}
+    found = {id(each): each for each in every if issubclass(type(each), torch.nn.Module)}  # asks no proxy for its class
     return [each for each in found.values() if any(has_some(vars(each).get(name, {})) for name in ("_modules", "_parameters"))]
 
 
