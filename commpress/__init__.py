@@ -52,7 +52,7 @@ _HOMES = {
     "ShardedOneBitAdam": "commpress.optim",
     "ShardedZeroOneAdam": "commpress.optim",
     "LocalUpdates": "commpress.optim.local_updates",
-    "Alarm": "commpress.integrations.ddp.alarm",
+    "Alarm": "commpress.integrations.observe.alarm",
     "keep_local": "commpress.integrations.ddp.local",
     "Average": "commpress.optim.outer",
     "Nesterov": "commpress.optim.outer",
@@ -110,7 +110,7 @@ if TYPE_CHECKING:
     from commpress.collectives.topology import Topology
     from commpress.errors import CommpressError
     from commpress.feedback import ErrorFeedback
-    from commpress.integrations.ddp.alarm import Alarm
+    from commpress.integrations.observe.alarm import Alarm
     from commpress.integrations.ddp.hook import CompressedState, compress, compressed_allreduce_hook
     from commpress.integrations.ddp.local import keep_local
     from commpress.integrations.ddp.overlap import overlap

@@ -65,6 +65,10 @@ class ErrorFeedback:
         every = (self.sent, self.reduced, self.sent_scale, self.reduced_scale, self.known)
         return sum(tensor.nbytes for tensor in every if tensor is not None)
 
+    def floats(self) -> torch.Tensor:
+        """What this rank sent too little, element by element, once it is settled."""
+        return self.sent
+
     def like(self, pieces: Pieces) -> "ErrorFeedback":
         """An empty one, to be proposed in its place."""
         return ErrorFeedback.zeros(pieces, self.device)
@@ -157,6 +161,11 @@ class CodedFeedback(ErrorFeedback):
 
     def settle(self, pieces: Pieces) -> None:
         """It is never lazy."""
+
+    def floats(self) -> torch.Tensor:
+        floats = torch.zeros(self.row.numel, dtype=torch.float32, device=self.device)
+        arithmetic(self.device).decode(self.codes, floats, self.row)
+        return floats
 
     def take(self, other: ErrorFeedback) -> None:
         assert isinstance(other, CodedFeedback)

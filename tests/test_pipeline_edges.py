@@ -347,3 +347,59 @@ def test_what_is_no_stage_is_refused():
         commpress.compress_pipeline([nn.Linear(2, 2)])
     with pytest.raises(InvalidArgument, match="does not say which stages"):
         commpress.compress_pipeline(nn.Linear(2, 2))
+
+
+class EdgeGroupStage(PipelineStage):
+    """Each directed edge has a group of its own, as in torch from 2.15 on if it is asked."""
+
+    def __init__(self, *args, groups, **options):
+        super().__init__(*args, **options)
+        self.groups = groups
+
+    def _regrouped(self, ops):
+        for op in ops:
+            ends = (dist.get_rank(), op.peer) if op.op is dist.isend else (op.peer, dist.get_rank())
+            yield dist.P2POp(op.op, op.tensor, op.peer, self.groups[ends])
+
+    def get_fwd_send_ops(self, chunk):
+        return list(self._regrouped(super().get_fwd_send_ops(chunk)))
+
+    def get_fwd_recv_ops(self, chunk):
+        return list(self._regrouped(super().get_fwd_recv_ops(chunk)))
+
+    def get_bwd_send_ops(self, chunk):
+        return list(self._regrouped(super().get_bwd_send_ops(chunk)))
+
+    def get_bwd_recv_ops(self, chunk):
+        return list(self._regrouped(super().get_bwd_recv_ops(chunk)))
+
+
+def by_edge(grouped, differences):
+    """Losses, gradients and bytes where each edge has a codec of its own."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    groups = {(a, b): dist.new_group([a, b]) for a in range(ranks) for b in range(ranks) if a != b}
+    kind, options = (EdgeGroupStage, {"groups": groups}) if grouped else (PipelineStage, {})
+    stage = kind(parts(ranks)[rank], rank, ranks, torch.device("cpu"), **options)
+    runner = schedules.ScheduleGPipe(stage, CHUNKS, loss_fn=error_of)
+    edges = commpress.compress_pipeline(stage, "int4", min_numel=1, differences=differences)
+    if not differences:
+        named = {(a, b): edge_codec("int4" if max(a, b) == 1 else "int8") for a, b in groups}
+        edges.codecs = lambda sender, receiver, gradient: named[sender, receiver]
+    losses = []
+    for step in range(2):
+        if differences:
+            edges.samples([[4 * chunk + row for row in range(4)] for chunk in range(CHUNKS)])
+        x, target = batch(step)
+        last = {"target": target, "losses": losses} if rank == ranks - 1 else {}
+        runner.step(*([x] if rank == 0 else []), **last)
+    gradients = [p.grad.clone() for p in stage.submod.parameters()]
+    return [float(loss.detach()) for loss in losses], gradients, edges.counters.sent_bytes
+
+
+@pytest.mark.parametrize("differences", [False, True])
+def test_an_edge_is_known_by_its_ranks_whatever_group_carries_it(pool, differences):
+    alone, grouped = (pool.run(by_edge, each, differences, size=3) for each in (False, True))
+    for one, other in zip(alone, grouped, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+        assert one[2] == other[2] > 0

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
-from commpress.codecs import Codec, Policy
+from commpress.codecs import Codec, Policy, codec_named
 from commpress.codecs.family import EXACT
 from commpress.codecs.whole_tensors import SketchCodec, WholeTensorCodec, travels_whole
 from commpress.collectives.allreduce import Workspace
@@ -33,6 +33,7 @@ from commpress.integrations.fsdp.shard_checkpoint import elastic_residuals, exac
 from commpress.integrations.fsdp.shard_gradients import CompressedReduceScatter, Hop
 from commpress.integrations.fsdp.shard_memory import memory_of
 from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Difference
+from commpress.integrations.observe.alarm import NONE, WARN, Alarm, alarm_of
 from commpress.integrations.observe.counters import Counters
 from commpress.optim.columns import local
 from commpress.work import run
@@ -61,6 +62,7 @@ def compress_fsdp(
     timeout: timedelta | None = None,
     checksum: bool = False,
     seed: int = 0,
+    alarm: Alarm | str | None = None,
 ) -> "ShardedState":
     """Compress what ``fully_shard`` sends; returns the state, which holds residuals and counters.
 
@@ -87,11 +89,13 @@ def compress_fsdp(
     - ``regather``: send weights again before backward. Otherwise they are kept from forward to backward as they came, encoded,
       which costs a byte per parameter of the whole model on each rank with "int8", and saves a third of the traffic.
     - ``overlap``: on CPU, communicate on threads of their own: weights ahead of forward and backward, gradients behind it.
+    - ``alarm``: an ``Alarm``, or its ``then`` alone: what follows where compressed gradients seem to harm the run.
     """
     return ShardedState(
         model, gradients, weights, inside=inside, topology=topology, hadamard=hadamard, min_numel=min_numel,
         error_feedback=error_feedback, residuals=residuals, on_nonfinite=on_nonfinite, agree_over=agree_over,
         grad_scaler=grad_scaler, regather=regather, overlap=overlap, timeout=timeout, checksum=checksum, seed=seed,
+        alarm=alarm,
     )  # fmt: skip
 
 
@@ -122,6 +126,7 @@ class ShardedState(Divided):
         timeout: timedelta | None,
         checksum: bool,
         seed: int,
+        alarm: Alarm | str | None,
     ) -> None:
         check_on_nonfinite(on_nonfinite)
         if gradients is None and weights is None:
@@ -141,7 +146,7 @@ class ShardedState(Divided):
         check_feedback(error_feedback)
         self.model, self.on_nonfinite, self.error_feedback = model, on_nonfinite, error_feedback
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        self.seed, self.hadamard = seed, hadamard
+        self.seed, self.hadamard, self._min_numel = seed, hadamard, min_numel
         self.step, self.gradients, self.weights = 0, Counters(), Counters()
         self.kept_in = residual_codec(residuals)
         coded: dict[str, Any] = {} if self.kept_in.lossless else {"kind": self.kept_in.kind, "block": self.kept_in.block}
@@ -165,9 +170,13 @@ class ShardedState(Divided):
         weight_policy = None if codec is None else policy_for(model, codec, min_numel=min_numel)
         inside_policy = None if inside is None else policy_for(model, inside, min_numel=0)
         self._check_codecs(gradient_policy, inside_policy, weight_policy)
+        self._usual = gradient_policy  # while no alarm lasts
         if agree_over is None:  # columns of tensor parallelism decide together
             agree_over = column_mesh(self.param_groups)
         self.consensus = consensus_over(agree_over, self.param_groups[0].group, timeout=timeout)
+        self.alarm = alarm_of(alarm)
+        if self.alarm is not None:
+            self._check_alarm(self.alarm, gradient_policy, two_hops=topology is not None)
         divided: set[tuple[int, ...]] = set()  # in two levels, for whole tensors
         for each in self.param_groups:
             ranks = tuple(dist.get_process_group_ranks(each.group))
@@ -202,6 +211,11 @@ class ShardedState(Divided):
         self._rounds: dict[int, Round] = {}  # by backward, with a GradScaler
         self._step_round: Round | None = None  # of a step that ends with ``settle``
         self._unsettled: set[CompressedReduceScatter] | None = None  # None: reductions and backwards are settled one by one
+        if self.alarm is not None and any(reducer.whole is not None for reducer in self.reducers.values()):
+            raise InvalidArgument(
+                "alarm is given, and gradients have a codec that compresses whole tensors: an alarm looks at codecs of rows, "
+                "such as 'int4'"
+            )
         self._shared_verdict = len(self.reducing) == 1 or self.consensus is not None
         for each in self.param_groups:
             if self.deferred is not None:
@@ -239,6 +253,31 @@ class ShardedState(Divided):
                     f"inside is {within.spec!r} for {name!r}, which is compressed whole between nodes, out of exact sums: pass "
                     "inside='none', or a policy with 'none' for it (commpress.ByName), or a codec of rows as gradients"
                 )
+
+    def _check_alarm(self, alarm: Alarm, gradients: Policy | None, *, two_hops: bool) -> None:
+        """An alarm needs one exchange of rows, among ranks that are the same for all groups of parameters."""
+        ranks = {tuple(dist.get_process_group_ranks(each.group)) for each in self.param_groups}
+        if gradients is None or two_hops or len(ranks) > 1 or not self.error_feedback:
+            why = (
+                "gradients=None, which compresses none" if gradients is None
+                else "a topology: an alarm looks at one hop" if two_hops
+                else "groups of parameters on other ranks than the first: an alarm adds up over one set of ranks" if len(ranks) > 1
+                else "error_feedback=False: an alarm looks at residuals"
+            )  # fmt: skip
+            raise InvalidArgument(f"alarm is given with {why}. Leave alarm out")
+        if alarm.then == WARN:
+            return
+        then = None if alarm.then == NONE else codec_named(alarm.then)
+        if then is None or then.lossless or not then.feedback or isinstance(then, WholeTensorCodec):
+            raise InvalidArgument(
+                f"alarm has then={alarm.then!r}, and what compression owes can only go with a codec of rows that has residuals: "
+                "use Alarm('int8') or Alarm('warn')"
+            )
+        if self.consensus is not None:
+            raise InvalidArgument(
+                f"alarm has then={alarm.then!r}, and ranks beyond the shards' must agree, which do not look together: use "
+                "Alarm('warn')"
+            )
 
     def _two_hops(
         self, param_group: ParamGroup, channel: Channel, policy: Policy, inside: Policy, topology: Topology
@@ -285,9 +324,26 @@ class ShardedState(Divided):
                 )
             self._unsettled.add(reducer)
         if reducer.calls >= self.step:
+            if self.alarm is not None and self.alarm.due(self.step - 1):
+                self._look(self.alarm)
             self._check_complete()
             self.step, self._error = reducer.calls + 1, None
         return self.seed * 1_000_003 + reducer.calls
+
+    def _look(self, alarm: Alarm) -> None:
+        """Judge the last step, and go on with the codec that this says: every rank is at its next step's first reduction."""
+        before = alarm.way
+        alarm.look(self.param_groups[0].group, self.device, self.step - 1)
+        if alarm.way != before:
+            self.heed()
+
+    def heed(self) -> None:
+        """Go on with the codec that an alarm brings, or with the usual ones; residuals go on as they are."""
+        if self.alarm is None or self._usual is None:
+            return
+        policy = policy_for(self.model, self.alarm.way, min_numel=self._min_numel) if self.alarm.way else self._usual
+        for reducer in self.reducers.values():
+            reducer.go_on_with(policy)
 
     def reductions(self, param_group: ParamGroup) -> int:
         """Times that its gradients have been reduced."""

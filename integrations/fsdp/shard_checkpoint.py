@@ -34,6 +34,7 @@ def exact_residuals(state: Any) -> dict[str, Any]:
         "between": _plain(state.residuals_between),
         **({"kept_in": state.kept_in.spec} if not state.kept_in.lossless else {}),
         **_choices(state),
+        **({"alarm": state.alarm.state_dict()} if state.alarm is not None else {}),
         "weights": {g.param_group.names[0]: g.own_row() for g in state.gatherers if g.difference and g.own_row() is not None},
     }
 
@@ -65,6 +66,9 @@ def load_exact(state: Any, saved: dict[str, Any]) -> None:
 
 def _load_steps(state: Any, saved: dict[str, Any]) -> None:
     state.step = saved["step"]
+    if state.alarm is not None and "alarm" in saved:
+        state.alarm.load_state_dict(saved["alarm"])
+        state.heed()
     for reducer, calls in zip(state.reducers.values(), saved["calls"], strict=True):
         reducer.calls = calls
     for gatherer in state.gatherers:

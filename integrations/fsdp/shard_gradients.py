@@ -1,7 +1,7 @@
 """FSDP2's reduce-scatter, compressed: one object per parameter group, which owns the group's residuals."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
     """
 
     def __init__(self, param_group: ParamGroup, owner: Any, channel: Channel, hops: Sequence[Hop]) -> None:
-        self.param_group, self.owner, self.channel, self.hops = param_group, owner, channel, hops
+        self.param_group, self.owner, self.channel, self.hops = param_group, owner, channel, list(hops)
         self.parts = param_group.parts(trainable=True)
         self.stride = sum(part.width for part in self.parts)
         self.calls = 0
@@ -165,6 +165,9 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
         limit = 2 if self.channel.levels is None else 1  # in levels ranks may wait differently often: see ``two_level``
         outcomes = [outcome for found in (yield from overlapped(jobs, limit=limit)) for outcome in found]
         finite = all(outcome.finite for outcome in outcomes)
+        alarm = self.owner.alarm
+        if finite and alarm is not None and alarm.due(self.calls - 1):
+            alarm.measure_rows(gradients, gain, outcomes)
         if finite and factor != gain:
             out.mul_(factor / gain)
         if finite and self.whole is not None and means is not None:
@@ -240,6 +243,14 @@ class CompressedReduceScatter(_ReduceScatter):  # type: ignore[misc,valid-type]
                 "changed after compress_fsdp. For the first call model.set_reduce_scatter_unused_params(True) (torch 2.13), "
                 "for the second compress_fsdp when it is done"
             )
+
+    def go_on_with(self, policy: Policy) -> None:
+        """Use other codecs from the next call on; residuals stay, by parameter."""
+        for leg in (leg for legs in self._legs.values() for leg in legs):
+            for deal in leg.plan:
+                self.channel.workspace.forget(deal.every)
+        self.hops = [*self.hops[:-1], replace(self.hops[-1], policy=policy)]
+        self._legs = {}
 
     def _legs_for(self, dtype: torch.dtype) -> list[_Leg]:
         if dtype not in self._legs:

@@ -110,7 +110,7 @@ class StageEdges:
 
     def _message(self, op: dist.P2POp, place: int, chunk: int, forward: bool, lossy: bool) -> torch.Tensor:
         counters, tensor = self.owner.counters, op.tensor
-        codec = self._codec(op, (self.rank, op.group_peer), forward) if lossy else None
+        codec = self._codec(op, (self.rank, self._peer(op)), forward) if lossy else None
         counters.messages += 1
         counters.exact_bytes += exact_bytes(tensor)
         message = tensor
@@ -133,7 +133,7 @@ class StageEdges:
         """The same receives of messages; ``settle`` decodes what they bring."""
         found, due = [], []
         for place, (op, lossy) in self._each(ops, forward, outputs=False):
-            codec = self._codec(op, (op.group_peer, self.rank), forward) if lossy else None
+            codec = self._codec(op, (self._peer(op), self.rank), forward) if lossy else None
             if codec is None:
                 found.append(op)
                 continue
@@ -179,7 +179,11 @@ class StageEdges:
         return None if found is not None and found.spec == _OWN.get(op.tensor.dtype) else found
 
     def _known(self, op: dist.P2POp, codec: EdgeCodec) -> Differences:
-        return self.known.setdefault((op.op is dist.isend, op.group_peer), Differences(codec))
+        return self.known.setdefault((op.op is dist.isend, self._peer(op)), Differences(codec))
+
+    def _peer(self, op: dist.P2POp) -> int:
+        """Rank of the other end in the pipeline's group; torch may send each edge through a group of its own."""
+        return dist.get_group_rank(self.stage.group or dist.group.WORLD, op.peer)
 
     def _samples(self, chunk: int, tensor: torch.Tensor) -> tuple[Hashable, ...]:
         samples = self.samples.get(chunk)

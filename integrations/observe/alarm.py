@@ -92,17 +92,30 @@ class Alarm:
             if outcome.proposed is None:
                 continue
             outcome.proposed.settle(outcome.message.pieces)
+            residual = outcome.proposed.floats()
             for line in outcome.message.pieces.table:
                 if line[RESIDUAL] < 0:
                     continue
                 place = slice(int(line[SOURCE]), int(line[SOURCE] + line[NUMEL]))
-                left = outcome.proposed.sent[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
+                left = residual[line[RESIDUAL] : line[RESIDUAL] + line[NUMEL]]
                 own, sent = gradient[place], compensated[place] - left
                 sums = [
                     total + float(torch.dot(a, b))
                     for total, (a, b) in zip(sums, ((own, own), (own, sent), (sent, sent), (left, left)), strict=True)
                 ]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
+
+    def measure_rows(self, gradient: torch.Tensor, gain: float, outcomes: Sequence[Outcome]) -> None:
+        """The same after a reduce-scatter, which leaves ``gradient`` as it was, and before its outcomes are settled."""
+        own = gradient.float() * gain
+        compensated = own.clone()
+        for outcome in outcomes:
+            if outcome.feedback is not None:
+                outcome.feedback.settle(outcome.message.pieces)
+                owed = outcome.feedback.floats()
+                for start, numel, kept in outcome.message.pieces.residual_runs:
+                    compensated[start : start + numel] += owed[kept : kept + numel]
+        self.measure(own, compensated, outcomes)
 
     def look(self, group: dist.ProcessGroup, device: torch.device, step: int) -> None:
         """Judge ``step`` from what all ranks saw; collective over ``group``."""
