@@ -110,7 +110,6 @@ if TYPE_CHECKING:
     from commpress.collectives.topology import Topology
     from commpress.errors import CommpressError
     from commpress.feedback import ErrorFeedback
-    from commpress.integrations.observe.alarm import Alarm
     from commpress.integrations.ddp.hook import CompressedState, compress, compressed_allreduce_hook
     from commpress.integrations.ddp.local import keep_local
     from commpress.integrations.ddp.overlap import overlap
@@ -124,6 +123,7 @@ if TYPE_CHECKING:
     from commpress.integrations.fsdp.fsdp2 import compress_fsdp
     from commpress.integrations.fsdp.hsdp import compress_hsdp
     from commpress.integrations.fsdp.shard_weights import Difference
+    from commpress.integrations.observe.alarm import Alarm
     from commpress.integrations.observe.endpoint import MetricsEndpoint
     from commpress.integrations.observe.metrics import Metrics, to_json_lines, to_writer
     from commpress.integrations.observe.watch import watch

@@ -143,9 +143,9 @@ def test_metrics_count_it(pool):
 
 
 REFUSED = [
-    ({"gradients": None, "weights": "int8", "alarm": "warn"}, "which compresses none"),
-    ({"inside": "int8", "topology": "1x2", "alarm": "warn"}, "looks at one hop"),
-    ({"error_feedback": False, "alarm": "warn"}, "looks at residuals"),
+    ({"gradients": None, "weights": "int8", "alarm": "warn"}, "there is nothing to look at"),
+    ({"inside": "int8", "topology": "1x2", "alarm": "warn"}, "it looks at one hop"),
+    ({"error_feedback": False, "alarm": "warn"}, "it looks at residuals"),
     ({"gradients": "powersgd-2", "alarm": "warn"}, "compresses whole tensors"),
     ({"alarm": "none"}, "use Alarm\\('int8'\\) or Alarm\\('warn'\\)"),
     ({"alarm": "powersgd-2"}, "use Alarm\\('int8'\\) or Alarm\\('warn'\\)"),

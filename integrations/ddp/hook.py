@@ -45,12 +45,12 @@ from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import can_reform, on_reform
 from commpress.errors import CommunicationError, InvalidArgument, NonFiniteGradient, check_counts
 from commpress.feedback import Key, ResidualStore, check_feedback
-from commpress.integrations.observe.alarm import NONE, Alarm, alarm_of, check_alarm
 from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
 from commpress.integrations.ddp.plain import Plain, values_of
 from commpress.integrations.ddp.replanning import Replanning
 from commpress.integrations.ddp.trial import AUTO, Trial, trial_of
+from commpress.integrations.observe.alarm import NONE, Alarm, alarm_of, check_alarm
 from commpress.integrations.observe.counters import Counters, relative_errors
 from commpress.work import Steps, Work
 

@@ -257,21 +257,24 @@ class ShardedState(Divided):
     def _check_alarm(self, alarm: Alarm, gradients: Policy | None, *, two_hops: bool) -> None:
         """An alarm needs one exchange of rows, among ranks that are the same for all groups of parameters."""
         ranks = {tuple(dist.get_process_group_ranks(each.group)) for each in self.param_groups}
-        if gradients is None or two_hops or len(ranks) > 1 or not self.error_feedback:
-            why = (
-                "gradients=None, which compresses none" if gradients is None
-                else "a topology: an alarm looks at one hop" if two_hops
-                else "groups of parameters on other ranks than the first: an alarm adds up over one set of ranks" if len(ranks) > 1
-                else "error_feedback=False: an alarm looks at residuals"
-            )  # fmt: skip
-            raise InvalidArgument(f"alarm is given with {why}. Leave alarm out")
+        beside = ""
+        if gradients is None:
+            beside = "gradients=None: there is nothing to look at"
+        elif not self.error_feedback:
+            beside = "error_feedback=False: it looks at residuals"
+        elif two_hops:
+            beside = "a topology: it looks at one hop"
+        elif len(ranks) > 1:
+            beside = "groups of parameters on other ranks than the first: it adds up over one set of ranks"
+        if beside:
+            raise InvalidArgument(f"alarm is given with {beside}. Leave alarm out")
         if alarm.then == WARN:
             return
         then = None if alarm.then == NONE else codec_named(alarm.then)
         if then is None or then.lossless or not then.feedback or isinstance(then, WholeTensorCodec):
             raise InvalidArgument(
-                f"alarm has then={alarm.then!r}, and what compression owes can only go with a codec of rows that has residuals: "
-                "use Alarm('int8') or Alarm('warn')"
+                f"alarm has then={alarm.then!r}, and what compression owes can only go with a codec of rows that has "
+                "residuals: use Alarm('int8') or Alarm('warn')"
             )
         if self.consensus is not None:
             raise InvalidArgument(

@@ -183,7 +183,9 @@ class StageEdges:
 
     def _peer(self, op: dist.P2POp) -> int:
         """Rank of the other end in the pipeline's group; torch may send each edge through a group of its own."""
-        return dist.get_group_rank(self.stage.group or dist.group.WORLD, op.peer)
+        group = self.stage.group or dist.group.WORLD
+        assert group is not None
+        return dist.get_group_rank(group, op.peer)
 
     def _samples(self, chunk: int, tensor: torch.Tensor) -> tuple[Hashable, ...]:
         samples = self.samples.get(chunk)
