@@ -18,6 +18,7 @@ import commpress
 from commpress.errors import NonFiniteGradient
 from commpress.schedules import DoublingIntervals
 from ranks import refused
+from variants import seldom
 
 BAD = 2
 
@@ -100,7 +101,7 @@ LEFT_OUT = [step for step in ALL if step != BAD]
 
 @pytest.mark.parametrize(
     ("codec", "options"),
-    [("sign", {}), ("none", {}), ("int8", {"scaled": True}), ("sign", {"on_nonfinite": "raise"})],
+    [("sign", {}), seldom("none", {}), ("int8", {"scaled": True}), seldom("sign", {"on_nonfinite": "raise"})],
     ids=["skip", "exact", "under a GradScaler", "raise"],
 )
 def test_the_columns_of_a_mesh_skip_together(pool, codec, options):
@@ -181,8 +182,8 @@ def zero_one(parameters, **options):
         (onebit, 2, (2, 2), {}),
         (onebit, 6, (2, 2), {"on_nonfinite": "raise"}),
         (onebit, 6, (1, 2), {}),
-        (lamb, 6, (2, 2), {}),
-        (zero_one, 5, (2, 2), {}),
+        seldom(lamb, 6, (2, 2), {}),
+        seldom(zero_one, 5, (2, 2), {}),
         (zero_one, 6, (2, 2), {}),
     ],
     ids=["exact round", "compressed round", "alone", "LAMB", "0/1 Adam", "0/1 Adam, one later"],

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress import Alarm
 from commpress.errors import InvalidArgument
+from variants import few, first
 
 
 def sees(alarm, figures, first=0):
@@ -143,7 +144,7 @@ def quiet(codec):
     return session.state.alarm.sounded, session.lost()
 
 
-@pytest.mark.parametrize("codec", ["sign", "int4", "topk-8", "powersgd-2"])
+@pytest.mark.parametrize("codec", first(2, ["sign", "powersgd-2", "int4", "topk-8"]))
 def test_a_run_that_goes_well_is_not_disturbed(pool, codec):
     for sounded, lost in pool.run(quiet, codec, size=2):
         assert sounded == 0
@@ -158,8 +159,7 @@ def harmed(then, options):
     return session.ways, alarm.sounded, alarm.why, counters.plain_steps, session.lost(), weights, counters.ratio
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("then", ["warn", "int8", "none"])
+@pytest.mark.parametrize(("then", "size"), few(["warn", "int8", "none"], [2, 3]))
 def test_residuals_that_have_grown_sound_it_on_all_ranks_alike(pool, then, size):
     results = pool.run(harmed, then, {}, size=size)
     ways, sounded, why, plain, lost, weights, _ = results[0]

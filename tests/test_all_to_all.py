@@ -17,6 +17,7 @@ from commpress.collectives.transports.loopback import Faulty, Loopback, Recorded
 from commpress.errors import CommunicationError, InvalidArgument, Mismatch, PeerFailure
 from commpress.kernels import reference
 from commpress.work import run
+from variants import few
 from ways import WAYS, transport_by
 
 PATIENT = timedelta(seconds=60)
@@ -236,8 +237,7 @@ def equals_the_simulation(received, size):
             np.testing.assert_array_equal(result.view(np.uint32), twins[codec][rank].numpy().view(np.uint32))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize(("by", "size"), few(WAYS, [2, 3, 4]))
 def test_real_ranks_equal_the_simulation(pool, size, by):
     equals_the_simulation(lambda *ask: pool.run(real, *ask, by, size=size), size)
 
@@ -272,8 +272,7 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize(("by", "what"), few(WAYS, DISAGREEMENTS))
 def test_disagreement_is_named_on_both_sides(pool, what, by):
     mine, says = DISAGREEMENTS[what]
     for rank, (error,) in enumerate(pool.run(disagree, by, mine)):

@@ -235,6 +235,7 @@ def test_bench_allreduce(on_two, tmp_path, capsys):
     assert all(r["wrong"] == 0 for r in rows)
 
 
+@pytest.mark.slow
 def test_bench_allreduce_under_torchrun(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command = [str(Path(sys.executable).with_name("commpress")), "bench", "allreduce", "--iterations", "2"]

@@ -142,6 +142,7 @@ def test_its_name_says_sources_tools_and_processor(cache, monkeypatch):
     assert len([path for path in cache.iterdir() if path.suffix == ".o"]) == 2
 
 
+@pytest.mark.slow
 def test_processes_that_race_for_the_cache_get_the_same_code(cache):
     code = SKETCH + "s.add(x, t, torch.zeros(2, dtype=torch.uint8)); print(t.tolist())"
     (first, *rest) = [said(process) for process in [python(code) for _ in range(3)]]
@@ -233,6 +234,7 @@ print(cpu_adam.square_sum(adam.Segments([torch.ones(3)], [torch.full((3,), 5.0)]
 """
 
 
+@pytest.mark.slow
 def test_a_changed_helper_in_another_file_changes_what_runs(checkout, cache):
     """Numba's own cache looked at the file of the outer function only, and ran the old code."""
     (checkout / "kernels" / "cpu" / "bitcode").mkdir()

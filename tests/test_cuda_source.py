@@ -31,6 +31,7 @@ from commpress.kernels.cpu import row_codec as cpu
 from commpress.kernels.cuda import machine_code, modules, nvrtc
 from commpress.kernels.cuda import row_codec as cuda
 from commpress.kernels.pieces import Piece, cut, width_of
+from variants import seldom
 
 # ---------------------------------------------------------------- compiled for GPUs
 
@@ -40,7 +41,7 @@ ONE_OF_EACH = [reference.SIGN_RMS, reference.BITS]  # codes, and headers: nothin
 
 @pytest.mark.parametrize(
     ("architecture", "families"),
-    [(80, twin.FAMILIES), (100, ONE_OF_EACH), *(pytest.param(n, twin.FAMILIES, marks=pytest.mark.slow) for n in (90, 100))],
+    [(80, ONE_OF_EACH), (100, ONE_OF_EACH), *(seldom(n, twin.FAMILIES) for n in (80, 90, 100))],
 )
 def test_source_compiles_for_every_family(architecture, families):
     """With the options that CuPy adds to ours, of which the first would flush denormals if the source let it."""

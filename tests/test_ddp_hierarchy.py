@@ -16,6 +16,7 @@ from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
 from ddp_twin import Plan, Session, assert_equal, steps_of, train, twin
 from test_resume import go_on, resume
+from variants import few
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
 MIXED = ByName({"left": SignCodec(block=0), "right": NAMES["ternary"], "norm": NAMES["int8"]}, Same(NAMES["sign"]))
@@ -26,8 +27,7 @@ def leveled(topology, codec="sign", **changed):
     return Plan(codec, ddp=SMALL_BUCKETS, state=state, **changed)
 
 
-@pytest.mark.parametrize("topology", ["2x2", "3,1", "0 3|1 2"])
-@pytest.mark.parametrize("codec", ["sign", MIXED], ids=["sign", "mixed"])
+@pytest.mark.parametrize(("topology", "codec"), few(["2x2", "3,1", "0 3|1 2"], ["sign", MIXED]), ids=str)
 def test_training_equals_its_twin(pool, topology, codec):
     plan = leveled(topology, codec)
     results = pool.run(train, plan, size=4)

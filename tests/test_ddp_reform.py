@@ -16,6 +16,7 @@ from commpress.integrations.process_group.group_options import GroupOptions
 from group_calls import as_world
 from new_ranks import changes
 from ranks import caught
+from variants import first
 
 TRIAL = trial_of("auto:int8")
 
@@ -252,7 +253,7 @@ def lose_and_choose(file, tried_out):
     return as_world("commpress", file, run, seconds=20.0)
 
 
-@pytest.mark.parametrize("tried_out", [False, True], ids=["in a trial", "after it"])
+@pytest.mark.parametrize("tried_out", first(1, [False, True]), ids=["in a trial", "after it"])
 def test_survivors_choose_codecs_alike(mortal, tmp_path, tried_out):
     one, two, _ = mortal.outcomes(lose_and_choose, str(tmp_path / "file"), tried_out, size=3, lost=[2])
     assert not isinstance(one, Exception), str(one)

@@ -21,6 +21,7 @@ from commpress.collectives.transports.torch import TorchTransport
 from commpress.errors import CommunicationError, Corrupted, Mismatch, PeerFailure
 from commpress.work import Done, run
 from ranks import meet
+from variants import few
 from ways import transport_by
 
 PATIENT = timedelta(seconds=60)
@@ -73,9 +74,7 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("way", ["sockets", "messages"])
+@pytest.mark.parametrize(("what", "size", "way"), few(DISAGREEMENTS, [2, 3], ["sockets", "messages"]), ids=str)
 def test_disagreement_is_named_on_both_sides_at_once(pool, what, size, way):
     """Rank 1 is the odd one out: it sees all others differ, they see only rank 1. Within a second of the last call."""
     ours, theirs = ({"sequence": 1, **call} for call in DISAGREEMENTS[what])

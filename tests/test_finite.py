@@ -11,6 +11,7 @@ import commpress
 from commpress.codecs import SignCodec
 from commpress.errors import NonFiniteGradient
 from ddp_twin import Plan, Session, assert_equal, steps_of, train, twin
+from variants import few
 
 LAZY = SignCodec(block=0)
 SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
@@ -33,8 +34,7 @@ def test_residuals_are_in_unscaled_units(pool, codec):
     assert results[0].scales == [2.0**k for k in (10, 11, 11, 12, 12, 13, 13)]
 
 
-@pytest.mark.parametrize("poisoned", ["", "head.weight", "embed.bias"])
-@pytest.mark.parametrize("codec", ["sign", LAZY], ids=["sign", "lazy"])
+@pytest.mark.parametrize(("poisoned", "codec"), few(["", "head.weight", "embed.bias"], ["sign", LAZY]), ids=str)
 def test_a_step_that_the_scaler_skips_leaves_no_trace(pool, codec, poisoned):
     """Also where one bucket of several is bad."""
     plan = Plan(codec, scale=2.0**10, bad=(2, 3), poisoned=poisoned, ddp=SMALL_BUCKETS)
@@ -66,8 +66,7 @@ def test_a_disabled_scaler_is_none(pool):
 # ---------------------------------------------------------------- without
 
 
-@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("options", "size"), few([{}, SMALL_BUCKETS, {"static_graph": True}], [2, 3]), ids=str)
 def test_by_default_a_bad_step_has_zero_gradients_and_keeps_residuals(pool, options, size):
     plan = Plan(LAZY, bad=(0, 3), ddp=options)
     results = pool.run(train, plan, size=size)

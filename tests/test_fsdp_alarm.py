@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 import commpress
 from commpress import Alarm
 from commpress.errors import InvalidArgument
+from variants import first, seldom
 
 
 class Session:
@@ -79,7 +80,7 @@ def quiet(codec):
     return watched.state.alarm.sounded, watched.lost(), same
 
 
-@pytest.mark.parametrize("codec", ["bits2", "int4"])
+@pytest.mark.parametrize("codec", first(1, ["bits2", "int4"]))
 def test_a_run_that_goes_well_is_not_disturbed(pool, codec):
     for sounded, lost, same in pool.run(quiet, codec, size=2):
         assert sounded == 0
@@ -96,7 +97,7 @@ def harmed(then, options):
 
 @pytest.mark.parametrize(
     ("then", "size", "options"),
-    [("warn", 2, {}), ("int8", 2, {}), ("int8", 3, {"overlap": False}), ("int8", 2, {"residuals": "shift8"})],
+    [("warn", 2, {}), seldom("int8", 2, {}), ("int8", 3, {"overlap": False}), ("int8", 2, {"residuals": "shift8"})],
 )
 def test_residuals_that_have_grown_sound_it_on_all_ranks_alike(pool, then, size, options):
     results = pool.run(harmed, then, options, size=size)

@@ -14,6 +14,7 @@ import commpress
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument, StateMismatch
 from fsdp_twin import Net, Plan, Session, carried
+from variants import seldom
 
 LOW_RANK = commpress.ByName({"norm|bias": "none"}, "powersgd-2")
 SKETCH = commpress.ByName({"norm|bias": "none"}, "sketch-4")
@@ -56,16 +57,16 @@ def against_ddp(plan: Plan) -> dict[str, Any]:
     ("codec", "plan", "size"),
     [
         ("powersgd", PLAN, 2),
-        ("powersgd", PLAN, 3),
+        seldom("powersgd", PLAN, 3),
         ("sketch", PLAN, 3),
-        ("mixed", PLAN, 3),
+        seldom("mixed", PLAN, 3),
         ("mixed", replace(PLAN, options={"overlap": False}), 2),
         ("mixed", HALF, 3),
         ("mixed", replace(PLAN, scale=1024.0), 2),
         ("mixed", replace(PLAN, columns=True), 4),
         ("powersgd", replace(PLAN, steps=1, divide=8.0), 2),
-        ("mixed", replace(PLAN, options={"error_feedback": False}), 2),
-        ("mixed", replace(PLAN, options=PAIRS), 4),
+        seldom("mixed", replace(PLAN, options={"error_feedback": False}), 2),
+        seldom("mixed", replace(PLAN, options=PAIRS), 4),
         ("mixed", replace(PLAN, options={**PAIRS, "topology": Topology(((0, 2), (1, 3))), "overlap": False}, scale=64.0), 4),
     ],
 )

@@ -21,6 +21,7 @@ from gpu.runner import Figure, Result, Step
 BENCHMARKS = sources.ROOT / "benchmarks"
 
 
+@pytest.mark.slow
 def test_every_line_runs_on_a_twin_in_a_checkout_that_is_not_installed(compiled, tmp_path):
     """Without the links of site-packages, so that commpress is where the benchmarks lie, as on a machine that is lent."""
     environment = os.environ | {"PYTHONPATH": str(Path(torch.__file__).parents[1]), "OMP_NUM_THREADS": "1"}

@@ -10,6 +10,7 @@ from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.optim import ShardedOneBitAdam, ShardedZeroOneAdam
 from commpress.schedules import DoublingIntervals
 from small_store import open_store
+from variants import few
 
 STEPS, FIRST, BAD = 14, 1024.0, {2: 0, 5: -1, 6: -1, 10: 0}  # step: the rank whose gradients overflow
 OPTIONS = {"lr": 1e-2, "min_numel": 64}
@@ -97,8 +98,7 @@ def train(way, folder, make=None, after=lambda: None):
     return scales, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "size"), few(WAYS, [2, 1, 3]))
 def test_scales_fall_and_grow_together(pool, tmp_path, way, size):
     first, *others = pool.run(train, way, tmp_path, size=size)
     assert first[0] == expected([step in BAD for step in range(STEPS)])

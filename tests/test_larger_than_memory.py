@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import sources
 
 SCRIPT = sources.ROOT / "examples" / "larger_than_memory.py"
@@ -26,6 +28,7 @@ def imported():
     return int(said.split()[1]) / 2**20
 
 
+@pytest.mark.slow
 def test_in_less_memory_than_the_state_takes(tmp_path):
     """The same losses as in memory, in every digit; what it takes at most is what the kernel has counted."""
     state, losses, peak = run("--folder", tmp_path / "store", "--host", 0.25, "--chunk-mb", 4)

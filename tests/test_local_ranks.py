@@ -16,6 +16,7 @@ import commpress
 from commpress.collectives.transports.transport import InFront
 from commpress.errors import InvalidArgument
 from test_local_updates import Ranks, drawn, noise
+from variants import few
 
 PLANS = {
     "blocking": {"codec": "int4", "outer": commpress.Nesterov()},
@@ -38,8 +39,7 @@ def trained(options, size):
     return [p.detach() for p in parameters], local.digest(), local.counters.exchanges, local.counters.sent_bytes
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("plan", "size"), few(PLANS, [2, 3]))
 def test_processes_equal_the_simulation(pool, plan, size):
     twin = Ranks(size, **{"every": 4, "min_numel": 0} | PLANS[plan])
     for step in range(15):

@@ -22,8 +22,9 @@ from commpress.errors import StateMismatch
 from commpress.schedules import DoublingIntervals
 from commpress.torch_private import RELEASE
 from ranks import refused
+from variants import first, seldom
 
-STEPS = 9
+STEPS, NAN = 9, float("nan")
 
 
 def onebit(params, **options):
@@ -101,7 +102,7 @@ def test_norms_are_those_of_whole_tensors(pool, make, options, bound):
         assert apart(weights, expected) < bound
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", first(3, [*MAKERS]))
 def test_a_bad_shard_is_left_out_by_all_columns(pool, make):
     """NaN in one shard on one rank, in a step that is exact (0/1 Adam: in a window) and in one that is compressed."""
     options = {"max_grad_norm": 1.0} if make in ("1-bit", "LAMB") else {}
@@ -145,7 +146,7 @@ def went_on(make, shape, states, steps):
     return optimizer.elastic_state_dict(), loaded, before, after, owed(optimizer, params, mesh), frozen
 
 
-@pytest.mark.parametrize("make", ["1-bit", "LAMB", "0/1"])
+@pytest.mark.parametrize("make", first(1, ["0/1", "1-bit", "LAMB"]))
 def test_states_go_from_mesh_to_mesh(pool, make):
     """2 × 2 → 4 × 1 → 1 × 2: moments in every bit, what is owed up to the rounding of its sums."""
     first = pool.run(went_on, make, (2, 2), [], range(6), size=4)
@@ -189,7 +190,7 @@ def resumed(make, shape):
     return apart(*ends)
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", first(3, [*MAKERS]))
 def test_a_run_resumes_in_every_bit(pool, make):
     assert pool.run(resumed, make, (2, 2), size=4) == [0.0] * 4
 
@@ -260,8 +261,11 @@ def test_without_a_codec_a_mesh_trains_as_torch_does(pool, kind):
             assert apart(weights, expected) == 0.0
 
 
-@pytest.mark.parametrize(("kind", "codec", "ratio"), [("plain", "sign", 8), ("ddp", "int4", 4), ("fsdp", "int8", 1.5)])
-@pytest.mark.parametrize("bad", [float("nan"), 1e5], ids=["NaN", "clipped"])
+@pytest.mark.parametrize(
+    ("kind", "codec", "ratio", "bad"),
+    [("plain", "sign", 8, NAN), ("ddp", "int4", 4, 1e5), ("fsdp", "int8", 1.5, NAN), seldom("plain", "sign", 8, 1e5),
+     seldom("ddp", "int4", 4, NAN), seldom("fsdp", "int8", 1.5, 1e5)],
+)  # fmt: skip
 def test_replicas_stay_equal_whatever_one_shard_sees(pool, kind, codec, ratio, bad):
     if kind == "fsdp" and bad == bad:
         pytest.skip("torch clips there")

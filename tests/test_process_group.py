@@ -14,6 +14,7 @@ import group_calls
 from commpress.backend import ProcessGroup
 from commpress.errors import CommunicationError
 from group_calls import as_world
+from variants import seldom
 
 
 def assert_same(results, expected):
@@ -36,11 +37,11 @@ def test_every_collective_equals_gloo(pool, tmp_path, size):
 @pytest.mark.parametrize(
     ("function", "size"),
     [
-        (group_calls.train_ddp, 2),
+        seldom(group_calls.train_ddp, 2),
         (group_calls.train_ddp, 3),
         (group_calls.train_fsdp1, 2),
         (group_calls.train_fsdp2, 2),
-        (group_calls.train_fsdp2, 4),
+        seldom(group_calls.train_fsdp2, 4),
         (group_calls.use_dtensor, 3),
     ],
     ids=lambda value: getattr(value, "__name__", value),

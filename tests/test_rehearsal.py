@@ -15,6 +15,7 @@ import elastic_script
 from commpress.errors import NoQuorum
 from ranks import Ranks
 from test_elastic_ranks import commits, lines, wait_for
+from variants import few
 
 WITHIN = timedelta(seconds=30)
 
@@ -76,8 +77,7 @@ def wait_in_vain(folder: str, kind: str, loaded: bool) -> list[tuple]:
     return [before, after, owed]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "onebit"])
-@pytest.mark.parametrize("loaded", [False, True], ids=["fresh", "loaded"])
+@pytest.mark.parametrize(("kind", "loaded"), few([*KINDS, "onebit"], [False, True]), ids=str)
 def test_steps_before_others_come_leave_nothing_behind(pool, tmp_path, kind, loaded):
     for before, after, owed in pool.run(wait_in_vain, str(tmp_path), kind, loaded, size=2):
         assert after == before

@@ -18,6 +18,7 @@ from commpress.errors import StateMismatch
 from commpress.kernels.pieces import width_of
 from ddp_twin import MIN_NUMEL, Net, Plan, Session, Trained, assert_equal, steps_of, train, twin
 from ranks import SilentRank, meet
+from variants import few, first
 
 LAZY = SignCodec(block=0)
 SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
@@ -90,13 +91,13 @@ def test_killed_and_resumed_equals_uninterrupted(pool, mortal, tmp_path):
     assert all(len(trained.losses) == 9 for trained in resumed)
 
 
-@pytest.mark.parametrize("codec", ["sign", "ternary", LAZY], ids=["sign", "ternary", "lazy"])
+@pytest.mark.parametrize("codec", first(2, ["sign", "ternary", LAZY]), ids=["sign", "ternary", "lazy"])
 def test_three_ranks_resume(pool, tmp_path, codec):
     plan = Plan(codec, ddp=SMALL_BUCKETS)
     assert_equal(resume(pool, tmp_path, plan, at=4, size=3), twin(plan, 3))
 
 
-@pytest.mark.parametrize("codec", [name for name in NAMES if name not in ("sign", "ternary")])
+@pytest.mark.parametrize("codec", first(4, [name for name in NAMES if name not in ("sign", "ternary")]))
 def test_every_codec_resumes(pool, tmp_path, codec):
     plan = Plan(codec)
     assert_equal(resume(pool, tmp_path, plan, at=3), twin(plan, 2))
@@ -214,7 +215,7 @@ def total_residual(residuals, name, numel):
     return sent + np.concatenate(rows)
 
 
-@pytest.mark.parametrize("codec", ["sign", LAZY, "int4"], ids=["sign", "lazy", "int4"])
+@pytest.mark.parametrize("codec", first(2, [LAZY, "int4", "sign"]), ids=["lazy", "int4", "sign"])
 def test_elastic_resume_owes_what_was_owed(pool, tmp_path, codec):
     """4 → 2 → 3 ranks: R is unchanged to rounding each time, and Σ outputs + R = Σ mean inputs over all three runs."""
     numels = {name: p.numel() for name, p in Net().named_parameters()}
@@ -291,9 +292,9 @@ def loaded_from(plan, states):
     return session.trained().residuals, session.state.step
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 2), (2, 1)])
-@pytest.mark.parametrize("feedback", [True, "ef21"])
-def test_the_exact_states_of_all_ranks_go_on_at_any_size(pool, before, after, feedback):
+@pytest.mark.parametrize(("sizes", "feedback"), few([(3, 2), (2, 3), (2, 2), (2, 1)], [True, "ef21"]), ids=str)
+def test_the_exact_states_of_all_ranks_go_on_at_any_size(pool, sizes, feedback):
+    before, after = sizes
     """At another size as the elastic ones, of which they hold all; at the same size each rank takes its own."""
     plan = Plan("sign", steps=4, state={"error_feedback": feedback} | EVERYTHING)
     exact, elastic = zip(*pool.run(both_kinds, plan, size=before), strict=True)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from commpress.integrations.process_group.ring_order import Fold, chunk
+from variants import few
 
 SIZES = [1, 2, 5, 7, 21, 64, 1000, 4099, 700_001, 3_000_000]
 
@@ -27,8 +28,7 @@ def gloo_sums(dtype):
     return found
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("size", "dtype"), few([3, 4], [torch.float32, torch.bfloat16, torch.float16]), ids=str)
 def test_the_fold_has_the_bits_of_gloo(pool, dtype, size):
     found = pool.run(gloo_sums, dtype, size=size)
     for i, numel in enumerate(SIZES):

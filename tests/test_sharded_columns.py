@@ -3,7 +3,6 @@
 Each rank owns a part of its shard; those of all ranks are joined to whole parameters and cut as other meshes cut them.
 """
 
-from functools import partial
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from column_twin import SHAPES, apart, columns, parameters, placed, values, whol
 from commpress.errors import StateMismatch
 from commpress.schedules import DoublingIntervals
 from ranks import caught
+from variants import first, seldom
 
 SHARDED = ("master", "momentum", "variance")
 NAMES, ALIKE = (*SHAPES, "one"), ("tall", "norm")  # rows of the latter have the same blocks however they are cut
 BLOCKS = {"variance_floor": 0.0, "spiky_codec": None}  # and nothing is asked of them as a whole
-slow = partial(pytest.param, marks=pytest.mark.slow)
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
@@ -108,8 +107,8 @@ def chain(pool, make, names, options, steps):
     return ways, states, weights
 
 
-@pytest.mark.parametrize("steps", [slow(2), 6])
-@pytest.mark.parametrize("make", ["1-bit", "0/1"])
+@pytest.mark.parametrize("steps", [seldom(2), 6])
+@pytest.mark.parametrize("make", first(1, ["0/1", "1-bit"]))
 def test_states_go_from_mesh_to_mesh(pool, make, steps):
     """2 × 2 → 4 × 1 → 1 × 2 → two ranks with whole parameters: masters and moments in every bit, R up to rounding its sum."""
     ways, states, weights = chain(pool, make, NAMES, {}, range(steps))
@@ -125,7 +124,7 @@ def test_states_go_from_mesh_to_mesh(pool, make, steps):
     assert {tuple(t.shape) for t in moments.values()} == {(64, 128), (48, 64), (5, 64), (16, 16), (64,), (1, 64)}
 
 
-@pytest.mark.parametrize("make", ["1-bit", slow("0/1")])
+@pytest.mark.parametrize("make", ["1-bit", seldom("0/1")])
 def test_meshes_and_whole_parameters_go_on_alike_in_every_bit(pool, make):
     """Steps in one bit after the same state, where blocks are the same: on whole parameters from the first mesh's state and
     from the third's, and on 2 × 2."""
@@ -140,7 +139,7 @@ def test_meshes_and_whole_parameters_go_on_alike_in_every_bit(pool, make):
     assert apart(ends[0][3], weights) > 1e-3
 
 
-@pytest.mark.parametrize(("make", "twin"), [slow("1-bit", "1-bit"), ("1-bit", "unsharded"), slow("0/1", "0/1")])
+@pytest.mark.parametrize(("make", "twin"), [seldom("1-bit", "1-bit"), ("1-bit", "unsharded"), seldom("0/1", "0/1")])
 def test_a_carried_run_is_one_of_whole_parameters(pool, make, twin):
     """Exact messages, so that nothing but rounding is between them: three meshes, then whole parameters; and a run of whole
     ones that nobody saved, of the same optimizer or of the one that has all state on every rank. The rate is 0.01, and what is
@@ -162,7 +161,7 @@ def unbroken(make, names, options):
     return {name: whole(p) for name, p in params.items()}
 
 
-@pytest.mark.parametrize("make", [slow("1-bit"), "0/1"])
+@pytest.mark.parametrize("make", [seldom("1-bit"), "0/1"])
 def test_states_come_from_a_mesh_whose_replicas_are_turned(pool, make):
     saved = pool.run(went_on, make, "turned", NAMES, {}, [], None, range(6), size=4)
     _, _, (moments, owed, _), ends, _ = saved[0]

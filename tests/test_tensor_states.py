@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ZeroOneAdam, tensor_states, windows
 from optim_twin import Replicas, equal, flat, mean, noise, owed, reload, start, state_of
+from variants import few
 
 LR, WARMUP, LATE = 1e-3, 20, 40
 SHAPES = ((32, 64), (24, 64), (600,), (48, 48))
@@ -342,8 +343,9 @@ def test_a_state_that_adamw_moved_on_is_taken_as_adams():
     assert back.frozen_at is None
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb", "lamb, frozen rates", "zero-one"])
-@pytest.mark.parametrize("at", [LATE - 3, LATE + 2, LATE + 9])
+@pytest.mark.parametrize(
+    ("name", "at"), few(["adam", "lamb", "lamb, frozen rates", "zero-one"], [LATE - 3, LATE + 2, LATE + 9]), ids=str
+)
 def test_resuming_frozen_and_thawed_tensors_continues_in_every_bit(name, at, tmp_path):
     """Before anything wakes up, while trips are being counted, and after the thaw."""
     group, other = (Replicas(MAKERS[name], 2, SHAPES) for _ in range(2))

@@ -15,12 +15,13 @@ import commpress
 from commpress import torch_private
 from commpress.integrations.pipeline import compress_pipeline
 from ranks import refused
+from variants import first
 
 LOOPED = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
 SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]  # gradients of weights come apart from those of activations
 FOLDED = ["ZBVZeroBubble", "DualPipeV"]  # V-shaped: the first and the last stage are on one rank
 OFTEN = ("InterleavedZeroBubble", "DualPipeV")  # the others are slow tests
-SCHEDULES = [pytest.param(s, marks=() if s in OFTEN else pytest.mark.slow) for s in (*LOOPED, *FOLDED)]
+SCHEDULES = first(len(OFTEN), [*OFTEN, *(s for s in (*LOOPED, *FOLDED) if s not in OFTEN)])
 KINDS = ["plain", "fsdp", "partitioned"]
 WIDTH, ROWS, STEPS = 32, 128, 3
 

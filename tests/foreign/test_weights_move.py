@@ -6,7 +6,6 @@ turn up that the warm-up has not seen.
 
 import copy
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 import commpress
 from commpress.collectives.transports.loopback import Loopback, simulate
 from tiny_models import MODELS, loss_of
+from variants import few
 
 RANKS, WARMUP, LATE, STEPS, PEAK = 2, 12, 18, 48, 1e-3
 LEARNING_RATES = 20  # a step may move an element this far
@@ -35,10 +35,6 @@ WHOLE = {  # codecs of whole tensors
     for name, make in OPTIMIZERS.items() if name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
     for codec in ("powersgd-4", "sketch-8")
 }  # fmt: skip
-CASES = [  # every second pair beside the slow ones: each optimizer meets half of the models, each model half of the optimizers
-    pytest.param(optimizer, name, marks=[pytest.mark.slow] if (i + j) % 2 else [])
-    for (i, optimizer), (j, name) in product(enumerate(OPTIMIZERS), enumerate(MODELS))
-]
 LAMBS = {name for name in (*OPTIMIZERS, *WHOLE) if "Lamb" in name}
 
 
@@ -112,7 +108,7 @@ def test_the_scenario_wakes_tensors_rows_and_elements(name):
         assert any(woken[key].any() and not bool(woken[key].all()) for key in woken if key not in late(model_of(name)))
 
 
-@pytest.mark.parametrize(("optimizer", "name"), [*CASES, *product(WHOLE, ("gpt2", "bert"))])
+@pytest.mark.parametrize(("optimizer", "name"), [*few(OPTIMIZERS, MODELS), *few(WHOLE, ("gpt2", "bert"))])
 def test_no_weight_jumps_and_none_stands_still(optimizer, name):
     models = [copy.deepcopy(model_of(name)) for _ in range(RANKS)]
     unfrozen = late(models[0])
