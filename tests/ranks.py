@@ -28,9 +28,7 @@ from commpress.errors import InvalidArgument
 
 SECONDS = 120  # until a rank that has not answered counts as silent: a loaded machine with two cores needs many
 GROUP = timedelta(seconds=60)
-TASKS = Path("/proc/self/task")  # Linux
 LOADED = ["torch.distributed.fsdp", "commpress.backend", "commpress.integrations.ddp"]  # with all of torch that ranks use
-CROWD = 40  # threads: a Gloo group that a forgotten cycle holds keeps three, one of which wakes every 10 ms
 
 
 def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
@@ -161,6 +159,7 @@ class Ranks:
 
 def _serve(pipe: connection.Connection, stack: str) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # of what there is now, nothing becomes garbage: a collection takes milliseconds
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
@@ -194,8 +193,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
         if "torch.distributed.tensor" in sys.modules:  # what DTensor has cached has meshes whose groups are gone
             debug = importlib.import_module("torch.distributed.tensor.debug")
             getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
-        if not TASKS.exists() or len(os.listdir(TASKS)) > CROWD:
-            gc.collect()
+        gc.collect()  # a Gloo group that a forgotten cycle holds keeps threads that wake every 10 ms
 
 
 def _let_go(error: BaseException | None) -> None:
