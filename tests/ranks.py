@@ -28,6 +28,7 @@ from commpress.errors import InvalidArgument
 
 SECONDS = 120  # until a rank that has not answered counts as silent: a loaded machine with two cores needs many
 GROUP = timedelta(seconds=60)
+CROWD = 30  # threads of a rank: what a test does not end keeps some, and those of a Gloo group wake every 10 ms
 LOADED = ["torch.distributed.fsdp", "commpress.backend", "commpress.integrations.ddp"]  # with all of torch that ranks use
 
 
@@ -114,6 +115,8 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
+        if any(_threads(process.pid) > CROWD for process in self._processes):
+            self.close()
         if self._processes:
             return
         for rank, context in enumerate(self._contexts):
@@ -157,6 +160,14 @@ class Ranks:
         return Path(self._folder.name, f"stack-{rank}")
 
 
+def _threads(pid: int) -> int:
+    """Threads of a process; none where nobody can tell."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except FileNotFoundError:
+        return 0
+
+
 def _serve(pipe: connection.Connection, stack: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # of what there is now, nothing becomes garbage: a collection takes milliseconds
@@ -193,7 +204,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
         if "torch.distributed.tensor" in sys.modules:  # what DTensor has cached has meshes whose groups are gone
             debug = importlib.import_module("torch.distributed.tensor.debug")
             getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
-        gc.collect()  # a Gloo group that a forgotten cycle holds keeps threads that wake every 10 ms
+        gc.collect()  # groups that a forgotten cycle holds, and their threads
 
 
 def _let_go(error: BaseException | None) -> None:
