@@ -66,7 +66,7 @@ class ErrorFeedback:
         return sum(tensor.nbytes for tensor in every if tensor is not None)
 
     def floats(self) -> torch.Tensor:
-        """What this rank sent too little, element by element, once it is settled."""
+        """Residual of what this rank sent, element by element; it must be settled."""
         return self.sent
 
     def like(self, pieces: Pieces) -> "ErrorFeedback":

@@ -116,7 +116,7 @@ def act(task: dict[str, Any]) -> None:
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
     sys.argv = [task["script"], *task["arguments"]]
-    sys.path[0] = str(Path(task["script"]).parent)
+    sys.path.insert(0, str(Path(task["script"]).parent))
     runpy.run_path(task["script"], run_name="__main__")
 
 
