@@ -251,7 +251,7 @@ def one_call(kind, codec, bad=None, accumulate=False):
     return {name: whole(p) for name, p in held}, sent
 
 
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("kind", first(2, ["ddp", "fsdp", "plain"]))
 def test_without_a_codec_a_mesh_trains_as_torch_does(pool, kind):
     runs = [pool.run(one_call, kind, codec, size=4) for codec in (None, "none")]
     if kind == "plain":

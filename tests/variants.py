@@ -23,3 +23,9 @@ def few(*axes: Iterable[Any]) -> list[Any]:
 def first(count: int, values: Sequence[Any]) -> list[Any]:
     """The values, of which those behind the first ``count`` run with the slow tests."""
     return [*values[:count], *(seldom(value) for value in values[count:])]
+
+
+def every_second(values: Iterable[Any]) -> list[Any]:
+    """The values, of which every second one runs with the slow tests."""
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [seldom(*row) if i % 2 else pytest.param(*row) for i, row in enumerate(rows)]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import commpress
 from commpress.tiered_mem import Options
 from test_expert_models import OPTIMIZERS, mixtral, tokens_of
+from variants import first
 
 SMALL = Options(chunk_bytes=64 << 10, pack_below=0, pack_bytes=32 << 10, segment_bytes=4 << 20)
 
@@ -39,7 +40,7 @@ def trained(folder, ranks):
     return found, read
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first(1, [2, 1]))
 def test_a_mixtral_with_few_experts_in_memory_has_the_same_bits(pool, tmp_path, ranks):
     for (ours, twin), read in pool.run(trained, str(tmp_path), ranks, size=ranks):
         assert ours.keys() == twin.keys()
