@@ -47,3 +47,32 @@ def test_gpt2_with_tied_embeddings_gets_the_weights_of_ddp(pool, size):
     for different, share in pool.run(both, size=size):
         assert different == []
         assert share < 0.7
+
+
+def alarmed(alarm):
+    """Weights of all ranks after training beside an alarm, the largest move of an element in one step, and alarms."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = gpt2()
+    for block in (*model.transformer.h, model):
+        fully_shard(block)
+    state = commpress.compress_fsdp(model, "int4", "int8", alarm=alarm)
+    most, before = 0.0, [p.full_tensor().clone() for p in model.parameters()]
+    for _ in range(8):
+        train(model, steps=1)
+        after = [p.full_tensor().clone() for p in model.parameters()]
+        most = max(most, *(float((a - b).detach().abs().max()) for a, b in zip(after, before, strict=True)))
+        before = after
+    return [p.detach() for p in before], most, 0 if state.alarm is None else state.alarm.sounded
+
+
+def test_an_alarm_watches_gpt2_and_all_ranks_change_codecs_alike(pool):
+    pytest.importorskip("transformers")
+    plain, watched = (pool.run(alarmed, alarm) for alarm in (None, commpress.Alarm(every=1)))
+    sounded = pool.run(alarmed, commpress.Alarm("int8", every=1, growth=1e-3, pause=2))
+    for (weights, *_), (same, *_), (other, most, count) in zip(plain, watched, sounded, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True)), "looking changes nothing"
+        assert count >= 1
+        assert any(not torch.equal(a, b) for a, b in zip(weights, other, strict=True))
+        assert most < 20 * 1e-3
+    assert all(torch.equal(a, b) for a, b in zip(sounded[0][0], sounded[1][0], strict=True))
