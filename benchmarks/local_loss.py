@@ -1,6 +1,6 @@
 """held-out losses of local updates against synchronous training, equal tokens, by steps of a round and codec
 
-A GPT of 1.1 M parameters on the source of Python's standard library, four ranks simulated in one process, production code
+A GPT of 1.1 M parameters on the source of Python's standard library, its ranks simulated in one process, production code
 without a network, 2,000 steps of AdamW, the first tenth of them synchronous and shared by all ways (their tokens and bytes
 count). First the learning rate of synchronous training is searched, then, from the same rates, the inner rate of local updates
 at each number of steps a round, and their outer rate at 30; then comes the table. The --json file is written after each run,
@@ -31,7 +31,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import Nesterov
 
-RANKS, ROWS, LENGTH, WIDTH, LAYERS = 4, 8, 64, 128, 5
+WINDOWS, LENGTH, WIDTH, LAYERS = 32, 64, 128, 5  # windows of all ranks in a step
 RATES, OUTER_RATES = (1e-3, 2e-3, 4e-3, 8e-3), (0.5, 0.7, 0.9)
 STEPS, EVERY, CODECS = 2000, (10, 30, 100), ("none", "int4", "bits2", "sign")
 SEEDED = [(every, codec) for every in (10, 30) for codec in ("int4", "bits2")]  # cells of several seeds
@@ -48,6 +48,7 @@ class Run:
     decay: float = 0.95
     seed: int = 1
     steps: int = STEPS
+    ranks: int = 4
 
 
 @dataclass
@@ -63,6 +64,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"default {' '.join(CODECS)}")
     says = "of cells with a bar (default 1 2 3)"
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help=says)
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="which share 32 windows a step (default 4)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default {STEPS}")
     parser.add_argument("--decay", type=float, default=0.95, metavar="X", help="of residuals (default 0.95)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"{one.run}: {one.loss:.4f}", flush=True)
         return [done[each] for each in runs]
 
-    plain = Run(0, steps=options.steps, decay=options.decay)
+    plain = Run(0, steps=options.steps, decay=options.decay, ranks=options.ranks)
     best = min(finished([replace(plain, rate=rate) for rate in RATES]), key=lambda f: f.loss).run.rate
     local = replace(plain, every=30)
     inner = min(finished([replace(local, rate=rate) for rate in RATES]), key=lambda f: f.loss).run.rate
@@ -180,20 +182,20 @@ def train(run: Run) -> Finished:
     torch.set_num_threads(1)
     text = standard_library(4.0)
     text, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    draws = [torch.Generator().manual_seed(1000 * run.seed + r) for r in range(RANKS)]
+    draws = [torch.Generator().manual_seed(1000 * run.seed + r) for r in range(run.ranks)]
     torch.manual_seed(run.seed)
     model = GPT(width=WIDTH, layers=LAYERS, length=LENGTH)
     optimizer = _adamw(model, run)
-    numel, sent, training = sum(p.numel() for p in model.parameters()), 0.0, []
+    rows, numel, sent, training = WINDOWS // run.ranks, sum(p.numel() for p in model.parameters()), 0.0, []
     together = run.steps if not run.every else run.steps // 10
     for step in range(together):
-        parts = [batch(text, ROWS, LENGTH, d) for d in draws]
+        parts = [batch(text, rows, LENGTH, d) for d in draws]
         loss = _step(model, optimizer, run, step, *(torch.cat(each) for each in zip(*parts, strict=True)))
         optimizer.step()
-        sent += 8 * numel * (RANKS - 1) / RANKS
+        sent += 8 * numel * (run.ranks - 1) / run.ranks
         training += [round(loss, 4)] if step % 50 == 0 else []
     if run.every:
-        models = [copy.deepcopy(model) for _ in range(RANKS)]
+        models = [copy.deepcopy(model) for _ in range(run.ranks)]
         optimizers = [_adamw(each, run) for each in models]
         for each in optimizers:
             each.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -202,12 +204,12 @@ def train(run: Run) -> Finished:
                 each, every=run.every, outer=Nesterov(run.outer_rate, 0.9), codec=None if run.codec == "none" else run.codec,
                 feedback_decay=run.decay, transport=transport,
             )
-            for each, transport in zip(optimizers, Loopback(RANKS).transports(), strict=True)
+            for each, transport in zip(optimizers, Loopback(run.ranks).transports(), strict=True)
         ]  # fmt: skip
         for step in range(together, run.steps):
             losses = []
             for replica, inner, d in zip(models, optimizers, draws, strict=True):
-                losses.append(_step(replica, inner, run, step, *batch(text, ROWS, LENGTH, d)))
+                losses.append(_step(replica, inner, run, step, *batch(text, rows, LENGTH, d)))
                 inner.step()
             simulate([each.steps() for each in local])
             training += [round(mean(losses), 4)] if step % 50 == 0 else []
