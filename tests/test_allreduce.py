@@ -80,7 +80,7 @@ def check_telescoping(size, numel, codec, steps, tolerance_steps=None):
     return outputs, inputs
 
 
-@pytest.mark.parametrize(("size", "codec"), few(WORLDS, ["sign", SignCodec(block=0), "sign-l1"]), ids=str)
+@pytest.mark.parametrize(("size", "codec"), few(WORLDS, ["sign", SignCodec(block=0), "none", "sign-l1"]), ids=str)
 def test_telescoping_on_every_world_size(size, codec):
     check_telescoping(size, 1000 + size, codec, steps=12 if size <= 16 else 4)
 

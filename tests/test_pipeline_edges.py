@@ -17,7 +17,6 @@ from variants import first
 
 WIDTH, BATCH, CHUNKS = 64, 16, 4
 SINGLE = ["GPipe", "1F1B"]
-LOOPED = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
 FOLDED = ["ZBVZeroBubble", "DualPipeV"]
 CODECS = {"none": ("none", "none"), "int4": ("int4", "int8"), "tah": ("tah", "tah4"), "bf16": ("bf16", "none")}
 

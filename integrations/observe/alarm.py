@@ -106,7 +106,7 @@ class Alarm:
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
 
     def measure_rows(self, gradient: torch.Tensor, gain: float, outcomes: Sequence[Outcome]) -> None:
-        """The same after a reduce-scatter, which leaves ``gradient`` as it was, and before its outcomes are settled."""
+        """Measure one reduce-scatter, which has left ``gradient`` as it was, before its outcomes are settled."""
         own = gradient.float() * gain
         compensated = own.clone()
         for outcome in outcomes:
