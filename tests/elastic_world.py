@@ -107,7 +107,8 @@ class Rank:
         with self.world.changed:
             return sum(1 for visitor in self.world.visitors if visitor.alive and self.epoch is self.world.current)
 
-    def reform(self, timeout=None, *, say=b"", age=0, join=None, minimum=1):
+    def reform(self, timeout=None, *, say=b"", age=0, join=None, minimum=1, admit=True):
+        assert admit, "there is nothing to rehearse"
         return self.world.reform(self, say, age, join is not None)
 
     def hand_over(self, leaving):

@@ -168,6 +168,33 @@ def test_a_newcomer_becomes_a_member_and_reforms_leave_nothing_behind(mortal, tm
         assert all(later <= earlier + 8 for earlier, later in zip(before, after, strict=True)), (before, after)
 
 
+def keep_out(folder):
+    """Rank 2 is alone and knocks; the others reform twice, and take it in the second time."""
+    rank, contact = dist.get_rank(), Path(folder, "contact")
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/{rank // 2}", -1)
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group("commpress", store=store, rank=rank % 2, world_size=1 if rank == 2 else 2, timeout=limit)
+    group = world()
+    if rank == 2:
+        while not contact.exists():
+            time.sleep(0.01)
+        return [group.reform(join=contact.read_text()).size]
+    if rank == 0:
+        contact.write_text(group.contact)
+        while not group.waiting:
+            time.sleep(0.01)
+    dist.barrier()
+    sizes = [group.reform(admit=False).size, group.reform().size]
+    assert group.size() == 3
+    return sizes
+
+
+def test_newcomers_wait_where_they_are_not_admitted(pool, tmp_path):
+    assert pool.run(keep_out, str(tmp_path), size=3) == [[2, 3], [2, 3], [3]]
+
+
 def lose_hosts(folder):
     """The host of the first store dies, then that of the next epoch's; a second store has always known the members."""
     rank = dist.get_rank()
@@ -247,7 +274,7 @@ def test_one_that_was_stopped_is_refused_and_may_join_again(mortal, tmp_path):
 def refuse():
     group = world()
     for wrong, what in (
-        ({"timeout": 3}, "timeout"), ({"say": "words"}, "say"), ({"age": -1}, "age"), ({"minimum": None}, "minimum"),
+        ({"timeout": 3}, "timeout"), ({"say": "words"}, "say"), ({"age": -1}, "age"), ({"minimum": None}, "minimum"), ({"admit": 1}, "admit"),
         ({"join": "10.0.0.1:80"}, "join"),
     ):  # fmt: skip
         error = caught(group.reform, **wrong)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -89,15 +90,20 @@ def test_steps_before_others_come_leave_nothing_behind(pool, tmp_path, kind, loa
 # ---------------------------------------------------------------- one dies meanwhile
 
 
-def train(folder: str) -> int:
-    """Ranks 0 and 1 wait for a third, and 1 dies in its second step; 2 and 3 join then."""
-    rank, file = dist.get_rank(), Path(folder, "contact")
+def train(folder: str, early: bool) -> int:
+    """Ranks 0 and 1 wait for a third, and 1 dies in its second step; 2 and 3 join then, or 2 is there a little earlier."""
+    rank, file, ready = dist.get_rank(), Path(folder, "contact"), Path(folder, "ready")
     dist.barrier()
     calls = []
 
     def before(step: int) -> None:
         calls.append(step)
+        if rank == 2 and len(calls) == 2:
+            ready.touch()
         if rank == 1 and len(calls) == 2:
+            if early:
+                wait_for(ready.exists)
+                time.sleep(1.0)  # until it has knocked
             os.kill(os.getpid(), signal.SIGKILL)
 
     if rank < 2:
@@ -105,8 +111,9 @@ def train(folder: str) -> int:
     else:
         dist.destroy_process_group()
         torch.manual_seed(rank)
-        wait_for(lambda: any(line["kind"] == "fault" for line in lines(Path(folder, "events-0"))))
         wait_for(file.exists)
+        if rank == 3 or not early:
+            wait_for(lambda: any(line["kind"] == "fault" for line in lines(Path(folder, "events-0"))))
         dist.init_process_group("commpress", store=dist.HashStore(), rank=0, world_size=1, timeout=WITHIN)
     run = elastic_script.run_of(
         "hook", events=f"{folder}/events-{rank}", steps=10, hash_every=1, minimum=3, before=before,
@@ -121,10 +128,12 @@ def train(folder: str) -> int:
     return digest
 
 
-def test_who_is_left_of_them_does_these_steps_again(compiled, tmp_path):
-    ranks = Ranks(4, forked=True)
+@pytest.mark.parametrize("early", [False, True])
+def test_who_is_left_of_them_does_these_steps_again(compiled, tmp_path, early):
+    """Alone: who is at the door has done its own, and is let in afterwards."""
+    ranks = Ranks(4)
     try:
-        first, lost, *others = ranks.outcomes(train, str(tmp_path), size=4, lost=[1])
+        first, lost, *others = ranks.outcomes(train, str(tmp_path), early, size=4, lost=[1])
     finally:
         ranks.close()
     assert lost is None

@@ -39,6 +39,7 @@ class Terms:
     age: int = 0
     said: bytes = b""
     minimum: int = 1
+    admits: bool = True  # newcomers, where this process leads; else they wait at the door
     labels: Callable[[], Sequence[str]] = tuple  # of the objects that are to be connected: the same for everybody
     count: int = 0  # of groups that it has named; the largest goes on
     contacts: Callable[[], Sequence[str]] | None = None  # doors of a group to join
@@ -104,8 +105,9 @@ class Agreement:
                 self.builder.undo()
             raise
         finally:
-            later = [link for link in self.fresh if link.kind == JOIN and time.monotonic() < link.since + self.patience]
-            self.mine.give_back(later)  # those who have said nothing for so long would hold up the next agreement as well
+            now, admits = time.monotonic(), self.terms.admits  # who has been silent for long would hold up the next one as well
+            later = [link for link in self.fresh if link.kind == JOIN and (not admits or now < link.since + self.patience)]
+            self.mine.give_back(later)
             for link in [*self.links.values(), *(link for link in self.fresh if link not in later)]:
                 link.close()
             for probe in self.probes.values():
@@ -373,7 +375,7 @@ class Agreement:
     def _collect(self) -> None:
         """Take reports; forget who has hung up."""
         self.fresh += self.mine.callers()
-        for link in list(self.fresh):
+        for link in [link for link in self.fresh if self.terms.admits or link.kind != JOIN]:
             for message in link.receive():
                 if message["is"] != "report":
                     continue
@@ -473,6 +475,8 @@ class Agreement:
     def _awaits(self, joining: Sequence[Message], members: Sequence[Message]) -> bool:
         """True while newcomers are to be waited for: sent here by members, or of a group of which others have come."""
         now = time.monotonic()
+        if not self.terms.admits:
+            return False
         if any(link.kind == JOIN and now < min(self.started, link.since) + self.patience for link in self.fresh):
             return True
         for report in [r for r in joining if r["epoch"]["lineage"] != self.mine.epoch.lineage]:

@@ -426,8 +426,9 @@ class Elastic:
         """Reform the group itself. Owners that cannot follow are an error, unless they are built anew."""
         said = Declaration(self.step, healed=self._healed, halfway=self._halfway, leaves=leaves).packed()
         before, age = getattr(self.group, "change", None), 0 if self.attendance.join is not None else self.step
+        admit = self._rehearsal.over(self.counters.steps)  # newcomers have had theirs, and could not take part in ours
         try:
-            change: Change = self.group.reform(self.timeout, say=said, age=age, join=self.attendance.join)
+            change: Change = self.group.reform(self.timeout, say=said, age=age, join=self.attendance.join, admit=admit)
         except InvalidArgument:
             if self.build is None or getattr(self.group, "change", None) in (None, before):  # it was not formed anew
                 raise
@@ -551,6 +552,9 @@ class Elastic:
                 raise
             self._note(fault)
             return False
+        if not self._agrees("rehearsal"):
+            return False
+        self._rehearsal.end()
         return True
 
     def _alike(self) -> bool:

@@ -29,9 +29,13 @@ class Rehearsal:
         """True once replicas that have committed so many steps are past their first ones."""
         return steps >= self.steps
 
+    def end(self) -> None:
+        """Replicas are past their first steps."""
+        self.steps = 0
+
     def run(self, train_step: Callable[..., Any], state: SharedState, batches: Batches, owners: Iterable[Any]) -> None:
-        """Do them alone, or all ranks together. Afterwards all is as it was: ``state``, the position in the data, random
-        numbers, and what ``owners`` of residuals have on this rank; also where a step raises."""
+        """Do them alone, or all ranks together; ``end`` when all have. Afterwards all is as it was: ``state``, the position in
+        the data, random numbers, and what ``owners`` of residuals have on this rank; also where a step raises."""
         document, tensors = state.taken_apart()
         shared = [each.clone() for each in tensors]
         own = [(load, deepcopy(save())) for save, load in map(_own_state, owners) if save and load]
@@ -40,7 +44,6 @@ class Rehearsal:
             for _ in range(self.steps):
                 batches.ready()
                 train_step(*batches.next())
-            self.steps = 0
         finally:
             state.load(document, shared)
             for load, saved in own:

@@ -472,8 +472,9 @@ class ProcessGroup(dist.ProcessGroup):
     getRank, getSize = rank, size  # what C++ looks for
 
     def reform(
-        self, timeout: timedelta | None = None, *, say: bytes = b"", age: int = 0, join: Any = None, minimum: int = 1
-    ) -> Change:
+        self, timeout: timedelta | None = None, *, say: bytes = b"", age: int = 0, join: Any = None, minimum: int = 1,
+        admit: bool = True,
+    ) -> Change:  # fmt: skip
         """Go on with those who are left and with newcomers, in this process, with this object; collective over all of them.
 
         Returns the same change on each, or raises one named error on each within ``timeout``, by default the group's.
@@ -484,9 +485,10 @@ class ProcessGroup(dist.ProcessGroup):
         - ``age``: steps trained so far. Where two groups meet the older goes on, the ranks of the other are newcomers.
         - ``join``: a member's ``contact`` or a store that the members use, on those who want to become members.
         - ``minimum``: members without which nobody goes on.
+        - ``admit``: False on the first of those who are left: newcomers wait at its door for a later reform.
         """
-        limit = check_reform(self, timeout, say, age, minimum, join)
-        terms = terms_of(self, say=say, age=age, join=join, minimum=minimum)
+        limit = check_reform(self, timeout, say, age, minimum, join, admit)
+        terms = terms_of(self, say=say, age=age, join=join, minimum=minimum, admit=admit)
         return self._reform(terms, limit)
 
     def _reform(self, terms: Terms, limit: timedelta) -> Change:

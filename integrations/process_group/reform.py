@@ -238,7 +238,7 @@ def fail_subgroups(error: CommunicationError) -> None:
 
 
 def check_reform(
-    group: "ProcessGroup", timeout: object, say: object, age: object, minimum: object, join: object
+    group: "ProcessGroup", timeout: object, say: object, age: object, minimum: object, join: object, admit: object = True
 ) -> timedelta:
     """The time that a reform may take; refuses what cannot be."""
     if group.communicator is not None and not survives():
@@ -254,6 +254,8 @@ def check_reform(
         raise InvalidArgument(f"timeout is {timeout!r}, expected a positive datetime.timedelta, such as timedelta(seconds=60)")
     if not isinstance(say, bytes):
         raise InvalidArgument(f"say is a {type(say).__name__}, expected bytes")
+    if not isinstance(admit, bool):
+        raise InvalidArgument(f"admit is {admit!r}, expected True, or False to leave newcomers at the door")
     check_counts(age=age, minimum=minimum)
     if isinstance(join, str):
         place_of(join)
@@ -270,11 +272,12 @@ def cause_of(group: "ProcessGroup") -> CommunicationError:
     return CommunicationError(f"rank {group.rank()} reforms the group. Call reform() here too.")
 
 
-def terms_of(group: "ProcessGroup", *, say: bytes, age: int, join: Any, minimum: int) -> Terms:
+def terms_of(group: "ProcessGroup", *, say: bytes, age: int, join: Any, minimum: int, admit: bool = True) -> Terms:
     began = () if group.guard is None else tuple(group.membership.epoch.places[peer] for peer in group.guard.reforming)
     return Terms(
-        age=age, said=say, minimum=minimum, labels=partial(_labels, group), count=groups_named() if is_default(group) else 0,
-        contacts=None if join is None else partial(contacts_in, join), began=began,
+        age=age, said=say, minimum=minimum, admits=admit, labels=partial(_labels, group),
+        count=groups_named() if is_default(group) else 0, contacts=None if join is None else partial(contacts_in, join),
+        began=began,
     )  # fmt: skip
 
 
