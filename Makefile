@@ -13,6 +13,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .DEFAULT_GOAL := help
 .PHONY: help venv test slow gpu mutants demo lint types docs wheel check clean
 .NOTPARALLEL:
+unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile every module anew
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

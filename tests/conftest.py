@@ -107,7 +107,7 @@ def job(compiled):
 @pytest.fixture
 def mortal(compiled):
     """Three rank processes for one test, which may kill them."""
-    ranks = Ranks(3, forked=True)
+    ranks = Ranks(3)
     yield ranks
     ranks.close()
 

@@ -4,6 +4,7 @@ Starting a process with torch costs seconds, joining a process group millisecond
 gets a process group of its own, over a file in a temporary directory and never a port.
 """
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -14,9 +15,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,25 @@ import torch.distributed as dist
 
 from commpress.errors import InvalidArgument
 
+CACHES = {
+    "debug:": "_clear_sharding_prop_cache",
+    "_redistribute:": "clear_redistribute_planner_cache",
+    "_redistribute:_gen_transform_infos": "cache_clear",
+    "_collective_utils:MeshTopoInfo.build_from_mesh": "cache_clear",
+}
 SECONDS = 120  # until a rank that has not answered counts as silent: a loaded machine with two cores needs many
 GROUP = timedelta(seconds=60)
+QUIET = 16  # threads of a rank that keeps none of a group
 CROWD = 30  # threads of a rank: what a test does not end keeps some, and those of a Gloo group wake every 10 ms
-LOADED = ["torch.distributed.fsdp", "commpress.backend", "commpress.integrations.ddp"]  # with all of torch that ranks use
+LOADED = [  # what most ranks use: each that imports it anew takes seconds
+    "ranks", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "torch._dynamo",
+    "commpress.backend", "commpress.integrations.ddp", "commpress.integrations.fsdp", "commpress.integrations.zero",
+    "torch.distributed.pipelining", "transformers.trainer",
+]  # fmt: skip
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(LOADED)
+OTHER = forkserver.ForkServer()
+OTHER.set_forkserver_preload(LOADED)
 
 
 def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
@@ -65,13 +82,11 @@ class Ranks:
     """``size`` processes; a call uses the first so many of them.
 
     Forked from a process that has torch loaded they start in no time. Such ranks hash strings alike, so that none of them finds
-    out that the order of a set differs from rank to rank: rank 0 is a new Python, unless all are ``forked``.
+    out that the order of a set differs from rank to rank: rank 0 comes from a process that hashes them otherwise.
     """
 
-    def __init__(self, size: int, *, forked: bool = False) -> None:
-        fork, new = get_context("forkserver"), get_context("spawn")
-        fork.set_forkserver_preload(LOADED)
-        self._contexts = [fork if forked or rank else new for rank in range(size)]
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = 0
         self._processes: list[Any] = []
@@ -119,10 +134,11 @@ class Ranks:
             self.close()
         if self._processes:
             return
-        for rank, context in enumerate(self._contexts):
-            ours, theirs = context.Pipe()
-            process: Any = context.Process(target=_serve, args=(theirs, str(self._stack(rank))), daemon=True)
-            process.start()
+        for rank in range(self._size):
+            ours, theirs = FORKS.Pipe()
+            process: Any = FORKS.Process(target=_serve, args=(theirs, str(self._stack(rank))), daemon=True)
+            with contextlib.nullcontext() if rank else _hashing_otherwise():
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -168,6 +184,15 @@ def _threads(pid: int) -> int:
         return 0
 
 
+@contextlib.contextmanager
+def _hashing_otherwise() -> Iterator[None]:
+    """Processes that start in here are forked from a server that hashes strings in its own way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "connect_to_new_process", OTHER.connect_to_new_process)
+        patch.setattr(forkserver, "get_inherited_fds", OTHER.get_inherited_fds)
+        yield
+
+
 def _serve(pipe: connection.Connection, stack: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # of what there is now, nothing becomes garbage: a collection takes milliseconds
@@ -201,10 +226,19 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.distributed_c10d._world.group_count = 0  # torch counts a default group that could not be made, too
-        if "torch.distributed.tensor" in sys.modules:  # what DTensor has cached has meshes whose groups are gone
-            debug = importlib.import_module("torch.distributed.tensor.debug")
-            getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
-        gc.collect()  # groups that a forgotten cycle holds, and their threads
+        if _threads(os.getpid()) > QUIET:
+            _forget_meshes()
+            gc.collect()  # groups that a forgotten cycle holds, and their threads; it costs more than most calls
+
+
+def _forget_meshes() -> None:
+    """DTensor's caches hold meshes, and those hold groups that are gone."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    for place, clear in CACHES.items():
+        module, _, name = place.partition(":")
+        with contextlib.suppress(AttributeError, ImportError):  # another torch has other caches
+            attrgetter(f"{name}.{clear}".strip("."))(importlib.import_module(f"torch.distributed.tensor.{module}"))()
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -107,8 +107,8 @@ def check_encode(numel, rows, kind, block, seed, *, offset=3, gain=1.0, spread=1
 def test_encode_with_residual_gives_the_bytes_of_the_law(kind, block):
     skip_row_scale(kind, block)
     for i, numel in enumerate(LENGTHS):
-        for rows in (1, 3, 4):
-            check_encode(numel, rows, kind, block, seed=i * 7 + rows)
+        rows = (1, 3, 4)[(i + kind) % 3]
+        check_encode(numel, rows, kind, block, seed=i * 7 + rows)
 
 
 @settings(max_examples=60, deadline=None)

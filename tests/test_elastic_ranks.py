@@ -173,7 +173,7 @@ def test_a_rank_that_is_asked_to_end_hands_over_what_it_owes(compiled, pool, tmp
 
 def trained(folder, kind, **options):
     """Outcomes of those who live."""
-    ranks = Ranks(4, forked=True)
+    ranks = Ranks(4)
     try:
         outcomes = ranks.outcomes(train, str(folder), kind, options, size=4, lost=[1])
     finally:

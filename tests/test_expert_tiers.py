@@ -22,6 +22,7 @@ from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
 from commpress.integrations.experts.tier_plan import TierPlan
 from tier_layers import BLOCK, OPTIONS, WIDTH, Expert, Net, in_memory, loss_of, open_store, tiered, train
+from variants import every_second
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -200,7 +201,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", every_second(WAYS))
 def test_the_bits_of_experts_in_memory(tmp_path, way):
     """Over five steps of two micro-batches: losses, weights, moments and numbers of steps.
 

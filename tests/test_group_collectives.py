@@ -479,6 +479,7 @@ class GlooAsNccl(inner.CardTransport):
 
 
 def gloo_group(store, rank, size, timeout):
+    timeout = min(timeout, timedelta(seconds=10))  # nothing ends a wait of Gloo's earlier, as NCCL's abort does
     kinds, group = dist.ProcessGroup.BackendType, dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kinds.GLOO)
     group._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout))

@@ -129,7 +129,7 @@ def test_a_rank_that_is_killed_is_named_and_a_restart_has_the_same_weights(morta
 @pytest.mark.timeout(7200)
 def test_a_rank_may_be_killed_at_any_moment(tmp_path, compiled):
     """COMMPRESS_KILLS times, 20 unless said, at random moments; figures go to COMMPRESS_KILLS_FILE."""
-    ranks, draw, figures = Ranks(SIZE, forked=True), random.Random(0), []
+    ranks, draw, figures = Ranks(SIZE), random.Random(0), []
     try:
         (tmp_path / "undisturbed").mkdir()
         undisturbed = ranks.run(train, str(tmp_path / "undisturbed"), -1, None, -1, 0, size=SIZE)

@@ -30,7 +30,7 @@ def die():
 
 
 def test_the_pool_names_who_hangs_and_where():
-    ranks = Ranks(2, forked=True)
+    ranks = Ranks(2)
     ranks.run(str, "the processes run")
     with pytest.raises(SilentRank, match=r"rank 1: silent for 3 s(.|\n)*in hang"):
         ranks.run(hang, seconds=3)

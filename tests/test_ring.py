@@ -10,18 +10,21 @@ from variants import few
 SIZES = [1, 2, 5, 7, 21, 64, 1000, 4099, 700_001, 3_000_000]
 
 
+def part_of(rank, numel, dtype):
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(numel + rank)) * 50).to(dtype)
+
+
 def parts_of(numel, dtype, size):
-    torch.manual_seed(numel)
-    return [(torch.randn(numel) * 50).to(dtype) for _ in range(size)]
+    return [part_of(rank, numel, dtype) for rank in range(size)]
 
 
 def gloo_sums(dtype):
     size, found = dist.get_world_size(), []
     for numel in SIZES:
-        x = parts_of(numel, dtype, size)[dist.get_rank()].clone()
+        x = part_of(dist.get_rank(), numel, dtype)
         dist.all_reduce(x)
         found.append(x)
-        rows = parts_of(numel * size, dtype, size)[dist.get_rank()]
+        rows = part_of(dist.get_rank(), numel * size, dtype)
         out = torch.empty(numel, dtype=dtype)
         dist.reduce_scatter_tensor(out, rows)
         found.append(out)

@@ -89,8 +89,8 @@ def test_streamed_tiles_train_as_the_plain_model(tmp_path):
                 if module.weight.requires_grad:
                     module.weight.register_post_accumulate_grad_hook(look)
         optimizer = offloaded(cut, store)
-        losses = train(cut, optimizer, 0, 10)
-        assert losses == pytest.approx(train(plain, twin, 0, 10), rel=1e-5)
+        losses = train(cut, optimizer, 0, 4)
+        assert losses == pytest.approx(train(plain, twin, 0, 4), rel=1e-5)
         streamed.save(tmp_path / "weights.safetensors")
         values = streamed.state_dict()
         plain.load_state_dict(values)

@@ -29,7 +29,7 @@ WIDTH = 32
 
 @pytest.fixture
 def two(compiled):
-    ranks = Ranks(2, forked=True)
+    ranks = Ranks(2)
     yield ranks
     ranks.close()
 

@@ -233,7 +233,7 @@ def bytes_of(kind, data, held):
 
 @pytest.fixture(scope="module")
 def eight():
-    ranks = Ranks(8, forked=True)
+    ranks = Ranks(8)
     yield ranks
     ranks.close()
 
