@@ -134,6 +134,8 @@ class Ranks:
             self.close()
         if self._processes:
             return
+        for server in (forkserver, OTHER):  # they import side by side
+            server.ensure_running()
         for rank in range(self._size):
             ours, theirs = FORKS.Pipe()
             process: Any = FORKS.Process(target=_serve, args=(theirs, str(self._stack(rank))), daemon=True)
