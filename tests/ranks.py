@@ -228,13 +228,13 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.distributed_c10d._world.group_count = 0  # torch counts a default group that could not be made, too
+        _forget_meshes()
         if _threads(os.getpid()) > QUIET:
-            _forget_meshes()
             gc.collect()  # groups that a forgotten cycle holds, and their threads; it costs more than most calls
 
 
 def _forget_meshes() -> None:
-    """DTensor's caches hold meshes, and those hold groups that are gone."""
+    """DTensor's caches hold meshes, which equal those of later calls, and these hold groups that are gone."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     for place, clear in CACHES.items():
