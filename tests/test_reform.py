@@ -178,7 +178,7 @@ def keep_out(folder):
     dist.init_process_group("commpress", store=store, rank=rank % 2, world_size=1 if rank == 2 else 2, timeout=limit)
     group = world()
     if rank == 2:
-        while not contact.exists():
+        while not (contact.exists() and contact.read_text()):
             time.sleep(0.01)
         return [group.reform(join=contact.read_text()).size]
     if rank == 0:

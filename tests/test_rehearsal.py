@@ -111,7 +111,7 @@ def train(folder: str, early: bool) -> int:
     else:
         dist.destroy_process_group()
         torch.manual_seed(rank)
-        wait_for(file.exists)
+        wait_for(lambda: file.exists() and file.read_text())
         if rank == 3 or not early:
             wait_for(lambda: any(line["kind"] == "fault" for line in lines(Path(folder, "events-0"))))
         dist.init_process_group("commpress", store=dist.HashStore(), rank=0, world_size=1, timeout=WITHIN)
