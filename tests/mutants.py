@@ -256,6 +256,20 @@ MUTANTS = [
         "bases of a sharded model are not loaded", "integrations/fsdp/shard_checkpoint.py",
         "    _load_choices(state, saved)\n", "", "tests/test_fsdp_checkpoint.py",
     ),
+    Mutant(
+        "an outer step although the exchange does not count", "commpress/optim/local_updates.py",
+        "        if taken:\n            with", "        if True:\n            with", "tests/test_local_updates.py",
+    ),
+    Mutant(
+        "a round is shorter than its overlap", "commpress/optim/round_schedule.py",
+        "self.length = max(self.every.interval(step, rate, facts), self.shortest)",
+        "self.length = self.every.interval(step, rate, facts)", "tests/test_local_updates.py",
+    ),
+    Mutant(
+        "moments that are not finite stay", "commpress/optim/inner_optimizers.py",
+        "wild = [p for p, state in optimizer.state.items() if torch.is_tensor(p) and not _finite(state)]", "wild = []",
+        "tests/test_local_updates.py",
+    ),
 ]  # fmt: skip
 
 

@@ -276,10 +276,13 @@ def test_it_resumes_in_a_warm_up(at, elastic):
     assert one.local[0].digest() == two.local[1].digest()
 
 
-def test_a_whole_round_of_overlap_is_refused_with_what_to_do():
+def test_a_whole_round_of_overlap_needs_an_alpha():
     for size in (1, 2):
         with pytest.raises(InvalidArgument, match=r"overlap is 'round'.* a number of steps"):
             Ranks(size, overlap="round")
+        with pytest.raises(InvalidArgument, match=r"alpha is 0 and overlap=4 is a whole round"):
+            Ranks(size, every=4, overlap=4)
+        assert Ranks(size, every=4, overlap=4, alpha=0.5).local[0].schedule.length == 4
 
 
 def test_a_warm_up_that_cannot_be_is_refused():

@@ -155,6 +155,7 @@ class Flight:
     future: torch.futures.Future[bool] | None = None
     taken: bool = True  # whether the mean, in ``fragment.work``, counts; once ``arrival`` has run
     trained: tuple[int, int] = (0, 0)  # steps and tokens that its change came from
+    finite: bool = True  # whether this rank's change was, as it left
     error: CommunicationError | None = None
 
     def arrival(self) -> Steps[bool]:

@@ -97,6 +97,20 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         for holder in self._holders:
             holder.weights_written()
 
+    def restart(self) -> int:
+        """Let state of parameters that is not finite start anew, as before the first step; the number of these parameters."""
+        count = 0
+        for optimizer in self:
+            wild = [p for p, state in optimizer.state.items() if torch.is_tensor(p) and not _finite(state)]
+            begin = _first_state(optimizer) if wild else {}
+            for p in wild:
+                if not begin:
+                    del optimizer.state[p]
+                for name, value in begin.items():
+                    optimizer.state[p][name] = torch.full_like(optimizer.state[p][name], value)
+            count += len(wild)
+        return count
+
     def check_unchanged(self) -> None:
         """Raise ``InvalidArgument`` if they train more than in the beginning: it has no Θ."""
         parameters = self.parameters
@@ -176,6 +190,25 @@ def _refuse_ddp(parameters: Sequence[torch.Tensor]) -> None:
                     "the model is wrapped in DistributedDataParallel, which averages gradients at every step: nothing would "
                     "be saved. Leave the wrapper out, or call commpress.keep_local(ddp) before the first backward"
                 )
+
+
+def _finite(state: Any) -> bool:
+    """True if all floating-point tensors in it are finite."""
+    if isinstance(state, dict):
+        return all(_finite(each) for each in state.values())
+    if isinstance(state, list | tuple):
+        return all(_finite(each) for each in state)
+    return not (torch.is_tensor(state) and state.is_floating_point()) or bool(torch.isfinite(state).all())
+
+
+def _first_state(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Numbers that fill the state of a parameter from its construction, as Adagrad's; nothing if the first step makes it."""
+    one = torch.nn.Parameter(torch.zeros(1))
+    try:
+        state = type(optimizer)([one], **optimizer.defaults).state
+    except (TypeError, ValueError):  # its constructor takes other arguments
+        return {}
+    return {name: float(each) for name, each in state.get(one, {}).items() if torch.is_tensor(each)}
 
 
 def _mesh(parameter: Any) -> Any:

@@ -37,6 +37,7 @@ def exact(local: "LocalUpdates") -> Steps[dict[str, Any]]:
         taken = yield from flight.arrival()
         under_way = {
             "fragment": flight.fragment.number, "due": flight.due, "taken": taken, "mean": flight.fragment.work.clone(),
+            "finite": flight.finite,
         }  # fmt: skip
     with _residuals(local) as store:
         residuals = exact_state(store, transport, local.exchanged)
@@ -237,7 +238,8 @@ def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
         fragment = local.fragments[int(flight["fragment"])]
         fragment.attach(local.exchanges)
         fragment.work.copy_(flight["mean"])
-        local.flight = Flight(fragment, int(flight["due"]), taken=bool(flight["taken"]))
+        finite = bool(flight.get("finite", True))
+        local.flight = Flight(fragment, int(flight["due"]), taken=bool(flight["taken"]), finite=finite)
         local.taken = local.flight.taken
 
 

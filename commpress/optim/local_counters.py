@@ -7,18 +7,20 @@ from dataclasses import dataclass
 class LocalCounters:
     """Totals of one rank. Bytes are those it sent, headers included.
 
-    An exchange is empty if no rank had trained since the last one, as at the end of ``drain``: headers only.
+    An exchange is empty if no rank had trained since the last one, as at the end of ``drain``: headers only. ``spread`` is None
+    with a codec coarser than int4: its errors would be taken for spread.
     """
 
     steps: int = 0
-    rounds: int = 0  # of all fragments
+    rounds: int = 0  # of all fragments; empty ones do not count
     exchanges: int = 0  # of one fragment each
     sent_bytes: int = 0  # all of them: warm-up, exchanges, means that a state or the end takes
     change_bytes: int = 0  # of these, in exchanges that were not empty
     changed: int = 0  # parameters that crossed in them: a fragment's at each
     waited: float = 0.0  # seconds in which training stood still for an exchange
     dropped: int = 0  # exchanges, or steps of the warm-up, in which some rank was not finite and was left out
-    spread: float = 0.0  # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange of moves
+    restarts: int = 0  # states of inner optimizers, a parameter's each, that were not finite and started anew
+    spread: float | None = None  # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange of moves
     lost_ranks: int = 0  # that died, and with each what it owed and had trained since its last exchange
     participants: int = 0  # ranks whose weight in it was above zero
 
@@ -29,8 +31,10 @@ class LocalCounters:
 
     def summary(self, *, spread_of: str) -> str:
         """``spread_of``: what the ranks' spread is relative to."""
+        spread = "" if self.spread is None else f"last spread {self.spread:.2g} of {spread_of} over "
+        restarts = f", {self.restarts} inner states started anew" if self.restarts else ""
         return (
             f"{self.steps} steps, {self.rounds} rounds, {self.sent_bytes / 1e6:.1f} MB sent ({self.bits:.2f} bits per "
-            f"parameter and round), waited {self.waited:.1f} s, last spread {self.spread:.2g} of {spread_of} over "
-            f"{self.participants} ranks, {self.dropped} exchanges with a change left out"
+            f"parameter and round), waited {self.waited:.1f} s, {spread}{self.participants} ranks, {self.dropped} exchanges "
+            f"with a change left out{restarts}"
         )

@@ -6,15 +6,26 @@
 from math import ceil
 from time import monotonic
 
-from commpress.schedules import Facts, Seconds, Sync
+from commpress.errors import InvalidArgument
+from commpress.schedules import QSR, Every, Facts, Seconds, Sync
 
 
 class RoundSchedule:
-    """Says when the next fragment leaves. ``next`` is its number; a round ends when the last has left."""
+    """Says when the next fragment leaves. ``next`` is its number; a round ends when the last has left.
+
+    A fragment arrives before the next one leaves, so no round has fewer than fragments · overlap steps. A fixed length, or the
+    ``base`` of QSR, below that is refused; other schedules are held to it.
+    """
 
     def __init__(self, every: Sync | Seconds, fragments: int, *, overlap: int) -> None:
         self.every, self.fragments = every, fragments
-        self.shortest = fragments * (overlap + 1)  # a fragment arrives before the next one leaves
+        self.shortest = fragments * max(overlap, 1)
+        least = every.steps if isinstance(every, Every) else every.base if isinstance(every, QSR) else self.shortest
+        if least < self.shortest:
+            raise InvalidArgument(
+                f"every is {least} with overlap={overlap} and fragments={fragments}, expected at least fragments · overlap = "
+                f"{self.shortest} steps: a fragment arrives before the next one leaves"
+            )
         self.next = self.start = self.length = 0
         self._clock = monotonic()
 

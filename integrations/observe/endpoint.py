@@ -122,7 +122,8 @@ class MetricsEndpoint:
         if last is not None:
             yield self._family(GaugeMetricFamily, "step_seconds", [({}, last.seconds / last.steps)])
             if last.shared_weights:
-                yield self._family(GaugeMetricFamily, "spread", [({}, last.spread)])
+                if last.spread is not None:
+                    yield self._family(GaugeMetricFamily, "spread", [({}, last.spread)])
                 yield self._family(GaugeMetricFamily, "participants", [({}, last.participants)])
                 yield self._family(InfoMetricFamily, "shared_weights", [({}, {"hash": last.shared_weights})])
             for name in ("ranks", "participation", "goodput") if last.ranks else ():

@@ -83,7 +83,7 @@ class StepMetrics:
     ranks: int = 0
     participation: float = 1.0
     goodput: float = 1.0
-    spread: float = 0.0
+    spread: float | None = None
     participants: int = 0
     shared_weights: str = ""
     errors: dict[str, float] = field(default_factory=dict)
@@ -106,7 +106,8 @@ class StepMetrics:
 
     def scalars(self) -> dict[str, float]:
         """Flat: ``wire_bytes``, ``error/blocks.0`` and so on."""
-        numbers = {name: value for name, value in asdict(self).items() if name not in NO_SCALARS}
+        given = asdict(self).items()
+        numbers = {name: value for name, value in given if name not in NO_SCALARS and value is not None}
         groups = {f"{figure}/{name}": value for figure, of in self.by_group.items() for name, value in of.items()}
         return numbers | {"ratio": self.ratio} | groups
 

@@ -284,8 +284,10 @@ class LocalTraining(TrainerCallback):
         counters = self.local.counters
         numbers = {
             "commpress/rounds": counters.rounds, "commpress/sent_mb": (counters.sent_bytes - self._sent) / 1e6,
-            "commpress/spread": counters.spread, "commpress/waited": counters.waited,
+            "commpress/waited": counters.waited,
         }  # fmt: skip
+        if counters.spread is not None:
+            numbers["commpress/spread"] = counters.spread
         self._sent = counters.sent_bytes
         for sink in self.sinks:
             sink(numbers)

@@ -161,7 +161,8 @@ class LocalTraining(Callback):
             counters = self.local.counters
             pl_module.log("commpress/rounds", float(counters.rounds))
             pl_module.log("commpress/sent_mb", counters.sent_bytes / 1e6)
-            pl_module.log("commpress/spread", counters.spread)
+            if counters.spread is not None:
+                pl_module.log("commpress/spread", counters.spread)
 
     def _drain(self) -> None:
         if self.local is not None and self.local.pending:
