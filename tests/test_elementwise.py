@@ -103,6 +103,47 @@ class CommonNorm(Lion):
         super().step()
 
 
+class EstimatesItsRate(Lion):
+    """A distance, from sums over all parameters, scales the rate (as Prodigy and D-Adaptation): at first it is tiny."""
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group.setdefault("d", 1e-6)
+        begin = [self.state[p].setdefault("begin", p.detach().clone()) for p in group["params"]]
+        led = sum(float((p.grad * (b - p)).sum()) for p, b in zip(group["params"], begin, strict=True))
+        group["d"] = max(group["d"], led / sum(float(p.grad.abs().sum()) for p in group["params"]))
+        super().step()
+
+    def move(self, p, g, state, lr):
+        super().move(p, g, state, lr * self.group["d"])
+
+
+class MuonFromFourOn(MuonLike):
+    """Takes matrices with a short side for vectors."""
+
+    def move(self, p, g, state, lr):
+        if min(p.shape, default=0) < 4:
+            return Lion.move(self, p, g, state, lr)
+        super().move(p, g, state, lr)
+
+
+class InBlocks(Lion):
+    """Keeps the state of large tensors in whole numbers under one scale for 256 elements."""
+
+    def move(self, p, g, state, lr):
+        super().move(p, g, state, lr)
+        if p.numel() >= 4096:
+            blocks = state["exp_avg"].view(-1).split(256)
+            state["exp_avg"].copy_(torch.cat([(b * (s := 127 / b.abs().max())).round() / s for b in blocks]).view(p.shape))
+
+
+class InSignsOfAll(Lion):
+    """Looks across vectors only if they are long."""
+
+    def move(self, p, g, state, lr):
+        super().move(p, g - g.mean() if p.dim() == 1 and p.numel() > 4096 else g, state, lr)
+
+
 class CountsInItself(Simple):
     def move(self, p, g, state, lr):
         p.sub_(lr / self.steps * g)
@@ -185,7 +226,8 @@ def test_element_wise_optimizers_are_taken_and_give_the_same_bits(store, kind, o
 ACROSS = [
     (torch.optim.Adafactor, {}), (torch.optim.Muon, {}), (torch.optim.LBFGS, {}), (torch.optim.SparseAdam, {}), (Lars, {}),
     (Lamb, {}), (MuonLike, {}), (Centralized, {}), (Factored, {}), (CommonNorm, {}), (CountsInItself, {}),
-    (CountsInItsGroup, {}), (Noisy, {}), (HalfState, {}), (NowAndThen, {}), (NeedsClosure, {}),
+    (CountsInItsGroup, {}), (EstimatesItsRate, {}), (EstimatesItsRate, {"lr": 1.0}), (MuonFromFourOn, {}), (InBlocks, {}),
+    (InSignsOfAll, {}), (Noisy, {}), (HalfState, {}), (NowAndThen, {}), (NeedsClosure, {}),
 ]  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 each by an optimizer that knows nothing but the piece and its state, must be the same in every bit.
 
 That is how ``Partitioned`` and ``Offloaded`` use it. Norms, ranks or factors of a tensor, a norm over all of them, state that
-is kept in the optimizer or its groups, in another dtype or shape, and noise all differ.
+is kept in the optimizer or its groups, in another dtype or shape, and noise all differ. Some optimizers look across elements of
+large tensors only, so each number of dimensions is tried with small ones and a large one.
 """
 
 import math
@@ -21,7 +22,8 @@ from commpress.integrations.zero.wrapper import options_of
 
 STEPS = 12  # some do something else only now and then
 SIDES = (3, 5, 7, 2)  # of a tensor with so many dimensions, the last one as long as needed
-NUMEL = 4 * ALIGN + 29  # at least, of a tensor
+NUMEL = 4 * ALIGN + 29  # at least, of a small tensor
+LARGE = 8192  # elements of a large one: blocks of 8-bit states begin at 4,096, matrices of Muon at some rows and columns
 CUTS = (0, ALIGN, 3 * ALIGN)
 
 
@@ -78,16 +80,20 @@ def _difference(
 ) -> str:
     """In words; empty if there is none."""
     draw = torch.Generator().manual_seed(0)
-    wholes = [torch.nn.Parameter(torch.randn(_shape(d), generator=draw).to(device)) for d in dims for _ in range(2)]
+    shapes = [torch.Size(shape) for d in dims for shape in (_shape(d), _shape(d), _large(d))[: 3 if d else 2]]
+    wholes = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(device)) for shape in shapes]
     flats = [whole.detach().clone().view(-1) for whole in wholes]
     pieces = [
         [flat[a:b] for a, b in zip(CUTS, (*CUTS[1:], len(flat)), strict=True) if a < len(flat)] for flat in flats
     ]
     states: list[list[dict[str, Any]]] = [[{} for _ in own] for own in pieces]
     twin = _made(optimizer, wholes, options, group)
+    settings = _settings(twin)
     for step in range(STEPS):
         for number, whole in enumerate(wholes):
-            gradient = torch.randn(whole.shape, generator=draw) * 10.0 ** (step % 3 - number)
+            steady = shapes[number].numel() == LARGE  # leads one way, as what estimates a distance needs
+            gradient = whole.detach().cpu().clone() if steady else torch.randn(whole.shape, generator=draw)
+            gradient *= 10.0 ** (step % 3 - number % 3)
             gradient.view(-1)[:ALIGN] *= step % 4 != 1  # no gradient in one piece now and then
             whole.grad = gradient.to(device)
             for i, piece in enumerate(pieces[number]):
@@ -102,6 +108,8 @@ def _difference(
                 states[number][i] = _kept(after, piece)
                 piece.grad = None
         twin.step()
+        if changed := [name for name, value in _settings(twin).items() if settings.get(name) != value]:
+            return f"its step changes {changed[0]!r} of param_groups, which is computed from all parameters or counts steps"
         for number, whole in enumerate(wholes):
             if not torch.equal(whole.view(-1), flats[number]):
                 return f"in step {step + 1} a tensor of shape {tuple(whole.shape)} moves otherwise than its pieces"
@@ -121,6 +129,16 @@ def _shape(dims: int) -> tuple[int, ...]:
         return ()
     sides = tuple(SIDES[i % len(SIDES)] for i in range(dims - 1))
     return *sides, -(-NUMEL // math.prod(sides))
+
+
+def _large(dims: int) -> tuple[int, ...]:
+    """Every side long enough for what is orthogonalised, scaled by row or factored."""
+    return (LARGE,) if dims == 1 else (64, 128 >> (dims - 2), *[2] * (dims - 2))
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of its one group, in a form that can be compared."""
+    return {name: repr(value) for name, value in optimizer.param_groups[0].items() if name != "params"}
 
 
 def _kept(state: dict[str, Any], piece: torch.Tensor) -> dict[str, Any]:
