@@ -39,6 +39,7 @@ from commpress.integrations.zero.streamed_group import (
 from commpress.integrations.zero.streamed_module import (
     ModuleState,
     NotCopied,
+    ReadCheck,
     StreamedModule,
     group_specs,
 )
@@ -103,7 +104,9 @@ class Streamed(Divided, NotCopied):
         self._before: list[StreamedGroup] = []
         self._endings: dict[int, weakref.ref[Any]] = {}  # to what each backward under way calls at its end
         self._gradients: Gradients | None = None
+        self._unread: ReadCheck | None = ReadCheck(model, specs, self.groups)  # until a forward has ended
         self._hooks = [model.register_forward_pre_hook(self._start, prepend=True)]
+        self._hooks.append(model.register_forward_hook(self._read, always_call=True))
         on_reform(None, self)
         for streamed in self.modules.values():
             self._hooks += streamed.watch()
@@ -156,6 +159,15 @@ class Streamed(Divided, NotCopied):
             for group in self.groups:
                 if group.kept:
                     self._fetch(group)
+
+        if self._unread is not None:
+            self._unread.begin()
+
+    def _read(self, module: nn.Module, args: Any, result: Any) -> None:
+        """After the model's forward; without a result it has failed."""
+        if self._unread is not None:
+            self._unread.end()
+            self._unread = self._unread if result is None else None
 
     def stepped(self) -> None:
         """The optimizer has changed what the store holds."""

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from commpress.errors import InvalidArgument
@@ -138,6 +139,59 @@ class StreamedModule(NotCopied):
             self._held = False
             for group in self.groups:
                 group.release()
+
+
+class ReadCheck(TorchDispatchMode):
+    """Refuses a forward that computes with a parameter while it is not in memory, from a module that does not own it.
+
+    ``specs`` and ``groups`` belong together. It looks at every operation between ``begin`` and ``end``.
+    """
+
+    def __init__(self, model: nn.Module, specs: "Sequence[GroupSpec]", groups: Sequence[StreamedGroup]) -> None:
+        super().__init__()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._homes = {
+            id(member.parameter): (group, member.name, spec.modules[0])
+            for spec, group in zip(specs, groups, strict=True) for member in group.members
+        }  # fmt: skip
+        self._model, self._inside = model, list[nn.Module]()
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self) -> None:
+        self._inside = [self._model]
+        for module in self._names.keys() - {self._model}:
+            self._hooks.append(module.register_forward_pre_hook(self._push, prepend=True))
+            self._hooks.append(module.register_forward_hook(self._pop, always_call=True))
+        self.__enter__()
+
+    def end(self) -> None:
+        if self._inside:  # it has begun
+            self.__exit__(None, None, None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._inside.clear()
+
+    def _push(self, module: nn.Module, *_: Any) -> None:
+        self._inside.append(module)
+
+    def _pop(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            group, name, owner = self._homes.get(id(tensor), (None, "", None))
+            if group is not None and owner is not None and not group.present and tensor.numel():
+                reader = self._named(self._inside[-1])
+                raise InvalidArgument(
+                    f"parameter {name!r} of {self._named(owner)} is read by {reader} while it is not in memory: a streamed "
+                    "parameter is there while its own module computes. Call that module instead of reading its parameter, or "
+                    f"give keep={[name]!r} to commpress.stream"
+                )
+        return func(*args, **(kwargs or {}))
+
+    def _named(self, module: nn.Module) -> str:
+        return f"{self._names.get(module) or 'the model'} ({type(module).__name__})"
 
 
 @dataclass(frozen=True)

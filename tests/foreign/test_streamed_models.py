@@ -88,3 +88,20 @@ def test_adapters_of_peft_beside_a_streamed_model(store):
     assert torch.equal(adapted(IDS).logits, twin(IDS).logits)
     assert same(adapted.state_dict(), twin.state_dict())
     assert same(peft.get_peft_model_state_dict(adapted), peft.get_peft_model_state_dict(twin))
+
+
+def test_deberta_whose_encoder_reads_a_table_of_positions(store):
+    """``rel_embeddings`` is never called, only its weight is read: named in the first forward, and right with ``keep``."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DebertaV2Config(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=64,
+        relative_attention=True, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", position_buckets=8, max_position_embeddings=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    other, net, kept = (made(transformers.DebertaV2ForMaskedLM, config) for _ in range(3))
+    commpress.stream(net, store=store)
+    with pytest.raises(InvalidArgument, match=r"rel_embeddings.weight' of .* \(Embedding\) is read by .*LayerNorm\)"):
+        net(IDS)
+    commpress.stream(kept, store=store, prefix="kept", keep=["deberta.encoder.rel_embeddings"])
+    for _ in range(2):
+        assert torch.equal(kept(IDS).logits, other(IDS).logits)
