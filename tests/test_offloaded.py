@@ -244,11 +244,10 @@ def test_it_clips_as_it_should(store):
     check_state(optimizer, twin)
 
 
-@pytest.mark.parametrize(("moments", "bytes_each"), [("int8", 1 + 1 / 32), ("int4", 0.5 + 1 / 32)])
-def test_quantised_moments(store, moments, bytes_each):
+def test_quantised_moments(store):
     """Smaller on disk, exact in the first step, and training goes the same way as with float32."""
     net, other = model(), model()
-    optimizer, twin = offloaded(net, store, moments=moments, lr=1e-3), plain(other, lr=1e-3)
+    optimizer, twin = offloaded(net, store, moments="int8", lr=1e-3), plain(other, lr=1e-3)
     losses = []
     for step in range(30):
         for one, o in ((net, optimizer), (other, twin)):
@@ -263,9 +262,16 @@ def test_quantised_moments(store, moments, bytes_each):
     assert losses[-2] < start - 0.9 * (start - end)
     assert losses[-2] != end
     held = sum(store.info(chunk.name("exp_avg")).nbytes for chunk in optimizer.chunks)
-    assert held == pytest.approx(bytes_each * sum(chunk.numel for chunk in optimizer.chunks), rel=0.02)
+    assert held == pytest.approx((1 + 1 / 32) * sum(chunk.numel for chunk in optimizer.chunks), rel=0.02)
     state, wanted = optimizer.state_dict()["state"], twin.state_dict()["state"]
     assert state[0]["exp_avg"].shape == wanted[0]["exp_avg"].shape
+
+
+@pytest.mark.parametrize(("moments", "why"), [("int4", "steps shrink as the values in a block of 128 spread"), ("int3", "")])
+def test_moments_of_other_widths_are_refused_before_the_store_holds_anything(store, moments, why):
+    with pytest.raises(InvalidArgument, match=rf"moments is '{moments}', expected 'int8' or None for float32.*{why}"):
+        offloaded(model(), store, moments=moments)
+    assert list(store) == []
 
 
 def test_a_delayed_update(store):

@@ -74,7 +74,7 @@ class ExpertOptimizer(Wrapper):
         self._check_all({id(own.parameter) for chunk in self.chunks for own in chunk.ranges})
         pairs = zip(self.param_groups, self._dense, strict=True)
         self._inner = optimizer([{**options_of(group), "params": [p for p, _, _ in own]} for group, own in pairs], **options)
-        self._coded = Moments(self.store, 0)
+        self._coded = Moments(self.store, quantised=False)
         self._stored = StoredState(self.store, self.chunks, self._moments, self._scalars, self._coded)
         self.state: Any = ChainMap(self._stored, self._inner.state)
         self._kept = {

@@ -21,7 +21,7 @@ import torch
 from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.zero.elementwise import check_elementwise
-from commpress.integrations.zero.moments import Moments, bits_of
+from commpress.integrations.zero.moments import Moments, check_moments
 from commpress.integrations.zero.shards import Cut
 from commpress.integrations.zero.state import StoredState
 from commpress.integrations.zero.streamed import Streamed
@@ -87,7 +87,7 @@ class Offloaded(Wrapper):
     - ``chunk_mb``: megabytes of float32 weights in a chunk. About five chunks with their moments are in memory at a time.
     - ``device_budget``, ``host_budget``: bytes of the store's tiers in which the first chunks stay; by default none on the
       device, and all of host memory but for what passes through.
-    - ``moments``: "int8" or "int4" keeps moments quantised in blocks of 128 in the store; None in float32.
+    - ``moments``: "int8" keeps moments quantised in blocks of 128 in the store; None in float32.
     - ``delayed``: a step's update runs beside the next forward and backward, whose gradients are then of weights that are one
       step old; parameters get its values in the next ``step``, or by ``finish``.
     - ``max_grad_norm``: clip to this global norm in every step.
@@ -109,7 +109,7 @@ class Offloaded(Wrapper):
         commit_every: int = 0,
         device_budget: str | int = 0,
         host_budget: str | int | None = None,
-        moments: Literal["int8", "int4"] | None = None,
+        moments: Literal["int8"] | None = None,
         delayed: bool = False,
         **options: Any,
     ) -> None:
@@ -117,6 +117,7 @@ class Offloaded(Wrapper):
             raise InvalidArgument(f"gradients is {gradients!r}, expected 'parameters' or 'store'")
         if not chunk_mb > 0:
             raise InvalidArgument(f"chunk_mb is {chunk_mb!r}, expected a positive number")
+        check_moments(moments)
         if moments and parse_bytes(device_budget):
             raise InvalidArgument("moments are quantised on the processor: leave device_budget= out")
         super().__init__(params, optimizer, options, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite)
@@ -134,7 +135,7 @@ class Offloaded(Wrapper):
         self._of_values = {chunk.values: chunk for chunk in self.chunks if chunk.values}
         self._optimizer, self._make = optimizer, partial(optimizer, **options)
         self._moments, self._scalars = probe(optimizer, options)
-        self._coded = Moments(store, bits_of(moments))
+        self._coded = Moments(store, quantised=moments is not None)
         self.state = StoredState(store, self.chunks, self._moments, self._scalars, self._coded)  # type: ignore[assignment]
         self._index = {own.parameter: own.index for chunk in self.chunks for own in chunk.ranges}
         if delayed and (gradients == "store" or self.streamed is not None):
@@ -419,7 +420,7 @@ class Offloaded(Wrapper):
 
     def _layout(self) -> int:
         """A digest of what lies where."""
-        bits = [f"{self._coded.bits} bits"] if self._coded.bits else []
+        bits = ["8 bits"] if self._coded.quantised else []
         ranges = [f"{c.number}.{r.group}:{r.name}@{r.start}+{r.numel}" for c in self.chunks for r in c.ranges]
         return zlib.crc32(";".join([self._optimizer.__name__, *bits, *self._moments, *self._scalars, *ranges]).encode())
 
