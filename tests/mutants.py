@@ -270,6 +270,48 @@ MUTANTS = [
         "wild = [p for p, state in optimizer.state.items() if torch.is_tensor(p) and not _finite(state)]", "wild = []",
         "tests/test_local_updates.py",
     ),
+    Mutant(
+        "a rank a step behind is a donor", "integrations/elastic/declaration.py",
+        "in able.items() if each.steps == most}", "in able.items()}", "tests/test_elastic_loop.py",
+    ),
+    Mutant(
+        "buffers of a step that failed are not put back", "integrations/elastic/repeat.py",
+        "torch._foreach_copy_(self._buffers, self._kept)", "pass", "tests/test_elastic_loop.py",
+    ),
+    Mutant(
+        "a repeated step draws other random numbers", "integrations/elastic/loop.py",
+        "        if self._again:\n            self._mark.draw_again()\n", "", "tests/test_elastic_loop.py",
+    ),
+    Mutant(
+        "a snapshot without agreement", "integrations/elastic/loop.py",
+        'leaves = self._asked(self.attendance.leaving and self.build is not None, "snapshot")',
+        "leaves = self.attendance.leaving and self.build is not None", "tests/test_elastic_loop.py",
+    ),
+    Mutant(
+        "snapshots of another run give way", "integrations/elastic/snapshots.py",
+        "if self.last > step + self.every:", "if self.last > step + 2 * self.every:", "tests/test_elastic_snapshots.py",
+    ),
+    Mutant(
+        "a position under another seed", "integrations/elastic/sampler.py",
+        'for name in ("samples", "shuffle", "seed"):', 'for name in ("samples", "shuffle"):', "tests/test_elastic_sampler.py",
+    ),
+    Mutant(
+        "an epoch in doubt is adopted if any rank is ready", "collectives/transports/roster.py",
+        'all((report["ready"] or {})', 'any((report["ready"] or {})', "tests/test_roster.py",
+    ),
+    Mutant(
+        "who began to agree is not looked at", "collectives/transports/roster.py",
+        "return all(place in dead and (place not in began or place in met) for place in lost)",
+        "return all(place in dead for place in lost)", "tests/test_roster.py",
+    ),
+    Mutant(
+        "residuals of a change that is not finite are committed", "commpress/optim/local_updates.py",
+        "settle(outcomes, taken=taken)", "settle(outcomes, taken=True)", "tests/test_local_updates.py",
+    ),
+    Mutant(
+        "gradients leave by the forward codec", "integrations/pipeline/edges.py",
+        "wanted = gradient_codec if gradient else codec", "wanted = codec", "tests/test_pipeline_edges.py",
+    ),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 import time
 from collections import defaultdict
 from datetime import timedelta
@@ -9,6 +10,7 @@ from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -239,6 +241,20 @@ def test_the_last_step_counts_for_who_did_not_commit_it(tmp_path):
     loops, runs = zip(*world.join().values(), strict=True)
     check(tmp_path, runs)
     assert [loop.step for loop in loops] == [15, 15]
+    assert [line["donors"] for line in events(tmp_path, "healed")] == [[1]]
+
+
+@pytest.mark.parametrize("loses_at", [2, 6])
+def test_a_first_rank_that_is_a_step_behind_gives_nothing(tmp_path, loses_at):
+    world = World()
+    members = world.found(3)
+    members[0].loses_at = loses_at
+    world.go(members, train, world, tmp_path)
+    loops, runs = zip(*world.join().values(), strict=True)
+    check(tmp_path, runs)
+    (healed,) = events(tmp_path, "healed")
+    assert (healed["rank"], healed["donors"], healed["step"]) == (0, [1, 2], loses_at - 1)
+    assert [loop.counters.steps for loop in loops] == [10, 10, 10]
 
 
 class Starter:
@@ -382,6 +398,36 @@ def test_a_step_that_fails_after_the_optimizer_has_stepped_counts_once(tmp_path)
     check(tmp_path, [run for _, run in results.values()])
 
 
+def test_a_repeated_step_draws_the_same_numbers_and_finds_the_same_buffers(tmp_path):
+    """Those of the attempt that failed with rank 1, which draws none: the ranks are threads and share the generators."""
+    world, drawn = World(), []
+    members = world.found(2)
+    members[1].kill_at = 5
+
+    def draws(rank):
+        run = joined(rank)
+        run.model.register_buffer("forwards", torch.zeros(()))
+
+        def step(batch):
+            if rank is members[0]:
+                numbers = float(torch.rand(())), random.random(), float(np.random.random())
+                drawn.append((loop.step, float(run.model.forwards), numbers))
+            run.model.forwards += 1
+            return run.step(batch)
+
+        loop = Elastic(step, run.state, data=run.loader, group=rank, epochs=1)
+        list(loop)
+        return loop, run
+
+    world.go(members, draws)
+    ((loop, run),) = world.join().values()
+    attempts = [each for each in drawn if each[0] == 3]
+    assert len(attempts) == 2
+    assert attempts[0] == attempts[1]
+    assert len(drawn) == loop.step + 1 == len({numbers for *_, numbers in drawn}) + 1
+    assert int(run.model.forwards) == loop.step
+
+
 def test_a_scaler_takes_no_gradients_for_unscaled_that_are_gone():
     """Neither in the step that is repeated, nor with the scale that the attempt has left."""
     run, scaler = Run(), torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -401,6 +447,12 @@ def test_a_scaler_takes_no_gradients_for_unscaled_that_are_gone():
     scaler.scale(run.model(torch.ones(2, 3)).sum()).backward()
     scaler.step(run.optimizer)
     assert max(p.grad.abs().max() for p in run.model.parameters()) <= 2
+
+
+@pytest.mark.parametrize(("steps", "donors"), [((4, 5, 5), [1, 2]), ((5, 4, 5), [0, 2]), ((4, 4, 5), [2]), ((5, 5), [0, 1])])
+def test_only_who_has_committed_most_steps_gives_its_state(steps, donors):
+    said = tuple(Declaration(each).packed() for each in steps)
+    assert Declaration.donors(Change(1, 0, 3, tuple(range(len(said))), said)) == donors
 
 
 @pytest.mark.parametrize("halfway", [2, 3])
@@ -633,6 +685,24 @@ def test_of_ranks_that_start_together_the_newest_snapshot_counts(tmp_path):
     assert {loop.counters.steps for loop in loops} == {4}
     assert {loop.snapshots._last for loop in loops} == {12}
     assert len({str(run.model.state_dict()) for run in runs}) == 1
+
+
+def test_a_step_that_not_all_have_committed_is_in_no_snapshot(tmp_path):
+    """Rank 0 alone has committed step 4, and dies: the others take it anew with the samples of two ranks."""
+    world = World()
+    members = world.found(3)
+    members[1].loses_at = members[2].loses_at = 5
+    members[0].kill_at = 7
+    disks = [Snapshots(tmp_path / str(number), every=4, **OPTIONS) for number in range(3)]
+    world.go(members, lambda rank: train(rank, world, tmp_path, snapshots=disks[members.index(rank)], epochs=None, steps=6))
+    world.join()
+    assert json.loads((tmp_path / "events-0").read_text().splitlines()[-1])["step"] == 4
+    assert disks[0].steps == []
+    disks[0].close()
+    for disk in disks[1:]:
+        disk.open()
+        assert disk.steps == [4]
+        disk.close()
 
 
 @pytest.mark.parametrize(("every", "steps", "ends"), [(3, [3], False), (20, [20], False), (2, [100], True)])

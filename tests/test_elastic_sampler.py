@@ -139,7 +139,14 @@ def test_more_steps_than_an_epoch_has_cannot_be_committed():
         sampler.commit(6)
 
 
-def test_a_position_in_other_data_is_refused():
-    state = ElasticSampler(range(10), 2, rank=0, size=1).state_dict()
-    with pytest.raises(StateMismatch, match="samples=10"):
-        ElasticSampler(range(11), 2, rank=0, size=1).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("count", "options", "named"),
+    [(11, {}, "samples=10"), (10, {"seed": 1}, "seed=0"), (10, {"shuffle": False}, "shuffle=True")],
+)
+def test_a_position_in_data_of_another_order_is_refused(count, options, named):
+    sampler = ElasticSampler(range(10), 2, rank=0, size=1)
+    sampler.commit(2)
+    other = ElasticSampler(range(count), 2, rank=0, size=1, **options)
+    with pytest.raises(StateMismatch, match=named):
+        other.load_state_dict(sampler.state_dict())
+    assert (other.epoch, other.position) == (0, 0)

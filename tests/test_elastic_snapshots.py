@@ -63,6 +63,29 @@ def test_a_newcomer_does_not_wait_until_disks_have_been_measured(tmp_path, monke
         Snapshots(tmp_path / "asked for", **(OPTIONS | {"engine": "auto"})).open()
 
 
+@pytest.mark.parametrize("step", [12, 9, 8])
+def test_snapshots_of_this_run_give_way_to_an_older_step(tmp_path, step):
+    snapshots = opened(tmp_path, every=4)
+    snapshots.save(8, *state(8))
+    snapshots.save(12, *state(12))
+    snapshots.give_way(step)
+    assert snapshots.steps == ([8, 12] if step == 12 else [])
+    snapshots.close()
+
+
+@pytest.mark.parametrize("step", [7, 0])
+def test_snapshots_of_another_run_do_not_give_way(tmp_path, step):
+    """They are newer by more than an interval: this run cannot have written them."""
+    snapshots = opened(tmp_path, every=4)
+    snapshots.save(8, *state(8))
+    snapshots.save(12, *state(12))
+    with pytest.raises(InvalidArgument, match=f"of step 12, but the run that this process joins is at step {step}"):
+        snapshots.give_way(step)
+    assert snapshots.steps == [8, 12]
+    assert same(snapshots.load()[1:], state(12))
+    snapshots.close()
+
+
 def test_a_full_disk_is_one_named_error_and_the_last_snapshot_stays(tmp_path):
     snapshots = opened(tmp_path, disk="1MiB", host="4MiB")
     snapshots.save(1, *state(1))

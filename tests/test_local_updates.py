@@ -305,6 +305,30 @@ def test_an_exchange_that_does_not_count_moves_nothing():
         np.testing.assert_array_equal(flat(mine), shared)
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("codec", ["int4", "int8", "sign"])
+def test_an_exchange_that_does_not_count_leaves_residuals_as_they_were(codec, fragments):
+    """Each change is finite and their sum is not."""
+    ranks = Ranks(2, codec=codec, feedback_decay=1.0, every=2, fragments=fragments, min_numel=0)
+    for step in range(4):
+        ranks.step(noise(2, step))
+
+    def residuals():
+        return [[t.clone() for t in every] for local in ranks.local for every in local.exchanges.residuals.every().values()]
+
+    before = residuals()
+    assert any(t.any() for every in before for t in every)
+    for mine in ranks.parameters:
+        for p in mine:
+            p.data.fill_(3e38)
+    zeros = [[torch.zeros_like(p) for p in mine] for mine in ranks.parameters]
+    for _ in range(2):
+        ranks.step(zeros)
+    assert [local.taken for local in ranks.local] == [False, False]
+    for now, then in zip(residuals(), before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     "options", [{"every": 10, "overlap": 11}, {"every": 10, "overlap": 5, "fragments": 4}, {"every": 1, "fragments": 2},

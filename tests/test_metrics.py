@@ -3,6 +3,7 @@
 import http.client
 import json
 import logging
+import random
 import re
 import socket
 import sys
@@ -251,6 +252,54 @@ def test_the_endpoint_adds_up_and_answers_its_own_address_only(endpoint):
     assert families["commpress_owed_norm"] == "gauge"
     assert ask(endpoint, host="evil.example")[0] == 403
     assert ask(endpoint, host=f"localhost:{endpoint.port}")[0] == 200
+
+
+def raw(endpoint, request):
+    """The first line of the answer to these bytes; of HTTP before 1.0, which has none, its whole body."""
+    with socket.create_connection((endpoint.host, endpoint.port), timeout=30) as client:
+        client.sendall(request)
+        client.shutdown(socket.SHUT_WR)
+        parts = list(iter(lambda: client.recv(65536), b""))
+    return b"".join(parts).split(b"\r\n")[0]
+
+
+BAD_HOSTS = [
+    "[::1", "::1]", "[", "]", "[]", "[1.2.3.4", "[::1]x", "[v]", "[::1%lo", "::1", "a@127.0.0.1", "127.0.0.1/x", "127.0.0.1:x",
+    "127.0.0.1, 127.0.0.1", "127.0.0.1\\x", "127.0.0.1?", "\xff", "127.0.0.1\r\nHost: 127.0.0.1", "127.0.0.1\r\n folded",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", [{}, {"host": "0.0.0.0"}], indirect=True)
+def test_headers_that_cannot_be_read_are_bad_requests(endpoint, capfd):
+    def status(host, accept="*/*"):
+        return raw(endpoint, f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nAccept: {accept}\r\n\r\n".encode("latin1"))
+
+    for host in BAD_HOSTS:
+        assert status(host) == b"HTTP/1.0 400 Bad Request", host
+    for accept in ("text/plain; version=x", "application/openmetrics-text; version=1.x", "text/plain; version=1.0.0x"):
+        assert status("127.0.0.1", accept) == b"HTTP/1.0 400 Bad Request", accept
+    for host in ("127.0.0.1", "[::1]", "[::1]:9400", "LocalHost:", "127.8.9.10:1"):
+        assert status(host) == b"HTTP/1.0 200 OK", host
+    assert capfd.readouterr().err == ""
+
+
+REQUEST = (
+    b"GET /metrics?name[]=commpress_steps HTTP/1.1\r\nHost: [::1]:9400\r\nAccept: application/openmetrics-text; version=1.0.0; "
+    b"escaping=underscores, text/plain;version=0.0.4;q=0.5\r\nAccept-Encoding: gzip;q=1\r\nContent-Length: 0\r\n\r\n"
+)
+
+
+def test_no_damaged_request_is_an_error_of_the_server(endpoint, capfd):
+    chance = random.Random(3)
+    for _ in range(600):
+        request = bytearray(REQUEST)
+        for _ in range(chance.choice((1, 1, 2, 4))):
+            at, byte = chance.randrange(len(request)), chance.choice(b"[]:;,=/@#?%& \t\r\n\0\xff-0aH.")
+            request[at : at + chance.choice((0, 1, 1, 8))] = bytes([byte]) * chance.choice((0, 1, 1))
+        answer = raw(endpoint, bytes(request))
+        assert not answer.startswith(b"HTTP/1.0 5"), bytes(request)
+        assert b"server error" not in answer, bytes(request)
+    assert capfd.readouterr().err == ""
 
 
 def half_request(endpoint):

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import commpress
 from commpress.errors import InvalidArgument, Mismatch, StateMismatch
+from commpress.integrations.pipeline import edge_choice
 from commpress.integrations.pipeline.edge_choice import fastest
 from commpress.integrations.pipeline.edge_codec import Differences, decode_into, edge_codec, encoded
 from variants import first
@@ -331,6 +332,27 @@ def test_the_fastest_codec_of_a_link_is_never_slower_than_none():
 def chosen_alike():
     stage = PipelineStage(parts(2)[dist.get_rank()], dist.get_rank(), 2, torch.device("cpu"))
     return commpress.compress_pipeline(stage, "auto").choice
+
+
+def both_ways():
+    """Codecs of the edge between two ranks: of activations and of gradients, where either is "auto"."""
+    rank, found = dist.get_rank(), []
+    stage = PipelineStage(parts(2)[rank], rank, 2, torch.device("cpu"))
+    before, edge_choice.measured = edge_choice.measured, lambda *_: {(0, 1): "bf16", (1, 0): "int8"}
+    try:
+        for codecs in (("int4", "tah"), ("int4", "auto"), ("auto", "int4")):
+            edges = commpress.compress_pipeline(stage, codecs[0], gradient_codec=codecs[1])
+            found.append((edges.codecs(0, 1, False).spec, edges.codecs(1, 0, True).spec))
+            edges.remove()
+    finally:
+        edge_choice.measured = before
+    return found
+
+
+def test_gradients_have_a_codec_of_their_own(pool):
+    names = [("int4", "tah"), ("int4", "int8"), ("bf16", "int4")]
+    wanted = [tuple(edge_codec(name).spec for name in each) for each in names]
+    assert pool.run(both_ways, size=2) == [wanted, wanted]
 
 
 def test_all_ranks_know_the_choice_of_each_edge(pool):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from socketserver import ThreadingMixIn
 from time import monotonic
 from typing import Any
-from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from commpress.errors import InvalidArgument, MissingPackage
@@ -22,12 +21,14 @@ from commpress.integrations.observe.metrics import TOTALS, StepMetrics
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+    from prometheus_client.exposition import choose_encoder
 except ModuleNotFoundError as error:
     raise MissingPackage("MetricsEndpoint needs prometheus_client: pip install 'commpress[metrics]'") from error
 
 log = logging.getLogger("commpress")
 
 AT_ONCE = 8  # connections, a thread each
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]*))(?::[0-9]*)?")  # an IPv6 address or a name, and a port
 _LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]*\Z")
 HELP = {
     "steps": "Steps taken.",
@@ -216,8 +217,7 @@ def _serve(host: str, port: int, answer: Callable[..., Iterable[bytes]], timeout
             "address of this machine such as 127.0.0.1, ::1 or 0.0.0.0, and a free port, or 0 for any"
         ) from error
     server.inside = _is_loopback(str(address))
-    if server.inside:
-        server.set_app(_asked_by_address(answer))
+    server.set_app(_checked(answer, inside=server.inside))
     return server
 
 
@@ -228,13 +228,31 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _asked_by_address(answer: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """On loopback: a page of another site must not read this through a name of its own that it points here."""
+def _checked(answer: Callable[..., Iterable[bytes]], *, inside: bool) -> Callable[..., Iterable[bytes]]:
+    """Answer requests whose headers can be read.
+
+    ``inside``: and whose Host is a loopback address: a page of another site must not read this through a name of its own that
+    it points here.
+    """
 
     def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if _is_loopback(urlsplit("//" + environ.get("HTTP_HOST", "")).hostname or ""):
+        host = _HOST.fullmatch(environ.get("HTTP_HOST", ""))
+        if host is None or not _is_readable(environ.get("HTTP_ACCEPT", "")):
+            status, why = "400 Bad Request", b"the Host or Accept header cannot be read\n"
+        elif inside and not _is_loopback((host[1] or host[2]).lower()):
+            status, why = "403 Forbidden", b"asked by a name that is not this machine's loopback\n"
+        else:
             return answer(environ, start_response)
-        start_response("403 Forbidden", [("Content-Type", "text/plain")])
-        return [b"asked by a name that is not this machine's loopback\n"]
+        start_response(status, [("Content-Type", "text/plain")])
+        return [why]
 
     return checked
+
+
+def _is_readable(accept: str) -> bool:
+    """Tell whether ``prometheus_client`` can read it: versions that are no numbers raise there."""
+    try:
+        choose_encoder(accept)
+    except (TypeError, ValueError):
+        return False
+    return True
