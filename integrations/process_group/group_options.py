@@ -76,7 +76,7 @@ class GroupOptions:
             if self.only == "everything" and name in codecs and _needs_residuals(codecs[name]):
                 raise InvalidArgument(
                     f"{option} is {getattr(self, option)!r}, which needs residuals, and only='everything' compresses calls "
-                    "outside a backward, which have none: what it leaves out of them would never be sent. Use only='gradients'; "
+                    "outside a backward, which have none: what it leaves out there would never be sent. Use only='gradients'; "
                     "or a codec such as 'int8', 'bf16' or 'terngrad'; or, for gradients, commpress.compress(ddp, codec=...)"
                 )
         if self.topology is None:
