@@ -182,7 +182,7 @@ def _rank(rank: int, folder: str, call: str, fault: str, timeout: float, pipe: C
     torch.set_num_threads(1)
     options = None
     if call == COMPRESSED:
-        codec = "int8" if rank == FAULTY and fault == "wrong codec" else "sign"
+        codec = "int8" if rank == FAULTY and fault == "wrong codec" else "bf16"
         options = GroupOptions(codec, min_numel=1, only="everything")
     _join(folder, "first", rank, RANKS, timeout, options)
     make("barrier" if fault == "wrong codec" else call, None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adam import adam as _adam
 from torch.optim.adamw import adamw as _adamw
@@ -25,6 +26,11 @@ RECONFIGURES = RELEASE >= (2, 14)  # torch has a way to give a group other ranks
 AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+# Methods that communicate are left out of graphs: sockets and threads are nothing to trace. As ``torch.compiler.disable``,
+# which imports the compiler where it decorates and takes seconds.
+untraced = _disable_dynamo
 
 
 # ---------------------------------------------------------------- optimizers

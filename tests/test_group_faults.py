@@ -56,7 +56,7 @@ def disagreements(folder, cases, seconds):
         at_fault = dist.get_rank() == LAST
         options = None
         if call == COMPRESSED:
-            codec = "int8" if at_fault and fault == "wrong codec" else "sign"
+            codec = "int8" if at_fault and fault == "wrong codec" else "bf16"
             options = GroupOptions(codec, min_numel=1, only="everything")
         meet(f"case {i}", 3)
         joined(f"{folder}/{i}", 3, seconds, options)

@@ -19,6 +19,7 @@ from commpress.errors import InvalidArgument
 from commpress.feedback import ErrorFeedback
 from commpress.integrations.process_group.group_options import GroupOptions, group_options_from
 from commpress.integrations.process_group.reducer import KEPT_BACKWARDS
+from commpress.torch_private import reduce_scatter_single
 from group_calls import as_world
 
 # ---------------------------------------------------------------- what options say
@@ -31,7 +32,7 @@ from group_calls import as_world
         ("exact", None),
         ("int8", GroupOptions("int8")),
         ("codec=sign", GroupOptions("sign")),
-        ("codec=int4, min_numel=10, ops=avg, only=everything", GroupOptions("int4", 10, ["avg"], "everything")),
+        ("codec=int8, min_numel=10, ops=avg, only=everything", GroupOptions("int8", 10, ["avg"], "everything")),
         ("bf16,ops=sum+avg", GroupOptions("bf16", ops=(dist.ReduceOp.SUM, dist.ReduceOp.AVG))),
     ],
 )
@@ -178,8 +179,8 @@ def test_a_site_that_does_not_come_again_is_let_go_and_counted(pool, tmp_path):
     assert pool.run(with_options, f"{tmp_path}/file", changing_sites, GroupOptions("sign", 1), size=2) == [(1, 1)] * 2
 
 
-def with_options(file, function, options):
-    return as_world("commpress", file, function, pg_options=options)
+def with_options(file, function, options, *args):
+    return as_world("commpress", file, function, *args, pg_options=options)
 
 
 # ---------------------------------------------------------------- everything
@@ -205,6 +206,47 @@ def test_everything_takes_what_it_can_and_counts_the_rest(pool, tmp_path):
         assert counters["compressed_calls"] == 3
         assert counters["exact_calls"] == {"dtype": 2, "reduction": 1, "small": 1}
         assert counters["ratio"] > 2
+
+
+COARSE = ["sign", "sign-l1", "ternary", "int4", "log3", "bits4", "topk-16", "randk-32"]
+
+
+@pytest.mark.parametrize(
+    ("option", "codec"), [*((o, c) for o in ("codec", "reduce_scatter") for c in COARSE), ("codec", "sketch-64")]
+)
+def test_everything_refuses_codecs_that_need_the_residuals_of_a_backward(option, codec):
+    given = {"codec": None} | {option: codec}
+    assert GroupOptions(**given, only="gradients").codecs()
+    with pytest.raises(InvalidArgument, match=rf"^{option} is '{codec}', which needs residuals.*Use only='gradients'; or"):
+        GroupOptions(**given, only="everything")
+
+
+def averaged_by_hand(steps):
+    """Error of the sum of a gradient that a loop averages after each backward, and of the same by a reduce-scatter."""
+    rank, size, errors = dist.get_rank(), dist.get_world_size(), []
+    gradients = [torch.randn(4096, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    exact = sum(gradients) / size
+    part = exact.chunk(size)[rank]
+    sums = torch.zeros(4096), torch.zeros_like(part)
+    for step in range(1, steps + 1):
+        p = torch.nn.Parameter(torch.zeros(4096))
+        (p * gradients[rank]).sum().backward()
+        row = torch.empty_like(part)
+        reduce_scatter_single(row, p.grad, dist.ReduceOp.AVG)
+        dist.all_reduce(p.grad, dist.ReduceOp.AVG)
+        sums[0].add_(p.grad)
+        sums[1].add_(row)
+        pairs = zip(sums, (exact, part), strict=True)
+        errors.append([float((total / step - want).norm() / want.norm()) for total, want in pairs])
+    return errors, dist.group.WORLD.counters.as_dict()["calls"]
+
+
+@pytest.mark.parametrize(("codec", "limit"), [("int8", 0.02), ("bf16", 0.003), ("terngrad", 0.2)])
+def test_gradients_averaged_after_backward_add_up_to_the_exact_sum(pool, tmp_path, codec, limit):
+    options = GroupOptions(codec, min_numel=1024, only="everything", reduce_scatter=codec)
+    for errors, calls in pool.run(with_options, f"{tmp_path}/file", averaged_by_hand, options, 40, size=2):
+        assert calls == {"all_reduce": 40, "reduce_scatter": 40}
+        assert max(errors[-1]) < limit
 
 
 # ---------------------------------------------------------------- training

@@ -62,7 +62,7 @@ def _compressed(rank: int, size: int, twin: bool, told: Told) -> list[tuple[str,
     found = list[tuple[str, float, str, float | None]]()
     numel = machine.size(16 << 20, 1 << 13)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-    for codec in ("exact", "sign", "int8"):
+    for codec in ("exact", "terngrad", "int8"):
         named = "exact" if codec == "exact" else GroupOptions(codec, 1, only="everything")
         group = dist.new_group(backend="commpress", timeout=PATIENT, pg_options=named)
         here, there = x.to(machine.device, copy=True), x.clone()

@@ -27,6 +27,7 @@ from commpress.kernels.cosine import ChunkedCosine
 from commpress.kernels.sparse_blocks import SparseBlocks
 from commpress.optim.fixed_groups import FixedGroups
 from commpress.optim.optimizer import checksum, loss_of, report_skipped, require_same
+from commpress.torch_private import untraced
 from commpress.work import Steps
 
 log = logging.getLogger("commpress")
@@ -102,6 +103,7 @@ class DeMo(FixedGroups):
 
     # ------------------------------------------------------------ one step
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)

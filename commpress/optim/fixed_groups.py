@@ -14,7 +14,7 @@ from commpress.optim.checkpoint import check_groups, take_groups
 from commpress.optim.flat import Flat
 from commpress.optim.held import refuse_held
 from commpress.optim.optimizer_counters import OptimizerCounters
-from commpress.optim.parameters import named_parameters
+from commpress.optim.parameters import check_parameter, named_parameters
 
 
 class FixedGroups(torch.optim.Optimizer):
@@ -37,7 +37,10 @@ class FixedGroups(torch.optim.Optimizer):
         check_on_nonfinite(on_nonfinite, propagates=False)
         self.on_nonfinite, self.steps_done, self.counters = on_nonfinite, 0, OptimizerCounters()
         super().__init__(params, defaults)
-        self._flat = Flat(*named_parameters(self.param_groups))
+        parameters, names = named_parameters(self.param_groups)
+        for name, parameter in zip(names, parameters, strict=True):
+            check_parameter(name, parameter)
+        self._flat = Flat(parameters, names)
         refuse_held(type(self).__name__, zip(self._flat.names, self._flat.parameters, strict=True), why)
         self.channel = Channel.among(process_group, timeout=timeout) if transport is None else Channel(transport)
 

@@ -44,6 +44,7 @@ from commpress.optim.stored_fragment import StoredFragment, check_room
 from commpress.optim.warmup import SharedWarmup
 from commpress.schedules import Facts, Seconds, Sync, sync_of
 from commpress.tiered_mem import TieredStore
+from commpress.torch_private import untraced
 from commpress.work import Steps, run
 
 log = logging.getLogger("commpress")
@@ -180,6 +181,7 @@ class LocalUpdates(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ steps
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None, *, tokens: int = 0) -> Any:
         """A step of each inner optimizer; then, where it is time, an exchange. ``tokens``: what the step was computed from.
 
@@ -212,6 +214,7 @@ class LocalUpdates(torch.optim.Optimizer):
                 if p.grad is not None:
                     p.grad.div_(scale.to(p.grad.device))
 
+    @untraced
     def synchronize(self) -> None:
         """Average gradients over the ranks, in a step of the warm-up. Call it before clipping; ``step`` does it otherwise."""
         run(self.synchronizing())

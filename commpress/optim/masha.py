@@ -26,6 +26,7 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.optim.fixed_groups import FixedGroups
 from commpress.optim.optimizer import checksum, report_skipped, require_same
+from commpress.torch_private import untraced
 from commpress.work import Steps
 
 KEYS = ("anchor", "operator", "mean_operator")  # w, F_i(w) and F(w)
@@ -81,6 +82,7 @@ class Masha(FixedGroups):
 
     # ------------------------------------------------------------ one step
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:

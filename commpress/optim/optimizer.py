@@ -47,6 +47,7 @@ from commpress.optim.optimizer_counters import OptimizerCounters
 from commpress.optim.parameters import named_parameters
 from commpress.optim.tensor_states import TensorStates
 from commpress.schedules import Facts
+from commpress.torch_private import untraced
 from commpress.work import Steps
 
 SAME_GROUPS = (
@@ -311,6 +312,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     # ------------------------------------------------------------ one step
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)

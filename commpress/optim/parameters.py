@@ -34,8 +34,8 @@ def check_parameter(name: str, parameter: torch.Tensor, *, cut: bool = False) ->
             return
         raise InvalidArgument(
             f"parameter {name!r} is a DTensor, of which this rank has a part (FSDP2, tensor parallelism): this optimizer needs "
-            "whole parameters. With fully_shard use torch's own optimizer and commpress.compress_fsdp(model), with tensor "
-            "parallelism one of the compressed optimizers, or leave the model whole under DistributedDataParallel"
+            "whole parameters. With fully_shard use torch's own optimizer and commpress.compress_fsdp(model); with tensor "
+            "parallelism commpress.OneBitAdam or another that takes DTensors (docs/meshes.md); or leave the model whole"
         )
     wrapped: bool = is_traceable_wrapper_subclass(parameter)
     if wrapped:

@@ -31,6 +31,7 @@ from commpress.integrations.zero.wrapper import (
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
+from commpress.torch_private import untraced
 
 FORMAT = 1.0
 
@@ -138,6 +139,7 @@ class ExpertOptimizer(Wrapper):
         if self.tiers.graded:
             self.tiers.drop_gradients()
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)

@@ -34,17 +34,16 @@ def measured(group: Any, device: torch.device) -> dict[tuple[int, int], str]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     seconds = _codec_seconds(device)
     pairs = {tuple(sorted((r, (r + 1) % size))) for r in range(size)} - {(0, 0)}
-    mine = {}
+    table = torch.full((size, size), -1, device=device)  # number of the codec from each rank to each
     for low, high in sorted(pairs):
         for sender, receiver in ((low, high), (high, low)):
             if rank in (sender, receiver):
                 bandwidth = _bandwidth(rank == sender, receiver if rank == sender else sender, group, device)
                 if rank == sender:
-                    mine[sender, receiver] = fastest(bandwidth, seconds)
+                    table[sender, receiver] = CANDIDATES.index(fastest(bandwidth, seconds))
         dist.barrier(group)
-    every: list[Any] = [None] * size
-    dist.all_gather_object(every, mine, group=group)
-    return {ends: name for found in every for ends, name in found.items()}
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    return {(sender, receiver): CANDIDATES[table[sender, receiver]] for sender, receiver in (table >= 0).nonzero().tolist()}
 
 
 def _codec_seconds(device: torch.device) -> dict[str, float]:

@@ -36,6 +36,7 @@ from commpress.totals import Totals
 NAMES = (
     "get_fwd_send_ops", "get_fwd_recv_ops", "get_bwd_send_ops", "get_bwd_recv_ops", "forward_one_chunk", "backward_one_chunk",
 )  # fmt: skip
+_WORDS = 256  # bytes in which a rank names its options
 
 
 @dataclass
@@ -267,7 +268,8 @@ def compress_pipeline(
         raise InvalidArgument(f"codec is {codec!r}, of which differences=True makes nothing: name a lossy one, as 'int4'")
     group, device = stages[0].group, stages[0].device
     words = [None if each is None else each.spec for each in fixed]
-    _agree(group, digest(words, codec == "auto", gradient_codec == "auto", differences, min_numel, gradients_only), codec)
+    said = digest(words, codec == "auto", gradient_codec == "auto", differences, min_numel, gradients_only)
+    _agree(group, said, codec, device)
     choice = edge_choice.measured(group, device) if "auto" in (codec, gradient_codec) else {}
     chosen = {ends: edge_codec(name) for ends, name in choice.items()}
 
@@ -319,9 +321,11 @@ def _stages(given: Any) -> list[Any]:
     return stages
 
 
-def _agree(group: Any, said: str, codec: Any) -> None:
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, (said, str(codec)), group=group)
+def _agree(group: Any, said: str, codec: Any, device: torch.device) -> None:
+    words = f"{said} {codec!s}".encode()[:_WORDS].ljust(_WORDS)
+    rows = torch.empty(dist.get_world_size(group), _WORDS, dtype=torch.uint8, device=device)
+    dist.all_gather(list(rows), torch.tensor(list(words), dtype=torch.uint8, device=device), group=group)
+    every = [bytes(row).decode(errors="replace").strip().split(" ", 1) for row in rows.tolist()]
     if len({each[0] for each in every}) > 1:
         rank = dist.get_rank(group)
         others = tuple(r for r, each in enumerate(every) if each[0] != said)

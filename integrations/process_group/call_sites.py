@@ -3,8 +3,9 @@
 Note: the call site. DDP reduces its buckets in the same order in every backward, so the n-th compressed reduction of a
 backward with so many elements is one site and keeps one residual. After DDP has rebuilt its buckets, at its first step,
 sites change and what the old ones still owed is dropped. The hook (``commpress.compress``) keys residuals by parameter and
-loses nothing. Two models that train over one group need one group each. Outside a backward there is no such order:
-reductions there are compressed without residuals, and so is every all-gather.
+loses nothing. Two models that train over one group need one group each. Outside a backward there is no such order: a metric
+between two gradients would receive the residual of another tensor. Reductions there are compressed without residuals, by
+codecs that need none (``GroupOptions``), and so is every all-gather.
 """
 
 from abc import ABC, abstractmethod

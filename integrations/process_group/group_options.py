@@ -18,6 +18,7 @@ from commpress.errors import InvalidArgument
 VARIABLE = "COMMPRESS_GROUP_OPTIONS"
 _KEYS = ("codec", "min_numel", "ops", "only", "reduce_scatter", "all_gather", "all_to_all", "topology")
 _EXACT = "exact"
+_ROW = 4096
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,7 +30,8 @@ class GroupOptions:
     - its tensor has at least ``min_numel`` elements, in float32, bfloat16 or float16, on the CPU or on CUDA;
     - its reduction is one of ``ops``: "sum", "avg", also as ``ReduceOp``;
     - ``only="gradients"``: it is called from inside a backward pass, where DDP reduces its buckets. The norm for clipping, a
-      metric, a vote are computed outside and never touched. ``only="everything"`` compresses those too.
+      metric, a vote are computed outside and never touched. ``only="everything"`` compresses those too, without residuals, and
+      takes codecs that need none: of eight bits or more per element, such as "int8", or right on average, such as "terngrad".
 
     ``codec``: of all-reduces; None leaves them exact. Others are exact unless they have a codec too:
 
@@ -70,6 +72,13 @@ class GroupOptions:
         for name in ("all_gather", "all_to_all"):
             if name in codecs:
                 check_codec(codecs[name], name)
+        for option, name in {"codec": "all_reduce", "reduce_scatter": "reduce_scatter"}.items():
+            if self.only == "everything" and name in codecs and _needs_residuals(codecs[name]):
+                raise InvalidArgument(
+                    f"{option} is {getattr(self, option)!r}, which needs residuals, and only='everything' compresses calls "
+                    "outside a backward, which have none: what it leaves out there would never be sent. Use only='gradients'; "
+                    "or a codec such as 'int8', 'bf16' or 'terngrad'; or, for gradients, commpress.compress(ddp, codec=...)"
+                )
         if self.topology is None:
             return
         if self.codec is None:
@@ -128,6 +137,11 @@ def group_options_from(given: GroupOptions | str | None) -> GroupOptions | None:
     if values.get("codec") == _EXACT:
         values["codec"] = None
     return GroupOptions(**values)
+
+
+def _needs_residuals(codec: Codec) -> bool:
+    """Return true if a good part of a tensor stays out of every mean of calls that keep no residual."""
+    return codec.feedback and (isinstance(codec, WholeTensorCodec) or codec.row_bytes(_ROW) < _ROW)
 
 
 def _op_name(op: Any) -> str:

@@ -5,21 +5,37 @@
     commpress.load_distributed(optimizer, "checkpoint/optimizer")
 
 Tensors are saved as tensors; what holds them together is one msgpack document per rank, itself a tensor of bytes.
+
+Note: torch's own ``.metadata`` is a pickle, which torch reads by ``pickle.load``: a file could run any command. Here it is read
+by an unpickler that knows torch's classes of metadata and nothing else.
 """
 
-from pathlib import Path
+import math
+import pickle
+import re
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgpack
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from commpress.errors import StateMismatch
 from commpress.optim.optimizer import CompressedOptimizer
 
 _OUTLINE = "outline"
-_MAX_OUTLINE = 1 << 28  # bytes of one rank's document
+_MAX_OUTLINE = _MAX_METADATA = 1 << 28  # bytes: of one rank's document, of torch's
+_NAME = re.compile(rf"rank(\d{{1,9}})/({_OUTLINE}|\d{{1,18}})")
+_METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
+        "TensorProperties", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.layout))},
+}  # fmt: skip
 
 
 def save_distributed(optimizer: CompressedOptimizer, folder: str | Path, *, elastic: bool = False) -> None:
@@ -34,18 +50,19 @@ def save_distributed(optimizer: CompressedOptimizer, folder: str | Path, *, elas
 
 def load_distributed(optimizer: CompressedOptimizer, folder: str | Path) -> None:
     """From ``save_distributed``; load the model first. Collective over the default group."""
+    reader = _Reader(folder)
     sizes = {
         name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and _NAME.fullmatch(name)
     }
     saved = sum(name.endswith(f"/{_OUTLINE}") for name in sizes)
     if not saved:
         raise StateMismatch(f"{folder} holds no optimizer state: expected what commpress.save_distributed wrote")
     mine = optimizer.channel.rank
-    own = _read(folder, sizes, [mine if mine < saved else 0])
+    own = _read(reader, sizes, [mine if mine < saved else 0])
     if _kind(own[0]) == "elastic":
-        own = _read(folder, sizes, list(range(saved)))
+        own = _read(reader, sizes, list(range(saved)))
     elif saved != optimizer.channel.size:
         raise StateMismatch(
             f"{folder} was saved by {saved} ranks, this group has {optimizer.channel.size}: save with elastic=True to change "
@@ -54,20 +71,64 @@ def load_distributed(optimizer: CompressedOptimizer, folder: str | Path) -> None
     optimizer.load_state_dict(*own)
 
 
-def _read(folder: str | Path, sizes: dict[str, Any], ranks: list[int]) -> list[Any]:
-    named = {
-        name: torch.empty(size, dtype=dtype)
-        for name, (size, dtype) in sizes.items()
-        if int(name.split("/")[0].removeprefix("rank")) in ranks
-    }
-    dcp.load(named, checkpoint_id=str(folder))
+class _Reader(dcp.FileSystemReader):
+    """Reads a checkpoint without executing anything in it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(str(folder))
+        self.folder = Path(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As torch's, of classes of metadata only."""
+        file = self.folder / ".metadata"
+        if file.stat().st_size > _MAX_METADATA:
+            raise StateMismatch(f"{file} has {file.stat().st_size} bytes, too many to describe a checkpoint")
+        with file.open("rb") as stream:
+            try:
+                metadata = _MetadataUnpickler(stream).load()
+            except StateMismatch:
+                raise
+            except Exception as error:  # whatever broken bytes lead to
+                raise StateMismatch(f"{file} is not as torch {torch.__version__} writes it: {error!r}") from error
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+            raise StateMismatch(f"{file} holds a {type(metadata).__name__}, expected what commpress.save_distributed wrote")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
+            return PurePath  # where it was saved
+        if name not in _METADATA.get(module, ()):
+            raise StateMismatch(
+                f".metadata names {module}.{name}, which torch.distributed.checkpoint does not write: somebody has changed the "
+                "checkpoint, and reading it elsewhere may run a command. Nothing was executed"
+            )
+        return super().find_class(module, name)
+
+
+def _read(reader: _Reader, sizes: dict[str, Any], ranks: list[int]) -> list[Any]:
+    wanted = {name: each for name, each in sizes.items() if int(_NAME.fullmatch(name)[1]) in ranks}  # type: ignore[index]
+    nbytes = sum(math.prod(size) * dtype.itemsize for size, dtype in wanted.values())
+    there = sum(file.stat().st_size for file in reader.folder.glob("*.distcp"))
+    if nbytes > there:
+        raise StateMismatch(f"{reader.folder}: .metadata describes tensors of {nbytes} bytes, the files have {there}")
+    named = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in wanted.items()}
+    dcp.load(named, storage_reader=reader)
     states = []
     for rank in ranks:
-        document = named[_name(rank, _OUTLINE)]
+        document = named.get(_name(rank, _OUTLINE))
+        if document is None:
+            raise StateMismatch(f"{reader.folder} has no outline of rank {rank}: not all that was saved is there")
         if document.numel() > _MAX_OUTLINE:
-            raise StateMismatch(f"{folder}: the outline of rank {rank} has {document.numel()} bytes, too many to be one")
-        outline = msgpack.unpackb(document.numpy().tobytes(), strict_map_key=False)
-        states.append(_filled(outline, named, rank))
+            raise StateMismatch(f"{reader.folder}: the outline of rank {rank} has {document.numel()} bytes, too many")
+        try:
+            outline = msgpack.unpackb(document.numpy().tobytes(), strict_map_key=False)
+            states.append(_filled(outline, named, rank))
+        except (KeyError, TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
+            raise StateMismatch(f"{reader.folder}: the outline of rank {rank} is broken: {error!r}") from error
     return states
 
 

@@ -52,6 +52,7 @@ from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
 from commpress.tiered_mem.arena import padded
+from commpress.torch_private import untraced
 
 FORMAT = 1.0
 AHEAD = 2  # chunks that are read while one is updated
@@ -264,6 +265,7 @@ class Offloaded(Wrapper):
 
     # ------------------------------------------------------------ one step
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)

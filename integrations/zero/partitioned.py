@@ -52,6 +52,7 @@ from commpress.optim.held import refuse_held
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
+from commpress.torch_private import untraced
 from commpress.work import Steps, run
 
 UNORDERED_LIMIT = 2  # buckets under way at once where messages are matched by tag
@@ -188,6 +189,7 @@ class Partitioned(Divided, Wrapper):
         finally:
             self.gradients.syncing = before
 
+    @untraced
     @torch.no_grad()
     def synchronize(self) -> None:
         """Reduce what backwards under ``no_sync`` have added up, as those of a pipeline; collective. ``step`` does it too.
@@ -202,6 +204,7 @@ class Partitioned(Divided, Wrapper):
 
     # ------------------------------------------------------------ one step
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
@@ -219,6 +222,7 @@ class Partitioned(Divided, Wrapper):
             self._skip()
         return loss
 
+    @untraced
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As ``torch.nn.utils.clip_grad_norm_``, over the mean gradients of all ranks; collective. The norm, summed in double.
