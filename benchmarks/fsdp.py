@@ -73,7 +73,7 @@ class Measured:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variants", default=UNASKED, metavar="A,B", help=f"default {UNASKED}")
+    parser.add_argument("--ways", default=UNASKED, metavar="A,B", help=f"default {UNASKED}")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="of what plain sends (default bfloat16)")
     training.add_options(parser, rounds=3, steps=3, batch=1)
     parser.add_argument("--train", type=int, default=0, metavar="N", help="compare losses after N steps instead of times")
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def variants_of(options: argparse.Namespace) -> tuple[str, ...]:
-    variants = tuple(dict.fromkeys(["plain", *options.variants.split(",")]))
+    variants = tuple(dict.fromkeys(["plain", *options.ways.split(",")]))
     for name in variants:
         if name not in VARIANTS:
             raise InvalidArgument(f"variant is {name!r}, expected one of {', '.join(VARIANTS)}")

@@ -19,7 +19,7 @@ network namespaces. The --json file takes the rows of all links and devices, is 
 not measured again: the command can be stopped at any time and goes on.
 
   torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks local_speed --link 100mbit --json speed.json
-  python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device 5ms --variants local:bits2/1024,sign
+  python benchmarks local_speed --ranks 2 --width 32 --layers 2 --device 5ms --ways local:bits2/1024,sign
 """
 
 import argparse
@@ -41,8 +41,8 @@ from commpress.cli import harness, option_groups, ranks, training
 from commpress.cli.gpt import GPT, batch, standard_library
 from commpress.codecs import BitsCodec, Codec, codec_named
 from commpress.errors import InvalidArgument
-from commpress.plan.cluster import parse_time
 from commpress.schedules import Every
+from commpress.units import parse_time
 
 VARIANTS = "local:bits2/1024,local:bits2/1024:overlap,local:topk-64+bits2:overlap,sign,int8,zero-one,plain"
 ALONE = 10  # steps of computing alone before each way, and after it
@@ -68,7 +68,7 @@ class Row:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variants", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}")
+    parser.add_argument("--ways", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}")
     says = "cpu, or the time of a step stood in, such as 60ms (default cpu)"
     parser.add_argument("--device", default="cpu", metavar="D", help=says)
     parser.add_argument("--link", default="-", metavar="NAME", help="of the link, for the table")
@@ -84,7 +84,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     seconds_of(options.device)
-    for variant in options.variants.split(","):
+    for variant in options.ways.split(","):
         _check_variant(variant)
     return harness.run(options, bench, judge=judge, draw=draw, summary=summary)
 
@@ -245,7 +245,7 @@ def bench(rank: int, size: int, options: argparse.Namespace, report: ranks.Repor
     found: list[Row] = rows[0]
     alone = Training("compute", options, load)
     alone.timed(1)
-    for variant in options.variants.split(","):
+    for variant in options.ways.split(","):
         place = (options.device, variant, options.link, options.every, size)
         if any((r.device, r.variant, r.link, r.every, r.ranks) == place for r in found):
             continue
@@ -318,7 +318,7 @@ def bits_per_second(link: str) -> float:
 def judge(rows: list[Row]) -> list[tuple[str, bool]]:
     bars: list[tuple[str, bool]] = []
     if not any(row.variant.endswith(":overlap") for row in rows):
-        raise InvalidArgument("--check judges ways that overlap: name one in --variants, such as local:bits2/1024:overlap")
+        raise InvalidArgument("--check judges ways that overlap: name one in --ways, such as local:bits2/1024:overlap")
     for row in rows:
         speed = _speed(row)
         if row.variant.endswith(":overlap"):

@@ -156,7 +156,7 @@ class Results:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variants", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}")
+    parser.add_argument("--ways", default=VARIANTS, metavar="A,B", help=f"default {VARIANTS}")
     parser.add_argument("--target", type=float, default=2.8, metavar="LOSS", help="nats per byte (default 2.8)")
     parser.add_argument("--losses", metavar="FILE", help="curves: read if it exists, written with those that were missing")
     parser.add_argument("--no-times", action="store_true", help="train missing curves and measure no steps")
@@ -192,7 +192,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def variants_of(options: argparse.Namespace) -> tuple[Variant, ...]:
-    return tuple(variant_of(name, options.warmup) for name in dict.fromkeys(options.variants.split(",")))
+    return tuple(variant_of(name, options.warmup) for name in dict.fromkeys(options.ways.split(",")))
 
 
 def rates_of(words: str | None) -> tuple[float, ...]:

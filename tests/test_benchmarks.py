@@ -97,13 +97,13 @@ def test_bench_loss(compiled, tmp_path):
     file, curves = tmp_path / "rows.json", tmp_path / "curves.json"
     options = ["--ranks", "2", "--length", "16", "--train", "14", "--batch", "8", "--losses", str(curves), "--rounds", "1"]
     options += ["--steps", "2"]
-    options += ["--variants", "plain,powersgd1,onebit-4,onebit-int4-4,zero-one-int8-4", "--target", "1"]
+    options += ["--ways", "plain,powersgd1,onebit-4,onebit-int4-4,zero-one-int8-4", "--target", "1"]
     assert main(["loss", *TINY, *options, "--lr", "1e-3,4e-3", "--no-times"]) == 0
     first = json.loads(curves.read_text())["curves"]
     assert [(curve["variant"], curve["lr"]) for curve in first[:3]] == [("plain", 1e-3), ("plain", 4e-3), ("powersgd1", 1e-3)]
     assert all(len(curve["losses"]) == len(curve["kinds"]) == 14 for curve in first)
     assert all(curve["finer"] for curve in first if curve["bytes"])
-    more = ["--variants", "plain", "--seeds", "2", "--no-times"]
+    more = ["--ways", "plain", "--seeds", "2", "--no-times"]
     assert main(["loss", *TINY, *options, "--lr", "1e-3", *more]) == 0
     second = json.loads(curves.read_text())["curves"]
     assert second[:-1] == first

@@ -30,6 +30,13 @@ def commpress(*arguments: str) -> int:
     return main([str(a) for a in arguments])
 
 
+def status(arguments: list[str]) -> int | str | None:
+    try:
+        return main(arguments)
+    except SystemExit as left:  # what the parser refuses
+        return left.code
+
+
 @pytest.fixture(scope="module")
 def two():
     """Two ranks for all commands of this file: starting a process takes longer than what most of them do."""
@@ -138,7 +145,7 @@ def test_every_option_has_a_help_text():
     ("arguments", "says"),
     [
         (["demo", "--ways", "plain,sing"], "did you mean 'sign'?"),
-        (["demo", "--ranks", "1"], "expected at least 2"),
+        (["demo", "--ranks", "1"], "of at least 2"),
         (["demo", "--seconds", "-1"], "--seconds is -1"),
         (["demo", "--width", "30"], "a width that 4 heads share"),
         (["demo", "--lr", "1e-3,2e-3"], "add --search"),
@@ -148,28 +155,91 @@ def test_every_option_has_a_help_text():
         (["bench", "codec", "--codec", "sing"], "expected some of sign"),
         (["bench", "codec", "--codec", "int8", "--check", "--numel", "4096", "--threads", "1"], "--check needs"),
         (["bench", "allreduce", "--min-bytes", "1MiB", "--max-bytes", "1KiB"], "<= --max-bytes"),
-        (["bench", "alltoall", "--rounds", "0"], "--rounds >= 1"),
+        (["bench", "alltoall", "--rounds", "0"], "argument --rounds: got '0', expected a whole number of at least 1"),
         (["bench", "alltoall", "--nodes", "2y4"], "topology is '2y4'"),
         (["bench", "alltoall", "--mpi"], "mpirun -n 4 commpress bench alltoall --mpi"),
         (["bench", "io", "--chunks", "3MiB"], "divide --size"),
         (["bench", "io", "--engine", "spdk", "--size", "1MiB", "--chunks", "1MiB"], "expected 'auto' or one of io_uring"),
-        (["bench", "train", "--variants", "powersgd"], "expected powersgdN"),
-        (["chaos", "--step-seconds", "0"], "--step-seconds is 0"),
-        (["chaos", "--ranks", "1", "--", "true"], "somebody must survive"),
+        (["bench", "train", "--ways", "powersgd"], "expected powersgdN"),
+        (["chaos", "--step-seconds", "0"], "argument --step-seconds: got '0', expected a number above 0"),
+        (["chaos", "--ranks", "1", "--", "true"], "argument --ranks: got '1', expected a whole number of at least 2"),
         (["chaos", "--faults", "kick", "--", "true"], "expected some of kill, stop, slow, cut"),
         (["chaos", "--faults", "cut", "--faults-per-hour", "9000", "--", "true"], "only between hosts"),
         (["chaos", "--rate", "1gbit", "--", "true"], "add --hosts"),
-        (["chaos", "--seconds", "0", "--", "true"], "--seconds is 0"),
+        (["chaos", "--seconds", "0", "--", "true"], "argument --seconds: got '0', expected a number above 0"),
         (["probe", "--bytes", "1"], "--bytes of at least 1KiB"),
         (["probe", "--topology", "2x"], "expected nodes x ranks"),
-        (["bench", "train", "--variants", "sign", "--check"], "name both"),
+        (["bench", "train", "--ways", "sign", "--check"], "name both"),
         (["bench", "train", "--bucket-mb", "plane=4"], "expected a number or variant=number"),
         (["bench", "train", "--bucket-mb", "powersgd1=4"], "all gradients in one bucket"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(arguments, says, capsys):
-    assert commpress(*arguments) == 2
+    assert status(arguments) == 2
     assert says in capsys.readouterr().err
+
+
+WRONG = {  # an argument that cannot work, for every command
+    "demo": "--rate fast", "doctor": "--directory /nowhere", "probe": "--bytes many", "plan": "--device fast",
+    "simulate": "--nodes 3y", "chaos": "--step-seconds -1", "bench codec": "--numel few", "bench allreduce": "--iterations 0",
+    "bench alltoall": "--rounds 0", "bench experts": "--tokens 0", "bench io": "--directory /nowhere",
+    "bench train": "--steps 0", "from-deepspeed": "/nowhere.json",
+}  # fmt: skip
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+sys.modules["torch"] = None  # importing it fails
+from commpress.cli import main
+said = {}
+for words, wrong in json.loads(sys.argv[1]).items():
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        try:
+            code = main([*words.split(), *wrong.split()])
+        except SystemExit as left:
+            code = left.code
+    said[words] = [code, heard.getvalue()]
+print(json.dumps(said))
+"""
+
+
+def test_wrong_arguments_are_refused_by_name_before_torch_is_imported():
+    assert set(WRONG) == {command.words for command in REGISTERED}
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(WRONG)], capture_output=True, text=True, timeout=60
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    for words, (code, said) in json.loads(ran.stdout).items():
+        last = said.splitlines()[-1]
+        option, _, value = WRONG[words].rpartition(" ")
+        assert code == 2, words
+        assert option in last
+        assert value in last
+        assert "expected" in last or "cannot be read" in last, last
+        if option:
+            assert said.startswith(f"usage: commpress {words} [-h]"), said
+            assert last.startswith(f"commpress {words}: error: argument {option}: "), last
+
+
+@pytest.mark.parametrize("command", [c.words for c in REGISTERED])
+def test_help_says_the_whole_command(command, capsys):
+    assert status([*command.split(), "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: commpress {command} [-h]")
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["bnch", "io"], "there is no command 'commpress bnch': did you mean 'bench'?"),
+        (["bench", "trian"], "there is no command 'commpress bench trian': did you mean 'train'?"),
+        (["xyz"], "expected one of bench, chaos, demo, doctor, from-deepspeed, plan, probe, simulate"),
+        (["bench"], "expected one of bench codec, bench allreduce"),
+        (["plan", "--compute-ms", "-3"], "argument --compute-ms: got '-3', expected a number above 0"),
+        (["plan", "--model", "os:getcwd", "--compute-ms", "5"], "returns a str, expected a torch.nn.Module"),
+        (["plan", "--model", "operator:add", "--compute-ms", "5"], "add() raises TypeError"),
+    ],
+)
+def test_what_is_meant_is_named(typed, says, capsys):
+    assert status(typed) == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_half_a_launcher_is_refused(monkeypatch, capsys):

@@ -325,8 +325,13 @@ def test_a_missing_cupy_names_the_cure(monkeypatch):
         cuda._cupy()
 
 
-def test_launches_go_to_cupy_on_the_current_stream(monkeypatch):
-    """CuPy is asked in the words of version 14 and in those before."""
+OLD = SimpleNamespace(cuda_stream=77)  # a stream of torch before 2.10
+NEW = SimpleNamespace(cuda_stream=77, __cuda_stream__=lambda: (0, 77))
+
+
+@pytest.mark.parametrize(("version", "stream"), [(14, NEW), (14, OLD), (13, NEW), (13, OLD)])
+def test_launches_go_to_cupy_on_the_current_stream(monkeypatch, version, stream):
+    """CuPy is asked in the words of version 14 and in those before, with the streams of every torch."""
     device, asked = torch.device("cuda", 3), []
 
     @contextmanager
@@ -337,29 +342,23 @@ def test_launches_go_to_cupy_on_the_current_stream(monkeypatch):
     def get_function(name):
         return lambda grid, threads, args: asked.append((name, grid, threads, args))
 
-    for stream_class in (
-        SimpleNamespace(from_external=lambda stream: context("from_external", stream.cuda_stream)),
-        SimpleNamespace(),
-    ):
-        cupy = SimpleNamespace(
-            RawModule=lambda code, options: SimpleNamespace(get_function=get_function, compile=lambda: None),
-            cuda=SimpleNamespace(
-                Device=lambda *index: context("device", *index) if index else SimpleNamespace(compute_capability="75"),
-                Stream=stream_class,
-                ExternalStream=lambda pointer, index: context("external", pointer, index),
-            ),
-        )
-        monkeypatch.setitem(sys.modules, "cupy", cupy)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=77))
-        monkeypatch.setattr(cuda, "_kernel", cuda._kernel.__wrapped__)
-        monkeypatch.setattr(cuda, "_module", cuda._module.__wrapped__)
-        cuda.execute(cuda.Launch("settle", 0, 5, 256, (np.int32(1),), device))
-        monkeypatch.undo()
-    launched = ("settle", (5,), (256,), (1,))
-    assert asked == [
-        *[("device", 3), ("from_external", 77), launched],
-        *[("device", 3), ("external", 77, 3), launched],
-    ]
+    cupy = SimpleNamespace(
+        RawModule=lambda code, options: SimpleNamespace(get_function=get_function, compile=lambda: None),
+        cuda=SimpleNamespace(
+            Device=lambda *index: context("device", *index) if index else SimpleNamespace(compute_capability="75"),
+            Stream=SimpleNamespace(),
+            ExternalStream=lambda pointer, index: context("external", pointer, index),
+        ),
+    )
+    if version == 14:  # which reads the stream's own answer
+        cupy.cuda.Stream.from_external = lambda stream: context("from_external", *stream.__cuda_stream__())
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    monkeypatch.setattr(cuda, "_kernel", cuda._kernel.__wrapped__)
+    monkeypatch.setattr(cuda, "_module", cuda._module.__wrapped__)
+    cuda.execute(cuda.Launch("settle", 0, 5, 256, (np.int32(1),), device))
+    on = ("from_external", 0, 77) if version == 14 else ("external", 77, 3)
+    assert asked == [("device", 3), on, ("settle", (5,), (256,), (1,))]
 
 
 def test_wrong_tensors_are_refused():

@@ -14,6 +14,7 @@ import torch
 
 import gpu
 import sources
+from commpress.cli.option_groups import refuse_early
 from commpress.errors import InvalidArgument
 from gpu import runner
 from gpu.runner import Figure, Result, Step
@@ -21,25 +22,53 @@ from gpu.runner import Figure, Result, Step
 BENCHMARKS = sources.ROOT / "benchmarks"
 
 
-@pytest.mark.slow
-def test_every_line_runs_on_a_twin_in_a_checkout_that_is_not_installed(compiled, tmp_path):
-    """Without the links of site-packages, so that commpress is where the benchmarks lie, as on a machine that is lent."""
-    environment = os.environ | {"PYTHONPATH": str(Path(torch.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    names = [step.name for step in gpu.STEPS]
-    command = [sys.executable, "-S", str(BENCHMARKS), "gpu", "--twin", "--check", "--out", "out", "--steps", ",".join(names)]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=240)
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    about, results = gpu.read(tmp_path / "out" / "results.jsonl")
+def ran_to_the_end(folder: Path, names: list[str]) -> None:
+    """What a twin has left in ``folder``."""
+    about, results = gpu.read(folder / "results.jsonl")
     assert about["card"] == "CPU twin"
-    assert "in place of CUDA: perf_counter for events" in ran.stdout
     assert [result.step for result in results] == names
     for result in results:
         assert result.status == "ok", result.why
         assert result.figures, result.step
         assert not any(figure.error for figure in result.figures)
+        assert (folder / f"{result.step}.log").exists()
+    assert (folder / "figures.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_every_line_runs_on_a_twin_in_a_checkout_that_is_not_installed(compiled, tmp_path):
+    """Without the links of site-packages, so that commpress is where the benchmarks lie, as on a machine that is lent."""
+    environment = os.environ | {"PYTHONPATH": str(Path(torch.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    names = [step.name for step in gpu.STEPS]
+    command = [sys.executable, "-S", str(BENCHMARKS), "gpu", "--twin", "--check", "--out", "some/out"]
+    command += ["--steps", ",".join(names)]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert "in place of CUDA: perf_counter for events" in ran.stdout
+    ran_to_the_end(tmp_path / "some" / "out", names)
+    _, results = gpu.read(tmp_path / "some" / "out" / "results.jsonl")
     assert sum(figure.limit is not None for result in results for figure in result.figures) > 40
     assert f"{len(names)} of {len(names)} steps ran to their end" in ran.stdout
-    assert (tmp_path / "out" / "figures.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(not (sources.ROOT / ".git").exists(), reason="this is no checkout of git")
+def test_make_gpu_is_the_first_command_in_a_fresh_clone_and_its_results_lie_in_build_gpu(compiled, tmp_path):
+    """With the changes that are not committed yet."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(sources.ROOT), str(clone)], check=True, timeout=60)
+    changes = subprocess.run(["git", "diff", "--binary", "HEAD"], cwd=sources.ROOT, check=True, capture_output=True).stdout
+    if changes:
+        subprocess.run(["git", "apply"], cwd=clone, input=changes, check=True)
+    command = ["make", "gpu", "ARGS=--twin", f"PYTHON={sys.executable}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=clone, env=environment, text=True, capture_output=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    ran_to_the_end(clone / "build" / "gpu", [step.name for step in gpu.STEPS if step.part == 1])
+
+
+def test_the_folder_of_results_may_be_there_or_not(tmp_path):
+    for folder in (tmp_path, tmp_path / "not" / "there"):
+        refuse_early(options("--out", folder))
 
 
 def test_the_first_part_ends_within_nine_minutes():

@@ -17,10 +17,11 @@ from commpress.integrations.process_group.group_options import group_options_fro
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.outer import SparseLoCo
 from commpress.plan.candidates import WAYS, Settings, advised, candidates, plan_of, recommended
-from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link
+from commpress.plan.cluster import Cluster, Node, measured_cluster
 from commpress.plan.costs import device_costs
 from commpress.plan.local_ways import LocalWay, local_way, simulate_local
 from commpress.plan.model import Model, Shape, transformer
+from commpress.units import parse_link
 
 MODEL, COSTS = transformer(2_000_000), device_costs(2e10)
 DEVICE = ["--device", "20GB/s"]

@@ -21,11 +21,12 @@ from commpress.collectives.two_level import Hierarchy, hierarchy_of, reduce_rout
 from commpress.kernels.cpu import low_rank, row_codec
 from commpress.plan import ring
 from commpress.plan.clock import Clock, Cores, TokenBucket
-from commpress.plan.cluster import Cluster, Node, measured_cluster, parse_link, parse_nodes
+from commpress.plan.cluster import Cluster, Node, measured_cluster
 from commpress.plan.costs import Cost, Costs, SizedKernels, device_costs
 from commpress.plan.model import Model, ModelBucket, Shape, transformer
 from commpress.plan.simulator import Training, simulate_calls, simulate_step
 from commpress.plan.ways import buckets_by, buffer_by, step_by, widest
+from commpress.units import parse_link, parse_nodes
 
 FREE = Costs({0: Cost(0.0, 0.0, 0.0)}, 0.0, 0.0, 0.0)  # arithmetic that takes no time
 COSTS = device_costs(1e11)

@@ -5,7 +5,6 @@ The free ranges are those of files too.
 
 import contextlib
 import mmap
-import re
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
@@ -13,10 +12,6 @@ import torch
 
 from commpress.errors import InvalidArgument
 from commpress.tiered_mem.layer import PAGE
-
-UNITS = {"": 1, "B": 1}
-UNITS |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
-UNITS |= {f"{prefix}IB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
 
 
 class Extents:
@@ -171,22 +166,3 @@ def mapped(nbytes: int) -> mmap.mmap:
 
 def padded(nbytes: int, unit: int = PAGE) -> int:
     return max(unit, -(-nbytes // unit) * unit)
-
-
-def parse_bytes(size: str | int) -> int:
-    """'32MiB' or '1000000' or 1000000 as a number of bytes."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    match = re.fullmatch(r"(\d+\.?\d*)\s*([A-Za-z]*)", str(size).strip())
-    if not match or match[2].upper() not in UNITS:
-        raise InvalidArgument(f"size is {size!r}, expected a number with KiB, MiB, GiB, TiB, KB, MB, GB, TB or nothing")
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def show_bytes(size: float) -> str:
-    """1536 as '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"

@@ -16,11 +16,12 @@ from itertools import accumulate
 
 from commpress.checksum import checksum_of
 from commpress.errors import Damaged, DiskFailure, DiskFull, StorageError
-from commpress.tiered_mem.arena import Extents, padded, show_bytes
+from commpress.tiered_mem.arena import Extents, padded
 from commpress.tiered_mem.engines import PIECE, DiskEngine, Transfer
 from commpress.tiered_mem.folders import Folders
 from commpress.tiered_mem.layer import NO_ROOM, segment_name, segment_number
 from commpress.tiered_mem.manifest import Chunk, Extent
+from commpress.units import show_bytes
 
 SMALLEST_SEGMENT = 16 << 20
 DAY = 86400.0

@@ -10,12 +10,13 @@ from time import perf_counter
 from typing import Literal
 
 from commpress.errors import Damaged, OverBudget
-from commpress.tiered_mem.arena import Arena, Slot, padded, show_bytes
+from commpress.tiered_mem.arena import Arena, Slot, padded
 from commpress.tiered_mem.blocks import Block, Pending
 from commpress.tiered_mem.disk import Batch, References, Wear
 from commpress.tiered_mem.manifest import Chunk, Extent
 from commpress.tiered_mem.schedule import Schedule
 from commpress.timeline import Timeline
+from commpress.units import show_bytes
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 from commpress.errors import Damaged, InvalidArgument
 from commpress.tiered_mem import engines
 from commpress.tiered_mem.access import Access, AccessCounters, Borrow, Tier
-from commpress.tiered_mem.arena import Arena, parse_bytes
+from commpress.tiered_mem.arena import Arena
 from commpress.tiered_mem.blocks import Catalog, Pending, caller
 from commpress.tiered_mem.commit import Commits
 from commpress.tiered_mem.disk import Disk, References, Wear
@@ -28,6 +28,7 @@ from commpress.tiered_mem.packs import Packs
 from commpress.tiered_mem.residency import Crossing, Residency, damaged
 from commpress.tiered_mem.schedule import Schedule
 from commpress.timeline import Timeline
+from commpress.units import parse_bytes
 
 
 @dataclass(frozen=True)

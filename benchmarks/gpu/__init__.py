@@ -43,7 +43,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", type=int, default=1, choices=(1, 2), help="default 1")
     parser.add_argument("--steps", metavar="A,B", help="only these; default all of the part")
     parser.add_argument("--twin", action="store_true", help="dry run of every line on the processor; figures mean nothing")
-    parser.add_argument("--out", default="build/gpu", metavar="FOLDER", help="of what comes of it (default build/gpu)")
+    says = "of results, made if need be (default build/gpu)"
+    parser.add_argument("--out", dest="folder", default="build/gpu", metavar="FOLDER", help=says)
     parser.add_argument("--results", metavar="FILE", help="show these instead of running anything")
     parser.add_argument("--docs", metavar="PAGE", help="enter the run into the table of this page")
     harness.add_options(parser, check="every step ran to its end and every figure holds its limit")
@@ -81,7 +82,7 @@ def chosen(options: argparse.Namespace) -> list[Step]:
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
     """Run the steps; every line of results.jsonl is written as soon as there is one."""
-    steps, folder = chosen(options), Path(options.out)
+    steps, folder = chosen(options), Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     about = describe(options.twin, folder)
     if not about["card"]:

@@ -5,12 +5,13 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from commpress import __version__
-from commpress.errors import CommpressError
+from commpress.errors import CommpressError, InvalidArgument
 
 DESCRIPTION = "Train over slow networks: gradients travel in few bits, and what those leave out is sent later."
 LAUNCHED = """\
@@ -28,14 +29,14 @@ def parser() -> argparse.ArgumentParser:
 
     top = _parser("commpress", f"{DESCRIPTION}\n\n{overview()}\n{LAUNCHED}")
     top.add_argument("--version", action="version", version=f"commpress {__version__}")
-    rooms = {"": top.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)}
+    rooms = {"": top.add_subparsers(prog="commpress", metavar="COMMAND", required=True, help=argparse.SUPPRESS)}
     for command in COMMANDS:
         room, _, name = command.words.rpartition(" ")
         if room not in rooms:
             about = f"Measure; --check for CI, --json for programs, --plot for people.\n\n{overview(room)}"
-            rooms[room] = rooms[""].add_parser(
-                room, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-            ).add_subparsers(metavar="WHAT", required=True, help=argparse.SUPPRESS)  # fmt: skip
+            home = rooms[""].add_parser(room, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+            home.set_defaults(run=partial(_incomplete, room))
+            rooms[room] = home.add_subparsers(metavar="WHAT", help=argparse.SUPPRESS)
         below = rooms[room].add_parser(
             name, description=command.help, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -70,6 +71,29 @@ def _start(module: str, spinner: str, options: argparse.Namespace) -> int:
         return int(import_module(module).run(options))
 
 
+def _incomplete(room: str, options: argparse.Namespace) -> int:
+    from commpress.cli.commands import COMMANDS
+
+    known = ", ".join(command.words for command in COMMANDS if command.words.startswith(f"{room} "))
+    raise InvalidArgument(f"what shall 'commpress {room}' do? expected one of {known}")
+
+
+def _check_words(argv: Sequence[str]) -> None:
+    """Refuse words that are no command, with the one that was meant."""
+    from commpress.cli.commands import COMMANDS
+
+    known = {tuple(command.words.split()) for command in COMMANDS}
+    for depth in (1, 2):
+        words = tuple(argv[:depth])
+        beside = {each[depth - 1] for each in known if len(each) >= depth and each[: depth - 1] == words[: depth - 1]}
+        if len(words) < depth or words[-1].startswith("-") or not beside:
+            return
+        if words[-1] not in beside:
+            meant = get_close_matches(words[-1], beside, 1)
+            hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(sorted(beside))}"
+            raise InvalidArgument(f"there is no command {' '.join(('commpress', *words))!r}: {hint}")
+
+
 def add(commands: Any, name: str, module: Any) -> None:
     """A command that is a module: its docstring is the help, ``options`` adds its options, ``run`` returns the exit status."""
     summary, _, rest = module.__doc__.partition("\n")
@@ -82,6 +106,11 @@ def add(commands: Any, name: str, module: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
+    try:
+        _check_words(sys.argv[1:] if argv is None else argv)
+    except InvalidArgument as error:
+        print(f"commpress: error: {error}", file=sys.stderr)
+        return 2
     return run(parser(), argv)
 
 

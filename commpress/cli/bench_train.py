@@ -36,13 +36,13 @@ class TrainedVariant:
 def run(options: argparse.Namespace) -> int:
     variants = variants_of(options)
     if options.check and not any(compared <= set(variants) for compared in COMPARED):
-        raise InvalidArgument("--check compares sign and powersgd1, or auto and plain: name both in --variants")
+        raise InvalidArgument("--check compares sign and powersgd1, or auto and plain: name both in --ways")
     bucket_sizes(variants, options.bucket_mb), training.load_of(options)
     return harness.run(options, bench, judge=judge, draw=draw, summary=summary)
 
 
 def variants_of(options: argparse.Namespace) -> tuple[str, ...]:
-    variants = tuple(dict.fromkeys(["compute", *options.variants.split(",")]))
+    variants = tuple(dict.fromkeys(["compute", *options.ways.split(",")]))
     for name in variants:
         check_variant(name)
     return variants

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import os
-import re
 import sys
 from dataclasses import replace
 
@@ -14,10 +13,10 @@ from commpress.documents import read_json
 from commpress.errors import InvalidArgument
 from commpress.integrations.trainers.hf_model import model_from_config
 from commpress.plan.candidates import TIERS
-from commpress.plan.cluster import UNLIMITED, Cluster, Node, measured_cluster, parse_link, parse_nodes
+from commpress.plan.cluster import Cluster, Node, measured_cluster
 from commpress.plan.costs import Costs, device_costs, measure_costs
 from commpress.plan.model import Model, transformer
-from commpress.tiered_mem import parse_bytes
+from commpress.units import UNLIMITED, parse_bytes, parse_count, parse_link, parse_nodes
 
 MESSAGE, BYTE = 6e-5, 4e-10  # of a core, over TCP by way of Gloo: see docs/simulator.md
 _CONFIG_LIMIT = 1 << 20
@@ -82,14 +81,7 @@ def model_of(options: argparse.Namespace) -> Model:
         raise InvalidArgument("expected one of --parameters, --model and --config: what is to be trained?")
     if options.parameters:
         return transformer(parse_count(options.parameters))
-    return Model.of(factory(options.model)()) if options.model else configured(options.config)
-
-
-def parse_count(text: str) -> int:
-    match = re.fullmatch(r"([\d.]+)\s*([kKmMbBgG]?)", text.strip())
-    if not match:
-        raise InvalidArgument(f"--parameters is {text!r}, expected a number such as 110M or 1.5B")
-    return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}[match[2].lower()])
+    return Model.of(made(options.model)) if options.model else configured(options.config)
 
 
 def factory(path: str):  # type: ignore[no-untyped-def]
@@ -109,6 +101,18 @@ def factory(path: str):  # type: ignore[no-untyped-def]
     if not callable(found):
         raise InvalidArgument(f"--model is {path!r}, but {module} has no function {name!r}")
     return found
+
+
+def made(path: str) -> torch.nn.Module:
+    """The model that the function makes; it must do without arguments."""
+    make = factory(path)
+    try:
+        model = make()
+    except Exception as error:
+        raise InvalidArgument(f"--model is {path!r}, but {path.partition(':')[2]}() raises {error!r}") from error
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(f"--model is {path!r}, which returns a {type(model).__name__}, expected a torch.nn.Module")
+    return model
 
 
 def configured(path: str) -> Model:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from commpress.cli import option_groups
 from commpress.cli.hosts import parse_delay, parse_rate
+from commpress.cli.option_groups import at_least, checked, folder, positive, told
+from commpress.units import parse_bytes, parse_link
 
 SEE, LOOK, PREDICT, MEASURE, BREAK = "See it", "Look at machines", "Predict", "Measure", "Break it"
 COME = "Come from elsewhere"
@@ -82,28 +84,30 @@ def demo(parser: argparse.ArgumentParser) -> None:
     add("--ways", default=ways, metavar="A,B", help=f"these, or any codec of commpress (default {ways})")
     add("--quick", action="store_true", help="10 seconds for each way")
     add("--seconds", type=float, default=0.0, metavar="S", help="for each way (default 50)")
-    add("--steps", type=int, default=0, metavar="N", help="of each way, instead of seconds")
-    add("--rate", type=parse_rate, default=1e8, metavar="RATE", help="of each link, as 100mbit (default 100mbit)")
+    add("--steps", type=at_least(0), default=0, metavar="N", help="of each way, instead of seconds")
+    add("--rate", type=told(parse_rate), default=1e8, metavar="RATE", help="of each link, as 100mbit (default 100mbit)")
     add("--network", choices=("auto", "hosts", "paced", "loopback"), default="auto",
         help="hosts; paced: connections that the kernel slows down; loopback: no slow network (default hosts, else paced)")
-    add("--ranks", type=int, default=2, metavar="N", help="hosts, a process of one thread on each (default 2)")
+    add("--ranks", type=at_least(2), default=2, metavar="N", help="hosts, a process of one thread on each (default 2)")
     add("--lr", metavar="X", help="peak learning rate of all ways (default: what was searched for each)")
     add("--search", action="store_true", help="try several rates for each way, over the steps that it does in the time")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
-    add("--seeds", type=int, default=1, metavar="N", help="repeat with so many seeds (default 1)")
+    add("--seeds", type=at_least(1), default=1, metavar="N", help="repeat with so many seeds (default 1)")
     add("--out", default="", metavar="FILE", help="the picture: .svg, or .png and .pdf with matplotlib (default demo.svg)")
     add("--json", metavar="FILE", help="everything measured")
     group = parser.add_argument_group("model and data")
-    group.add_argument("--width", type=int, default=384, metavar="N", help="of the model (default 384)")
-    group.add_argument("--layers", type=int, default=3, metavar="N", help="of the model (default 3)")
-    group.add_argument("--length", type=int, default=64, metavar="N", help="bytes of text in a window (default 64)")
-    group.add_argument("--batch", type=int, default=8, metavar="N", help="windows per rank and step (default 8)")
+    group.add_argument("--width", type=at_least(1), default=384, metavar="N", help="of the model (default 384)")
+    group.add_argument("--layers", type=at_least(1), default=3, metavar="N", help="of the model (default 3)")
+    group.add_argument("--length", type=at_least(1), default=64, metavar="N", help="bytes of text in a window (default 64)")
+    group.add_argument("--batch", type=at_least(1), default=8, metavar="N", help="windows per rank and step (default 8)")
     group = parser.add_argument_group("ways that are a codec")
     group.add_argument("--head-codec", default="int8", metavar="NAME", help="of the output layer (default int8)")
     group.add_argument("--error-feedback", choices=("kept", "ef21", "none"), default="kept",
                        help="what compression leaves out: kept and sent later (default), ef21: changes sent instead, or none")
-    group.add_argument("--min-numel", type=int, default=256, metavar="N", help="smaller tensors travel exactly (default 256)")
-    group.add_argument("--exact-steps", type=int, default=0, metavar="N", help="first steps that travel exactly (default 0)")
+    group.add_argument("--min-numel", type=at_least(0), default=256, metavar="N",
+                       help="smaller tensors travel exactly (default 256)")
+    group.add_argument("--exact-steps", type=at_least(0), default=0, metavar="N",
+                       help="first steps that travel exactly (default 0)")
 
 
 # ---------------------------------------------------------------- look at machines
@@ -123,7 +127,7 @@ def doctor(parser: argparse.ArgumentParser) -> None:
       commpress doctor --report                 to paste into a bug report: versions, builds, devices, no addresses
     """
     parser.add_argument(
-        "--directory", type=Path, default=Path(), metavar="D", help="on the disk to look at (default .)"
+        "--directory", type=folder, default=Path(), metavar="D", help="on the disk to look at (default .)"
     )
     parser.add_argument("--only", metavar="A,B", help="sections; default all")
     parser.add_argument("--report", action="store_true", help="print what a bug report needs instead")
@@ -146,7 +150,7 @@ def probe(parser: argparse.ArgumentParser) -> None:
     option_groups.add_topology(parser)
     add = parser.add_argument
     add("--bytes", type=option_groups.size, default="4MiB", metavar="SIZE", help="of a large row (default 4MiB)")
-    add("--rounds", type=int, default=5, metavar="N", help="of each measurement, the median counts (default 5)")
+    add("--rounds", type=at_least(1), default=5, metavar="N", help="of each measurement, the median counts (default 5)")
     option_groups.add_ranks(parser)
     add("--pairs", action="store_true", help="every pair of ranks, as a matrix; without it a few of each kind")
     add("--out", default="links.json", metavar="FILE", help="where to save it (default links.json)")
@@ -202,8 +206,10 @@ def plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", metavar="A,B", help=f"codecs to choose from (default {ways}; see --allow)")
     parser.add_argument("--allow", default="", metavar="A,B", help="choose these, too: codecs such as sign, local")
     parser.add_argument("--memory", metavar="T=SIZE,…", help="of one rank, as device=24GiB,host=64GiB (default: any)")
-    parser.add_argument("--host-rate", default="12GB/s", metavar="RATE", help="between device and host (default 12GB/s)")
-    parser.add_argument("--disk-rate", default="2GB/s", metavar="RATE", help="between host and disk (default 2GB/s)")
+    parser.add_argument("--host-rate", type=checked(parse_link), default="12GB/s", metavar="RATE",
+                        help="between device and host (default 12GB/s)")
+    parser.add_argument("--disk-rate", type=checked(parse_link), default="2GB/s", metavar="RATE",
+                        help="between host and disk (default 2GB/s)")
     parser.add_argument("--gradients", metavar="FILE", help="measured ones, for a codec of its own for every layer")
     parser.add_argument("--uniform", default="int4", metavar="CODEC", help="whose error bounds that choice (default int4)")
     parser.add_argument("--calls", action="store_true", help="the call of every candidate, not only of the advised one")
@@ -245,13 +251,14 @@ def simulate(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("--ways", default="plain,bf16-ring,int8,int4,sign", metavar="A,B", help="default %(default)s")
     parser.add_argument("--layered", action="store_true", help="also every codec in two levels")
-    parser.add_argument("--bytes", default="32MiB", metavar="SIZE", help="of float32 in one all-reduce (default 32MiB)")
+    parser.add_argument("--bytes", type=checked(parse_bytes), default="32MiB", metavar="SIZE",
+                        help="of float32 in one all-reduce (default 32MiB)")
     parser.add_argument("--scaling", metavar="A,B", help="numbers of nodes of the first kind, one after the other")
     parser.add_argument("--grid", metavar="P", help="of parallelism, as pp2,dp4,tp4: ranks of each kind")
     option_groups.add_batch(parser)
     option_groups.add_experts(parser, 0)
-    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of a rank, for experts (default 4096)")
-    parser.add_argument("--width", type=int, default=1024, metavar="N", help="of a token (default 1024)")
+    parser.add_argument("--tokens", type=at_least(1), default=4096, metavar="N", help="of a rank, for experts (default 4096)")
+    parser.add_argument("--width", type=at_least(1), default=1024, metavar="N", help="of a token (default 1024)")
     option_groups.add_cluster(parser)
     option_groups.add_model(parser)
     option_groups.add_output(parser)
@@ -289,8 +296,8 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("command", nargs="*", metavar="-- COMMAND", help="what each process runs (default: a small model that sleeps)")
-    add("--ranks", type=int, default=4, metavar="N", help="processes (default 4)")
-    add("--seconds", type=float, default=120.0, metavar="S", help="of training in which faults are made (default 120)")
+    add("--ranks", type=at_least(2), default=4, metavar="N", help="processes (default 4)")
+    add("--seconds", type=positive, default=120.0, metavar="S", help="of training in which faults are made (default 120)")
     add("--faults-per-hour", type=float, default=125.0, metavar="N", help="on average, at random times (default 125)")
     add("--faults", default="kill", metavar="KINDS", help="some of kill,stop,slow,cut (default kill); cut needs --hosts")
     add("--schedule", metavar="FILE", help="faults of a file instead of random ones")
@@ -300,9 +307,9 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     add("--no-restart", action="store_true", help="what has ended stays away")
     add("--patience", type=float, default=60.0, metavar="S", help="without a committed step: the run hangs (default 60)")
     add("--hosts", action="store_true", help="each rank on a host of its own: network namespaces (root or user namespaces)")
-    add("--rate", type=parse_rate, metavar="RATE", help="of each host's link, as 100mbit (default: unshaped)")
-    add("--delay", type=parse_delay, default=0.0, metavar="TIME", help="of each host's link, as 5ms (default none)")
-    add("--step-seconds", type=float, default=0.25, metavar="S", help="that a step of the small model sleeps (default 0.25)")
+    add("--rate", type=told(parse_rate), metavar="RATE", help="of each host's link, as 100mbit (default: unshaped)")
+    add("--delay", type=told(parse_delay), default=0.0, metavar="TIME", help="of each host's link, as 5ms (default none)")
+    add("--step-seconds", type=positive, default=0.25, metavar="S", help="that a step of the small model sleeps (default 0.25)")
     add("--hash-every", type=int, default=1, metavar="N", help="steps from one comparison of weights to the next (default 1)")
     add("--logs", metavar="FOLDER", help="keep output and events of the processes here")
     add("--json", metavar="FILE", help="figures, faults and pauses, with settings and versions")
@@ -335,7 +342,8 @@ def bench_codec(parser: argparse.ArgumentParser) -> None:
       commpress bench codec --codec sign --check       exit status 1 if the sign codec misses a bar
     """
     parser.add_argument("--codec", metavar="A,B", help="default all")
-    parser.add_argument("--numel", type=int, default=1 << 25, metavar="N", help="floats in the buffer (default 33554432)")
+    parser.add_argument("--numel", type=at_least(64), default=1 << 25, metavar="N",
+                        help="floats in the buffer (default 33554432)")
     parser.add_argument("--threads", default="1,2", metavar="A,B", help="numbers of threads (default 1,2)")
     option_groups.add_output(parser, check="the sign codec holds its bars")
 
@@ -360,8 +368,8 @@ def bench_allreduce(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("--codec", default="sign", metavar="NAME", help="default sign")
     option_groups.add_sizes(parser, "1MiB", "32MiB")
-    parser.add_argument("--iterations", type=int, default=10, metavar="N", help="timed, of each size (default 10)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="not timed, of each size (default 2)")
+    parser.add_argument("--iterations", type=at_least(1), default=10, metavar="N", help="timed, of each size (default 10)")
+    parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="not timed, of each size (default 2)")
     option_groups.add_ranks(parser)
     check = "ranks agree bit for bit, error feedback loses nothing and codecs err in the right order"
     option_groups.add_output(parser, check=check)
@@ -389,7 +397,7 @@ def bench_alltoall(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", default="none", metavar="NAME", help="none, bf16, fp8, int8, int4 (default none)")
     parser.add_argument("--nodes", metavar="NxM", help="which ranks share a node: 2x4, 4,4,3 or '0 2|1 3'")
     option_groups.add_sizes(parser, "256KiB", "16MiB", factor=4)
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of 3 calls of each (default 5)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, metavar="N", help="of 3 calls of each (default 5)")
     parser.add_argument("--mpi", action="store_true", help="over MPI instead of Gloo; needs mpirun")
     option_groups.add_ranks(parser)
     check = "all routes deliver what the rival delivers: in every bit, or within the codec's error; over MPI at 9/10 its speed"
@@ -418,12 +426,12 @@ def bench_experts(parser: argparse.ArgumentParser) -> None:
     """
     option_groups.add_topology(parser)
     parser.add_argument("--k", default="2,8", metavar="A,B", help="experts of a token (default 2,8)")
-    parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="of each rank (default 1024)")
-    parser.add_argument("--width", type=int, default=1024, metavar="D", help="of a token (default 1024)")
-    parser.add_argument("--experts", type=int, default=16, metavar="E", help="of all ranks (default 16)")
+    parser.add_argument("--tokens", type=at_least(1), default=1024, metavar="N", help="of each rank (default 1024)")
+    parser.add_argument("--width", type=at_least(1), default=1024, metavar="D", help="of a token (default 1024)")
+    parser.add_argument("--experts", type=at_least(1), default=16, metavar="E", help="of all ranks (default 16)")
     parser.add_argument("--states", type=Path, metavar="FILE", help="tokens and a gate that examples/moe_gpt.py saved")
     parser.add_argument("--share", type=float, default=0.2, metavar="S", help="of tokens that LSH sends (default 0.2)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="timed (default 5)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, metavar="N", help="timed (default 5)")
     parser.add_argument("--slow", action="store_true", help="links between nodes are slow: hold speeds to their bars, too")
     option_groups.add_ranks(parser)
     check = "results are torch's and bytes between nodes the formula within 1 %; with --slow speeds, too"
@@ -451,11 +459,12 @@ def bench_io(parser: argparse.ArgumentParser) -> None:
       commpress bench io --engine io_uring --check           exit status 1 if the store is below 95 % of fio
       commpress bench io --deepspeed                         DeepSpeed's aio handle interleaved with all this, as it comes
     """
-    parser.add_argument("--directory", type=Path, default=Path(), metavar="D", help="on the disk to measure (default .)")
+    parser.add_argument("--directory", type=folder, default=Path(), metavar="D", help="on the disk to measure (default .)")
     parser.add_argument("--chunks", default="1MiB,4MiB,16MiB,64MiB", metavar="A,B", help="default 1MiB,4MiB,16MiB,64MiB")
-    parser.add_argument("--size", default="512MiB", help="bytes written and read per figure (default 512MiB)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of everything (default 5)")
-    parser.add_argument("--depth", type=int, default=4, metavar="N", help="transfers at once (default 4)")
+    parser.add_argument("--size", type=checked(parse_bytes), default="512MiB",
+                        help="bytes written and read per figure (default 512MiB)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, metavar="N", help="of everything (default 5)")
+    parser.add_argument("--depth", type=at_least(1), default=4, metavar="N", help="transfers at once (default 4)")
     parser.add_argument("--engine", default="auto", help="auto (default), threads, io_uring, libaio or aiofiles")
     parser.add_argument("--no-fio", action="store_true", help="do not run fio")
     parser.add_argument("--deepspeed", action="store_true", help="run DeepSpeed's aio handle too, which must be installed")
@@ -466,7 +475,7 @@ def bench_io(parser: argparse.ArgumentParser) -> None:
 def bench_train(parser: argparse.ArgumentParser) -> None:
     """which share of a training step waits for the network
 
-    Trains a GPT of 10.9 M parameters under DistributedDataParallel, once per variant, in rounds of a
+    Trains a GPT of 10.9 M parameters under DistributedDataParallel, once in each way, in rounds of a
     few steps, so that moods of machine and network hit all alike.
       compute     no communication: what the others would take on an infinitely fast network
       plain       torch's all-reduce of float32
@@ -480,11 +489,11 @@ def bench_train(parser: argparse.ArgumentParser) -> None:
 
       commpress bench train                                                  4 local processes: loopback, faster than networks
       torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python commpress bench train --check
-      commpress bench train --variants compute,plain,int8,sign --bucket-mb 25 sign=4
+      commpress bench train --ways compute,plain,int8,sign --bucket-mb 25 sign=4
     """
     usual = "compute,plain,bf16,powersgd1,sign"
-    parser.add_argument("--variants", default=usual, metavar="A,B", help=f"default {usual}; compute is always measured")
-    says = "DDP's buckets: MB for all, variant=MB for one (default 25)"
+    parser.add_argument("--ways", default=usual, metavar="A,B", help=f"default {usual}; compute is always measured")
+    says = "DDP's buckets: MB for all, way=MB for one (default 25)"
     parser.add_argument("--bucket-mb", nargs="+", default=["25"], metavar="MB", help=says)
     option_groups.add_measuring(
         parser, rounds=5, steps=4, batch=4,

@@ -21,6 +21,7 @@ from commpress.cli.victims import Ended, none_left
 from commpress.errors import InvalidArgument, MissingPackage
 
 QUICK = 10.0  # seconds of each way with --quick
+FEWEST = 20  # steps of a way, below which losses say nothing
 FEEDBACK: dict[str, bool | Literal["ef21"]] = {"kept": True, "ef21": "ef21", "none": False}
 SEARCHED = "2.5e-4,5e-4,1e-3,2e-3,4e-3"  # peaks of the learning rate
 PEERS = ("#8a8a8a", "#1f77b4", "#9467bd")  # of torch; ours are warm
@@ -262,6 +263,9 @@ def summary(finishes: list[Finish]) -> None:
 def _notes(groups: dict[str, list[Finish]], ranked: list[str]) -> list[str]:
     first = groups[ranked[0]][0]
     notes = ["Losses in nats per byte, on held-out text."]
+    if short := [name for name in ranked if min(finish.steps for finish in groups[name]) < FEWEST]:
+        few = f"Nothing can be compared: {', '.join(short)} did fewer than {FEWEST} steps."
+        return [*notes, f"{few} Give more --seconds or --steps, or a faster --rate."]
     known = contenders.CONTENDERS
     if all(name in known and groups[name][0].lr == known[name].lr for name in ranked):
         notes.append("Each way has the best of two to four learning rates that were tried for it (commpress demo --search).")

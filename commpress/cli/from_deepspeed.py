@@ -1,28 +1,53 @@
-"""DeepSpeed's configuration as calls of torch and commpress; names what has no equivalent."""
+"""DeepSpeed's configuration as a program of torch and commpress; names each key that has no equivalent."""
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from commpress.errors import InvalidArgument
 from commpress.schedules import DoublingIntervals
 
 LARGEST = 1 << 20  # bytes of a file
-COMPRESSED = {"onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam", "onebitlamb": "OneBitLamb"}
-PLAIN = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
-ZERO_ONE = {"var_freeze_step": 100000, "local_step_scaler": 32678, "local_step_clipper": 16}  # DeepSpeed's defaults
-COMMON = ("lr", "betas", "eps", "weight_decay", "momentum")
-NONE_NEEDED = {  # keys that say nothing here
-    "train_batch_size", "steps_per_print", "wall_clock_breakdown", "dump_state", "prescale_gradients",
-    "zero_allow_untested_optimizer", "gradient_predivide_factor", "disable_allgather", "memory_breakdown",
+OURS = {"onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam", "onebitlamb": "OneBitLamb"}
+ADAM = ("lr", "betas", "eps", "weight_decay")
+TORCHS = {  # options by optimizer; DeepSpeed takes those of torch.optim by name
+    "AdamW": (*ADAM, "amsgrad"), "Adam": (*ADAM, "amsgrad"), "NAdam": (*ADAM, "momentum_decay"), "RAdam": ADAM, "Adamax": ADAM,
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"), "Adadelta": ("lr", "rho", "eps", "weight_decay"),
+    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
+    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
 }  # fmt: skip
-ZERO_TUNING = {  # of how DeepSpeed's engine overlaps and cuts; ours has no such options
-    "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size",
-    "contiguous_gradients", "round_robin_gradients", "sub_group_size", "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-    "stage3_gather_16bit_weights_on_model_save", "ignore_unused_parameters", "zero_quantized_nontrainable_weights",
+ZERO_ONE = {"var_freeze_step": 100000, "local_step_scaler": 32678, "local_step_clipper": 16}  # DeepSpeed's defaults
+LAMB = {"coefficients": ("min_coeff", "max_coeff", 0.01, 10.0), "factors": ("factor_min", "factor_max", 0.5, 4.0)}
+CLIPPING, RATE = 1.0, 1e-3  # where the file has no word of them
+HALF = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "bfp16": "torch.bfloat16", "bfloat16": "torch.bfloat16"}
+CHUNK_MB = 16
+ENGINE = {  # settings of how DeepSpeed's engine moves data, prints and checks: nothing here takes them
+    "": (
+        "steps_per_print", "wall_clock_breakdown", "dump_state", "prescale_gradients", "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer", "gradient_predivide_factor", "disable_allgather", "memory_breakdown",
+        "sparse_gradients", "checkpoint", "aio",
+    ),
+    "optimizer": ("legacy_fusion",),
+    "optimizer.params": ("comm_backend_name", "cuda_aware"),
+    "zero_optimization": (
+        "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size",
+        "contiguous_gradients", "round_robin_gradients", "sub_group_size", "ignore_unused_parameters",
+        "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+    ),
+    "zero_optimization.offload_optimizer": (
+        "pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "cpuadam_cores_perc",
+    ),
+    "zero_optimization.offload_param": ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
+}  # fmt: skip
+INSTEAD = {
+    "activation_checkpointing": "torch.utils.checkpoint", "tensorboard": "commpress.Metrics", "wandb": "commpress.Metrics",
+    "csv_monitor": "commpress.Metrics", "flops_profiler": "torch.profiler", "torch_autocast": "torch.autocast",
+    "amp": "torch.autocast", "elasticity": "commpress.elastic", "curriculum_learning": "examples/length_curriculum.py",
 }  # fmt: skip
 
 
@@ -51,9 +76,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def converted(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The lines of a program, and notes on what is not in them."""
-    conversion = Conversion(dict(config))
-    conversion.convert()
-    return conversion.lines, conversion.notes
+    conversion = Conversion(deepcopy(dict(config)))
+    return conversion.program(), conversion.notes
 
 
 class Conversion:
@@ -61,74 +85,244 @@ class Conversion:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
-        self.lines = ["import torch", "from torch.nn.parallel import DistributedDataParallel", "", "import commpress", ""]
+        self.paths = {id(config): ""}
+        self.imports = {"import torch", "import torch.distributed as dist"}
+        self.setup: list[str] = []
         self.notes: list[str] = []
+        self.zero, self.optimizer = self.section("zero_optimization"), self.section("optimizer")
+        self.params = self.section("params", self.optimizer)
+        self.stage = self.take("stage", self.zero) or 0
+        if self.stage not in (0, 1, 2, 3):
+            raise InvalidArgument(f"zero_optimization.stage is {self.stage!r}, expected 0, 1, 2 or 3")
+        self.half, self.scaled = self.precision()
+        self.clip = self.clipping()
+        self.runs = "model"  # what a batch goes through
+        self.sync = ""  # of a backward that is not the last one of a step
+        self.autocast = self.own_clip = False
+        self.rate = RATE
+
+    # ------------------------------------------------------------ reading
 
     def take(self, key: str, of: dict[str, Any] | None = None) -> Any:
         """A value, removed from where it stood; None for what is missing or "auto"."""
-        value = (self.config if of is None else of).pop(key, None)
+        found = self.config if of is None else of
+        value = found.pop(key, None)
         if value == "auto":
-            self.notes.append(f'{key} is "auto": pass a value yourself')
+            self.notes.append(f'{self.paths.get(id(found), "")}{key} is "auto": pass a value yourself')
             return None
         return value
 
     def section(self, key: str, of: dict[str, Any] | None = None) -> dict[str, Any]:
-        value = self.take(key, of)
+        """An object of the file, from which others take; empty if it is missing."""
+        found = self.config if of is None else of
+        value = self.take(key, found) if found.get(key) in (None, "auto") else found[key]
         if value is not None and not isinstance(value, dict):
             raise InvalidArgument(f"{key} is {value!r}, expected an object")
-        return dict(value or {})
+        if value is None:
+            return {}
+        self.paths[id(value)] = f"{self.paths.get(id(found), '')}{key}."
+        return value
 
-    def convert(self) -> None:
-        zero, optimizer = self.section("zero_optimization"), self.section("optimizer")
-        stage = self.take("stage", zero) or 0
-        if stage not in (0, 1, 2, 3):
-            raise InvalidArgument(f"zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
-        kind = str(self.take("type", optimizer) or "AdamW")
-        params = self.section("params", optimizer)
-        clip = self.take("gradient_clipping")
-        own = COMPRESSED.get(kind.lower())
-        keywords = {key: value for key in COMMON if (value := self.take(key, params)) is not None}
-        if own and stage:
-            self.notes.append(f"ZeRO stage {stage} with {kind}: ShardedOneBitAdam, ShardedZeroOneAdam divide the state")
-        parameters, disk = self.offloading(zero)
-        if parameters:
-            self.lines += ["store = " + (disk or "commpress.TieredStore.open('store', host='8GiB')")]
-            self.lines += ["commpress.stream(model, store=store)            # first of all; the model may be on meta"]
-            disk = "store"
-        self.precision()
-        if own:
-            if disk:
-                self.notes.append(f"offload_optimizer: the state of {own} stays in memory; Offloaded takes optimizers of torch")
-            self.compressed(own, keywords, params, clip)
+    def number(self, key: str, of: dict[str, Any], least: float = 0) -> Any:
+        value = self.take(key, of)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
+            self.notes.append(f"{key} is {value!r}, expected a number of at least {least}: it is left out")
+            return None
+        return value
+
+    def enabled(self, name: str) -> bool:
+        found = self.section(name)
+        if "enabled" in found and found["enabled"] is not False:
+            return bool(self.take("enabled", found))
+        return False
+
+    # ------------------------------------------------------------ what does not depend on the program
+
+    def precision(self) -> tuple[str, str]:
+        """The half-precision dtype, and the arguments of a GradScaler."""
+        fp16, bf16 = self.enabled("fp16"), self.enabled("bf16")
+        if fp16 and bf16:
+            raise InvalidArgument("fp16 and bf16 are both enabled, expected one of them")
+        if not fp16:
+            return ("torch.bfloat16", "") if bf16 else ("", "")
+        section = self.section("fp16")
+        power, window = self.take("initial_scale_power", section), self.take("loss_scale_window", section)
+        fixed = self.number("loss_scale", section)
+        scale = f"{float(fixed)!r}" if fixed else f"2.0**{power if isinstance(power, int) else 16}"
+        if fixed:
+            self.notes.append(f"fp16.loss_scale {fixed}: still halves after an overflow; a GradScaler has no fixed scale")
+        every = 2**31 - 1 if fixed else window if isinstance(window, int) and window > 0 else 1000
+        return "torch.float16", f"init_scale={scale}, growth_interval={every}"
+
+    def clipping(self) -> float | None:
+        if "gradient_clipping" not in self.config:
+            self.notes.append(f"gradient_clipping is missing: {CLIPPING}, the default of DeepSpeed 0.19")
+            return CLIPPING
+        return self.number("gradient_clipping", self.config) or None
+
+    def accumulation(self) -> str:
+        """Backward passes of a step, as a number or as an expression."""
+        steps = self.number("gradient_accumulation_steps", self.config, 1)
+        size = self.number("train_micro_batch_size_per_gpu", self.config, 1)
+        every = self.number("train_batch_size", self.config, 1)
+        if size:
+            self.notes.append(f"train_micro_batch_size_per_gpu {size}: the batch_size of your DataLoader")
+        if every and size and not steps:
+            return f"max({int(every)} // ({int(size)} * dist.get_world_size()), 1)"
+        if every:
+            makes = f"{size} × {steps or 1}" if size else f"your DataLoader's batch_size × {steps or 1}"
+            self.notes.append(f"train_batch_size {every}: {makes} × the number of ranks must be that")
+        return str(int(steps or 1))
+
+    # ------------------------------------------------------------ the program
+
+    def program(self) -> list[str]:
+        state, parameters = self.offloading()
+        kind = str(self.take("type", self.optimizer) or "AdamW")
+        accumulation = self.accumulation()
+        if kind.lower() in OURS:
+            self.compressed(OURS[kind.lower()])
         else:
-            self.plain(kind, keywords, stage, disk, clip, zero)
-        self.schedule()
-        self.rest(params, zero, optimizer)
+            torchs, keywords = self.torchs(kind)
+            if self.stage == 3:
+                self.streamed(torchs, keywords, parameters) if parameters else self.sharded(torchs, keywords, state)
+            elif self.stage:
+                self.partitioned(torchs, keywords, state)
+            else:
+                self.replicated(torchs, keywords)
+        scheduled = self.schedule()
+        self.leftovers()
+        return self.assembled(self.loop(accumulation, scheduled))
+
+    def assembled(self, loop: list[str]) -> list[str]:
+        text = "\n".join([*self.setup, *loop])
+        for module in ("contextlib", "math", "os"):
+            if f"{module}." in text:
+                self.imports.add(f"import {module}")
+        plain = sorted(line for line in self.imports if not line.startswith("from"))
+        return [
+            "# Yours: model, loader (batches of this rank) and loss_of(model, batch). The model is on its device, and has",
+            "# the same weights on every rank.",
+            *plain, *sorted(self.imports - set(plain)), *(["", "import commpress"] if "commpress." in text else []), "",
+            "if not dist.is_initialized():", "    dist.init_process_group()  # ranks that torchrun started",
+            'device = "cuda" if torch.cuda.is_available() else "cpu"', *self.setup, "", *loop,
+        ]  # fmt: skip
+
+    def loop(self, accumulation: str, scheduled: bool) -> list[str]:
+        """The training loop: forward, backward, and every so many batches a step."""
+        many = accumulation != "1"
+        loss = f"loss = loss_of({self.runs}, batch)" + " / accumulation" * many
+        pad = "    " * (1 + (many and bool(self.sync)))
+        lines = [f"accumulation = {accumulation}"] * many + ["for number, batch in enumerate(loader, 1):"]
+        lines += ["    last = number % accumulation == 0"] * many
+        if many and self.sync:
+            lines.append(f"    with contextlib.nullcontext() if last else {self.sync}:")
+        if self.autocast:
+            lines += [f"{pad}with torch.autocast(device, {self.half}):", f"{pad}    {loss}"]
+        else:
+            lines.append(pad + loss)
+        lines.append(f"{pad}scaler.scale(loss).backward()" if self.scaled else f"{pad}loss.backward()")
+        lines += ["    if last:"] * many
+        pad = "    " * (1 + many)
+        if self.clip and not self.own_clip:
+            lines += [f"{pad}scaler.unscale_(optimizer)"] * bool(self.scaled)
+            lines.append(f"{pad}torch.nn.utils.clip_grad_norm_(model.parameters(), {self.clip!r})")
+        if not self.scaled:
+            lines.append(f"{pad}optimizer.step()")
+            lines += [f"{pad}scheduler.step()"] * scheduled
+        else:
+            lines += [f"{pad}scale = scaler.get_scale()"] * scheduled
+            lines += [f"{pad}scaler.step(optimizer)", f"{pad}scaler.update()"]
+            if scheduled:
+                lines += [f"{pad}if scaler.get_scale() >= scale:  # not after a step that was left out"]
+                lines += [f"{pad}    scheduler.step()"]
+        return [*lines, f"{pad}optimizer.zero_grad()"]
+
+    def scaler(self) -> str:
+        """The argument that tells ours of the loss scale, after the line that makes it."""
+        if self.scaled:
+            self.setup.append(f"scaler = torch.amp.GradScaler(device, {self.scaled})")
+        return "scaler" if self.scaled else ""
 
     # ------------------------------------------------------------ optimizers
 
-    def compressed(self, own: str, keywords: dict[str, Any], params: dict[str, Any], clip: Any) -> None:
-        """One of the 1-bit optimizers, which averages over the ranks itself."""
-        if own == "ZeroOneAdam":
-            self.zero_one_schedule(keywords, params)
-            if (updates := self.take("var_update_scaler", params)) is not None:
-                keywords["variance_updates"] = updates
-        elif (steps := self.take("freeze_step", params)) is not None:
-            keywords["warmup_steps"] = steps
-        for word, ours in {"max_coeff": 1, "min_coeff": 0, "factor_max": 1, "factor_min": 0}.items():
-            if (value := self.take(word, params)) is not None:
-                where = "coefficients" if "coeff" in word else "factors"
-                self.notes.append(f"{word} {value}: {where}=(…, …)[{ours}] with rates='frozen', DeepSpeed's rule")
-        if clip:
-            keywords["max_grad_norm"] = clip
-        self.lines += [f"optimizer = commpress.{own}({call(keywords)})", "ddp = DistributedDataParallel(model)"]
-        self.lines += ["commpress.overlap(ddp, optimizer)               # rounds start while backward goes on"]
-        self.notes.append("clip with max_grad_norm=, never with clip_grad_norm_: gradients are local")
+    def torchs(self, kind: str) -> tuple[str, dict[str, Any]]:
+        """torch's optimizer and its options; DeepSpeed's Adam is AdamW unless told otherwise, and does not decay weights."""
+        fused = not self.take("torch_adam", self.params)
+        decoupled = self.take("adam_w_mode", self.params) is not False
+        name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}.get(
+            kind.lower(), kind
+        )
+        stands_in = name not in TORCHS
+        if stands_in:
+            word = " ".join(kind.split())
+            self.setup.append(f"# instead of {word!r}, which torch does not have: put another class and its options here")
+            self.notes.append(f"optimizer.type {word}: AdamW stands in its place")
+            self.params.setdefault("lr", self.params.pop("adam_lr", RATE))
+            name = "AdamW"
+        keywords = self.options(TORCHS[name])
+        if name in ("AdamW", "Adam") and fused:
+            keywords.setdefault("weight_decay", 0.0)
+        return f"torch.optim.{name}", keywords
 
-    def zero_one_schedule(self, keywords: dict[str, Any], params: dict[str, Any]) -> None:
+    def options(self, names: Sequence[str]) -> dict[str, Any]:
+        """Those of the optimizer that the file gives as numbers, or lists of numbers."""
+        found: dict[str, Any] = {}
+        for name in names:
+            if (value := self.take(name, self.params)) is None:
+                continue
+            if all(isinstance(each, int | float) for each in (value if isinstance(value, list) else [value])):
+                found[name] = value
+            else:
+                self.notes.append(f"optimizer.params.{name} is {value!r}, expected numbers: it is left out")
+        self.rate = found.get("lr", RATE) or RATE
+        return found
+
+    def compressed(self, own: str) -> None:
+        """One of the 1-bit optimizers, which averages over the ranks itself."""
+        if self.stage:
+            self.notes.append(
+                f"zero_optimization.stage {self.stage}: DeepSpeed refuses it with {own}, and it is left out. "
+                "ShardedOneBitAdam and ShardedZeroOneAdam divide the state"
+            )
+        keywords = self.options(ADAM)
+        if own == "ZeroOneAdam":
+            self.zero_one_schedule(keywords)
+            if updates := self.number("var_update_scaler", self.params):
+                keywords["variance_updates"] = int(updates)
+        elif steps := self.number("freeze_step", self.params):
+            keywords["warmup_steps"] = int(steps)
+        else:
+            self.notes.append('freeze_step is missing: DeepSpeed freezes at step 100000, "auto" when the variance is stable')
+        if own == "OneBitLamb":
+            self.lamb_bounds(keywords)
+        else:
+            keywords["bias_correction"] = False  # DeepSpeed's have none, whatever the option says
+        if self.clip:
+            keywords["max_grad_norm"] = self.clip
+        self.own_clip, self.autocast = True, bool(self.half)
+        scaler = self.scaler()
+        self.imports.add("from torch.nn.parallel import DistributedDataParallel")
+        self.setup += [
+            *assigned(f"commpress.{own}", call(keywords, grad_scaler=scaler)), "ddp = DistributedDataParallel(model)",
+            "commpress.overlap(ddp, optimizer)  # rounds start while backward goes on",
+        ]  # fmt: skip
+        self.runs, self.sync = "ddp", "ddp.no_sync()"
+
+    def lamb_bounds(self, keywords: dict[str, Any]) -> None:
+        keywords["rates"] = "frozen"
+        for name, (low, high, least, most) in LAMB.items():
+            given = self.number(low, self.params), self.number(high, self.params)
+            if given != (None, None):
+                keywords[name] = (given[0] or least, given[1] or most)
+        for name, word in {"coefficient_beta": "coeff_beta", "factor_change": "factor_threshold"}.items():
+            if (value := self.number(word, self.params)) is not None:
+                keywords[name] = value
+
+    def zero_one_schedule(self, keywords: dict[str, Any]) -> None:
         """DeepSpeed's intervals of synchronisation: 1 for ``scaler`` steps after the variance is frozen, then 2, 4, … up to
         ``clipper``. Without a word of them ours."""
-        given = {word: value for word in ZERO_ONE if (value := self.take(word, params)) is not None}
+        given = {word: value for word in ZERO_ONE if (value := self.take(word, self.params)) is not None}
         if not given:
             return
         freeze, scaler, clipper = (ZERO_ONE | given).values()
@@ -136,103 +330,206 @@ class Conversion:
             self.notes += [f"{word} {value}: expected a positive number; sync='qsr' stays" for word, value in given.items()]
             return
         keywords["sync"] = DoublingIntervals(freeze + scaler, scaler, clipper)
-        self.lines.append("from commpress.schedules import DoublingIntervals")
+        self.imports.add("from commpress.schedules import DoublingIntervals")
         self.notes.append(
             f"var_freeze_step {freeze}: updates of the variance become ever rarer and never end; from step {freeze + scaler}, "
             "where intervals exceed 1, they wait for the end of one"
         )
 
-    def plain(
-        self, kind: str, keywords: dict[str, Any], stage: int, disk: str, clip: Any, zero: dict[str, Any]
-    ) -> None:
-        """An optimizer of torch, whole, divided or offloaded."""
-        if kind.lower() not in PLAIN:
-            self.notes.append(f"optimizer {kind}: torch has none of that name, AdamW stands here")
-        torchs = f"torch.optim.{PLAIN.get(kind.lower(), 'AdamW')}"
-        ours = bool(disk) or stage in (1, 2)
-        if ours and clip:
-            keywords["max_grad_norm"] = clip
-        shards = self.take("zero_quantized_weights", zero), self.take("zero_quantized_gradients", zero)
-        if disk:
-            if disk != "store":
-                self.lines.append(f"store = {disk}")
-            self.lines.append(f"optimizer = commpress.Offloaded({call(keywords, torchs, store='store')})")
-            if stage == 3:
-                self.notes.append("ZeRO-3 with offloading: stream(..., process_group=…) divides rows among ranks")
-        elif stage in (1, 2):
-            self.lines.append(f"optimizer = commpress.Partitioned({call({'stage': stage} | keywords, torchs)})")
-            self.notes.append("the model stays bare, from the same seed on every rank: Partitioned averages gradients itself")
-        elif stage == 3:
-            self.lines += ["from torch.distributed.fsdp import fully_shard", "", "for block in model.children():"]
-            self.lines += ["    fully_shard(block)", "fully_shard(model)"]
-            named = {"gradients": "int4" if shards[1] else "int8", "weights": "int8"}
-            self.lines.append(f"state = commpress.compress_fsdp(model, {', '.join(f'{k}={v!r}' for k, v in named.items())})")
-            self.lines.append(f"optimizer = {torchs}({call(keywords)})")
+    def replicated(self, torchs: str, keywords: dict[str, Any]) -> None:
+        """Stage 0: DistributedDataParallel."""
+        self.imports.add("from torch.nn.parallel import DistributedDataParallel")
+        self.autocast, self.runs, self.sync = bool(self.half), "ddp", "ddp.no_sync()"
+        self.setup.append("ddp = DistributedDataParallel(model)")
+        scaler = self.scaler()
+        if codec := self.codec():
+            self.setup.append(f"commpress.compress(ddp, {codec!r}{', grad_scaler=scaler' * bool(scaler)})")
         else:
-            dtype = str(self.take("communication_data_type") or "")
-            codec = {"fp16": "fp16", "bfp16": "bf16", "bf16": "bf16", "fp32": "none"}.get(dtype, "int8")
-            self.lines += ["ddp = DistributedDataParallel(model)", f"state = commpress.compress(ddp, codec={codec!r})"]
-            self.lines.append(f"optimizer = {torchs}({call(keywords)})")
-        if clip and not ours:
-            self.lines.append(f"# before optimizer.step(): torch.nn.utils.clip_grad_norm_(model.parameters(), {clip!r})")
-        if self.take("zero_hpz_partition_size", zero):
-            self.notes.append("zero_hpz_partition_size: fully_shard with a mesh of two dimensions, and compress_hsdp")
+            self.setup.append('# commpress.compress(ddp, "int8")  # nothing is compressed without it')
+        self.setup += assigned(torchs, call(keywords))
 
-    def offloading(self, zero: dict[str, Any]) -> tuple[bool, str]:
-        """True if parameters leave memory, and the store that optimizer state lies in."""
-        parameters, state = self.section("offload_param", zero), self.section("offload_optimizer", zero)
-        places = [each for each in (state, parameters) if each.get("device", "none") in ("cpu", "nvme")]
-        if not places:
-            return False, ""
-        path = next((each.get("nvme_path") for each in places if each.get("nvme_path")), "store")
-        if any(each["device"] == "cpu" for each in places):
-            self.notes.append('device "cpu": the store keeps what fits within host=, and the rest on disk')
-        for each in places:
-            if others := sorted(each.keys() - {"device", "nvme_path"}):
-                self.notes.append(f"of offloading, no equivalent: {', '.join(others)}")
-        on = parameters.get("device", "none") in ("cpu", "nvme")
-        return on, f"commpress.TieredStore.open({path!r}, host='8GiB')"
+    def partitioned(self, torchs: str, keywords: dict[str, Any], state: str) -> None:
+        """Stages 1 and 2; half-precision weights have float32 masters there."""
+        if self.half:
+            self.setup.append(f"model.to({self.half})")
+        scaler = self.scaler()
+        more: dict[str, Any] = {"stage": self.stage}
+        if not self.half and (codec := self.codec()):  # else they travel in half precision, and are averaged in float32
+            more["gradients"] = codec
+        if state:
+            self.setup += self.store(state, 16)
+            more["chunk_mb"] = CHUNK_MB
+        self.clipped(keywords)
+        names = {"store": "store" if state else "", "grad_scaler": scaler}
+        self.setup += assigned("commpress.Partitioned", call(more | keywords, torchs, **names))
+        self.sync = "optimizer.no_sync()" if self.stage == 1 else ""
+        self.notes.append("the model stays bare: Partitioned averages gradients over the ranks itself")
+
+    def sharded(self, torchs: str, keywords: dict[str, Any], state: str) -> None:
+        """Stage 3 by torch's ``fully_shard``; weights are kept in float32 and computed with in half precision."""
+        policy = ""
+        self.imports.add(f"from torch.distributed.fsdp import {'MixedPrecisionPolicy, ' * bool(self.half)}fully_shard")
+        if self.half:
+            word = str(self.take("communication_data_type") or "fp32")
+            sent = HALF.get(word, "torch.float32")
+            self.setup.append(f"precision = MixedPrecisionPolicy(param_dtype={self.half}, reduce_dtype={sent})")
+            policy = ", mp_policy=precision"
+        self.setup += [
+            "def blocks_of(module):  # elements of the outermost ModuleLists",
+            "    for child in module.children():",
+            "        yield from child if isinstance(child, torch.nn.ModuleList) else blocks_of(child)",
+            "for block in blocks_of(model):", f"    fully_shard(block{policy})", f"fully_shard(model{policy})",
+        ]  # fmt: skip
+        scaler = self.scaler()
+        gradients = "int4" if self.take("zero_quantized_gradients", self.zero) else self.codec() or None
+        weights = "int8" if self.take("zero_quantized_weights", self.zero) else None
+        if gradients or weights:
+            told = ", grad_scaler=scaler" * bool(scaler)
+            self.setup.append(f"commpress.compress_fsdp(model, gradients={gradients!r}, weights={weights!r}{told})")
+        if (size := self.take("zero_hpz_partition_size", self.zero)) not in (None, 1):
+            self.notes.append(f"zero_hpz_partition_size {size}: fully_shard on a mesh of two dimensions, and compress_hsdp")
+        if state:
+            self.setup += self.store(state, 16)
+            self.offloaded(torchs, keywords)
+        else:
+            self.setup += assigned(torchs, call(keywords))
+
+    def streamed(self, torchs: str, keywords: dict[str, Any], path: str) -> None:
+        """Stage 3 with parameters outside of memory."""
+        if self.scaled:
+            self.notes.append("fp16.enabled: bfloat16 instead, for gradients in a store take no loss scale")
+            self.half, self.scaled = "torch.bfloat16", ""
+        if self.half:
+            self.setup.append(f"model.to({self.half})")
+        self.setup += self.store(path, 24)
+        self.setup.append(f"streamed = commpress.stream(model, store=store, chunk_mb={CHUNK_MB})")
+        self.offloaded(torchs, keywords)
+        self.notes.append("offload_param: moments and masters lie in the store too, and gradients as backward makes them")
+
+    def offloaded(self, torchs: str, keywords: dict[str, Any]) -> None:
+        self.clipped(keywords)
+        self.setup += assigned("commpress.Offloaded", call({"chunk_mb": CHUNK_MB} | keywords, torchs, store="store"))
+
+    def clipped(self, keywords: dict[str, Any]) -> None:
+        self.own_clip = True
+        if self.clip:
+            keywords["max_grad_norm"] = self.clip
+
+    def codec(self) -> str:
+        """Of gradients, if the file names a dtype to send them in."""
+        word = str(self.take("communication_data_type") or "")
+        if word and word not in HALF and word != "fp32":
+            self.notes.append(f"communication_data_type {word}: gradients travel as they are")
+        return {"torch.float16": "fp16", "torch.bfloat16": "bf16"}.get(HALF.get(word, ""), "")
+
+    # ------------------------------------------------------------ stores
+
+    def offloading(self) -> tuple[str, str]:
+        """The line of host memory and the folder of a store, where the optimizer's state and parameters leave the device."""
+        places = {}
+        for key, stages, old in (("offload_optimizer", (1, 2, 3), "cpu_offload"), ("offload_param", (3,), "cpu_offload_param")):
+            section = self.section(key, self.zero)
+            device = self.take("device", section) or ("cpu" if self.take(old, self.zero) else "none")
+            path = self.take("nvme_path", section)
+            if device not in ("cpu", "nvme", "none"):
+                raise InvalidArgument(f"{key}.device is {device!r}, expected 'cpu', 'nvme' or 'none'")
+            own = str(self.optimizer.get("type")).lower() in OURS
+            if device != "none" and (own or self.stage not in stages):
+                why = f"{OURS[str(self.optimizer['type']).lower()]} keeps its state in memory" if own else (
+                    f"stage {self.stage} has none, expected stage {' or '.join(map(str, stages))}"
+                )  # fmt: skip
+                self.notes.append(f"{key} is left out: {why}")
+                device = "none"
+            places[key] = "" if device == "none" else f"{device}:{path or 'store'}"
+        return places["offload_optimizer"] or places["offload_param"], places["offload_param"]
+
+    def store(self, place: str, each: int) -> list[str]:
+        """Lines that open one; ``each``: bytes of an element that all lie in host memory, for the device "cpu"."""
+        device, _, path = place.partition(":")
+        host = '"1GiB"'
+        lines = []
+        if device == "cpu":
+            lines = ["numel = sum(parameter.numel() for parameter in model.parameters())"]
+            host = f"{each} * numel // dist.get_world_size() + 2**29"
+        folder = f'os.path.join({path!r}, f"rank{{dist.get_rank()}}")'
+        return [
+            *lines,
+            f"folder = {folder}  # if it holds a committed state, training goes on from there",
+            f"host = {host}  # bytes of memory that each rank takes at once",
+            "store = commpress.TieredStore.open(folder, host=host)",
+        ]  # fmt: skip
 
     # ------------------------------------------------------------ the rest
 
-    def precision(self) -> None:
-        if self.section("bf16").get("enabled"):
-            self.lines.append("# around forward: with torch.autocast('cuda', torch.bfloat16):")
-        fp16 = self.section("fp16")
-        if fp16.get("enabled"):
-            power = fp16.get("initial_scale_power")
-            scale = f"init_scale=2.0**{int(power)}" if isinstance(power, int) else ""
-            self.lines.append(f"scaler = torch.amp.GradScaler('cuda'{', ' * bool(scale)}{scale})     # pass it as grad_scaler=")
-
-    def schedule(self) -> None:
+    def schedule(self) -> bool:
+        """DeepSpeed's warm-up as a factor of the learning rate; False if there is none, or none that is known here."""
         schedule = self.section("scheduler")
         if not schedule:
-            return
-        kind, params = str(schedule.get("type")), self.section("params", schedule)
-        warm = params.get("warmup_num_steps")
-        if kind in ("WarmupLR", "WarmupDecayLR") and isinstance(warm, int):
-            total = params.get("total_num_steps") if kind == "WarmupDecayLR" else None
-            later = f"max(({total} - step) / {max(total - warm, 1)}, 0.0)" if isinstance(total, int) else "1.0"
-            factor = f"min((step + 1) / {max(warm, 1)}, {later})"
-            self.lines.append(f"scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: {factor})")
-        else:
-            self.notes.append(f"scheduler {kind}: take one of torch.optim.lr_scheduler")
+            return False
+        kind = self.take("type", schedule)
+        if kind not in ("WarmupLR", "WarmupDecayLR"):
+            self.notes.append(f"scheduler.type {kind}: take one of torch.optim.lr_scheduler")
+            return False
+        params = self.section("params", schedule)
+        lr = self.rate
+        warm = max(int(self.number("warmup_num_steps", params, 1) or 1000), 2)
+        low = self.number("warmup_min_lr", params) or 0.0
+        high = self.number("warmup_max_lr", params) or (lr if kind == "WarmupLR" else RATE)
+        total = self.number("total_num_steps", params, 1) if kind == "WarmupDecayLR" else None
+        linear = self.take("warmup_type", params) == "linear"
+        rising = f"max(step - 1, 0) / {warm}" if linear else f"math.log(max(step, 1)) / math.log({warm})"
+        later = f"max(0.0, ({total} + 1 - step) / {max(total - warm, 1)})" if total else "1.0"
+        self.setup += [
+            f"def factor(step):  # {kind}, from {low!r} to {high!r}",
+            f"    part = {rising} if step <= {warm} else {later}",
+            f"    return ({low!r} + {high - low!r} * part) / {lr!r}",
+            "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)",
+        ]
+        return True
 
-    def rest(self, params: dict[str, Any], zero: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        steps = self.take("gradient_accumulation_steps")
-        if isinstance(steps, int) and steps > 1:
-            self.notes.append(f"gradient_accumulation_steps {steps}: ddp.no_sync() around {steps - 1} of {steps} backwards")
-        if (size := self.take("train_micro_batch_size_per_gpu")) is not None:
-            self.notes.append(f"train_micro_batch_size_per_gpu {size}: the batch_size of your DataLoader")
-        for where, left in (
-            ("", self.config.keys() - NONE_NEEDED), ("optimizer.", optimizer.keys() - {"legacy_fusion"}),
-            ("optimizer.params.", params.keys() - {"comm_backend_name", "cuda_aware", "adam_w_mode", "torch_adam"}),
-            ("zero_optimization.", zero.keys() - ZERO_TUNING),
-        ):  # fmt: skip
-            self.notes += [f"no equivalent: {where}{key}" for key in sorted(left)]
+    def leftovers(self) -> None:
+        """Name every key that nobody has taken, by its path."""
+        engine, off = [], []
+        for path, value in leaves(self.config):
+            room, _, key = path.rpartition(".")
+            if key in ENGINE.get(room, ()) or room.split(".")[0] in ENGINE[""]:
+                engine.append(path)
+            elif value in (False, None):
+                off.append(path)
+            else:
+                instead = INSTEAD.get(path.split(".")[0])
+                self.notes.append(f"no equivalent: {path}" + f"; see {instead}" * bool(instead))
+        if off:
+            self.notes.append(f"switched off in the file: {', '.join(off)}")
+        if engine:
+            self.notes.append(f"of DeepSpeed's engine, not needed here: {', '.join(engine)}")
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its path; of a section that is switched off only the section."""
+    for key in sorted(config):
+        path, value = f"{prefix}{key}", config[key]
+        if isinstance(value, dict) and value.get("enabled") is False:
+            yield path, False
+        elif isinstance(value, dict):
+            yield from leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def assigned(name: str, arguments: str) -> list[str]:
+    """The line that makes the optimizer, or several."""
+    line = f"optimizer = {name}({arguments})"
+    if len(line) <= 100:
+        return [line]
+    pad = "    "
+    wrapped = fill(
+        arguments, 100, initial_indent=pad, subsequent_indent=pad, break_long_words=False, break_on_hyphens=False
+    )
+    return [f"optimizer = {name}(", *wrapped.split("\n"), ")"]
 
 
 def call(keywords: Mapping[str, Any], *first: str, **names: str) -> str:
     """Arguments as they are written: values by ``repr``, lists as tuples, ``names`` as they are."""
-    written = ["model.parameters()", *first, *(f"{key}={name}" for key, name in names.items())]
+    written = ["model.parameters()", *first, *(f"{key}={name}" for key, name in names.items() if name)]
     return ", ".join([*written, *(f"{k}={tuple(v) if isinstance(v, list) else v!r}" for k, v in keywords.items())])

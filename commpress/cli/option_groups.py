@@ -2,11 +2,16 @@
 
 import argparse
 import os
+import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from commpress.errors import CommpressError, InvalidArgument, MissingPackage
+from commpress.units import parse_bytes, parse_count, parse_link, parse_nodes
+
+T = TypeVar("T")
 
 PICTURES = (".png", ".svg", ".pdf")
 FILES = ("json", "plot", "out")  # options that name a file which is written at the end
@@ -14,12 +19,65 @@ FILES = ("json", "plot", "out")  # options that name a file which is written at 
 
 def size(text: str) -> int:
     """Bytes of '32MiB'."""
-    from commpress.tiered_mem import parse_bytes
+    return told(parse_bytes)(text)
 
+
+def told(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """``parse`` as the type of an option: its own error is what the command says."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except CommpressError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """The text itself, if ``parse`` takes it."""
+
+    def convert(text: str) -> str:
+        told(parse)(text)
+        return text
+
+    return convert
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least {least}")
+        return int(text)
+
+    return convert
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
     try:
-        return parse_bytes(text)
-    except CommpressError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return found
+
+
+def folder(text: str) -> Path:
+    """One that is there and can be written."""
+    if not os.path.isdir(text) or not os.access(text, os.W_OK):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a folder that is there and can be written")
+    return Path(text)
+
+
+def _device(text: str) -> str:
+    if text != "cpu":
+        try:
+            parse_link(text)
+        except CommpressError:
+            raise InvalidArgument(f"got {text!r}, expected cpu or a memory bandwidth such as 900GB/s") from None
+    return text
 
 
 def counts(option: str, text: str) -> list[int]:
@@ -66,13 +124,14 @@ def check_file(name: str, path: str | None) -> None:
 def add_sizes(parser: argparse.ArgumentParser, least: str, most: str, *, factor: int = 2) -> None:
     parser.add_argument("--min-bytes", type=size, default=least, metavar="SIZE", help=f"default {least}")
     parser.add_argument("--max-bytes", type=size, default=most, metavar="SIZE", help=f"default {most}")
-    parser.add_argument("--factor", type=int, default=factor, metavar="N", help=f"from one size to the next (default {factor})")
+    parser.add_argument("--factor", type=at_least(2), default=factor, metavar="N",
+                        help=f"from one size to the next (default {factor})")
 
 
 def add_ranks(parser: argparse.ArgumentParser, *, ranks: int = 4) -> None:
     says = f"local processes (default {ranks}); a launcher's own number wins"
-    parser.add_argument("--ranks", type=int, default=ranks, metavar="N", help=says)
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each rank (default 1)")
+    parser.add_argument("--ranks", type=at_least(1), default=ranks, metavar="N", help=says)
+    parser.add_argument("--threads", type=at_least(1), default=1, metavar="N", help="threads of each rank (default 1)")
 
 
 def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int) -> None:
@@ -84,7 +143,7 @@ def add_training(parser: argparse.ArgumentParser, *, rounds: int, steps: int, ba
         ("width", 384, "N", "of the model"),
         ("layers", 6, "N", "of the model"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar=metavar, help=f"{what} (default {default})")
+        parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar=metavar, help=f"{what} (default {default})")
 
 
 def add_measuring(parser: argparse.ArgumentParser, *, rounds: int, steps: int, batch: int, check: str) -> None:
@@ -104,22 +163,25 @@ def add_topology(parser: argparse.ArgumentParser) -> None:
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machines")
     group.add_argument(
-        "--nodes", default="4x1", metavar="NxR", help="nodes x ranks per node; several kinds as 8x4,2x4 (default 4x1)"
+        "--nodes", type=checked(parse_nodes), default="4x1", metavar="NxR",
+        help="nodes x ranks per node; several kinds as 8x4,2x4 (default 4x1)"
     )
     group.add_argument(
-        "--link", action="append", metavar="RATE,TIME",
+        "--link", action="append", type=checked(parse_link), metavar="RATE,TIME",
         help="of a node: rate and one-way latency, as 1gbit,100us; once for each kind of node (default 1gbit,100us)",
     )  # fmt: skip
     group.add_argument("--links", metavar="FILE", help="what commpress probe wrote, for --nodes, --link and --inside")
     group.add_argument(
-        "--inside", metavar="RATE,TIME", help="of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)"
+        "--inside", type=checked(parse_link), metavar="RATE,TIME",
+        help="of all ranks of a node among themselves (default 40gbit,20us; else 200GB/s,5us)"
     )
-    group.add_argument("--foreign", metavar="RATE", help="between nodes of different kinds, where that is slower")
-    group.add_argument("--rack", type=int, default=0, metavar="N", help="nodes below one switch (default: all)")
-    group.add_argument("--oversubscription", type=float, default=1.0, metavar="F", help="of a rack's uplink (default 1)")
-    group.add_argument("--straggler", type=float, default=1.0, metavar="F", help="one node computes F times slower")
+    group.add_argument("--foreign", type=checked(parse_link), metavar="RATE",
+                       help="between nodes of different kinds, where that is slower")
+    group.add_argument("--rack", type=at_least(0), default=0, metavar="N", help="nodes below one switch (default: all)")
+    group.add_argument("--oversubscription", type=positive, default=1.0, metavar="F", help="of a rack's uplink (default 1)")
+    group.add_argument("--straggler", type=positive, default=1.0, metavar="F", help="one node computes F times slower")
     group.add_argument(
-        "--device", default="cpu", metavar="D",
+        "--device", type=told(_device), default="cpu", metavar="D",
         help="cpu: what kernels take here, measured now; or an accelerator's memory bandwidth, as 900GB/s (default cpu)",
     )  # fmt: skip
     group.add_argument("--cores", type=float, default=0, metavar="N", help="of each node, for its ranks (default: enough)")
@@ -134,23 +196,25 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--parameters", metavar="N", help="a transformer of about so many, as 110M")
+    group.add_argument("--parameters", type=checked(parse_count), metavar="N", help="a transformer of about so many, as 110M")
     group.add_argument("--model", metavar="M:F", help="what calling F of the Python module M returns, a torch.nn.Module")
     group.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
-    group.add_argument("--compute-ms", type=float, metavar="T", help="of a step on a rank of its own, without communication")
-    group.add_argument("--bucket-mb", type=float, default=25.0, metavar="MB", help="of DDP (default 25)")
+    group.add_argument("--compute-ms", type=positive, metavar="T", help="of a step on a rank of its own, without communication")
+    group.add_argument("--bucket-mb", type=positive, default=25.0, metavar="MB", help="of DDP (default 25)")
 
 
 def add_experts(group: Any, chosen: int) -> None:
-    group.add_argument("--experts", type=int, default=0, metavar="E", help="of a layer, all ranks together (default: many)")
+    group.add_argument("--experts", type=at_least(0), default=0, metavar="E",
+                       help="of a layer, all ranks together (default: many)")
     said = f"that a gate chooses (default {chosen})"
-    group.add_argument("--experts-per-token", type=int, default=chosen, metavar="K", help=said)
+    group.add_argument("--experts-per-token", type=at_least(0), default=chosen, metavar="K", help=said)
 
 
 def add_batch(group: Any) -> None:
-    group.add_argument("--batch", type=int, metavar="N", help="sequences of a step on all ranks (default 4 for each rank)")
-    group.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence (default 512)")
-    group.add_argument("--micro", type=int, default=1, metavar="N", help="sequences of a micro-batch (default 1)")
+    group.add_argument("--batch", type=at_least(1), metavar="N",
+                       help="sequences of a step on all ranks (default 4 for each rank)")
+    group.add_argument("--length", type=at_least(1), default=512, metavar="N", help="tokens of a sequence (default 512)")
+    group.add_argument("--micro", type=at_least(1), default=1, metavar="N", help="sequences of a micro-batch (default 1)")
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 Rates are bytes per second of payload, times seconds. A link is full duplex.
 """
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,14 +12,9 @@ from commpress.collectives.links import FIRST, Link, Links, Stack
 from commpress.collectives.topology import Topology
 from commpress.errors import InvalidArgument
 from commpress.plan.costs import CALL
+from commpress.units import UNLIMITED
 
-TCP = 1448 / 1538  # of an Ethernet frame of 1500 bytes, its gap and preamble included, this share is payload
-UNLIMITED = 1e18
 LEAST = 1e-5  # seconds of a latency, where measured processor time leaves less
-_RATE = re.compile(r"([\d.]+)\s*([kmgt]?)(bit|B/s)", re.IGNORECASE)
-_TIME = re.compile(r"([\d.]+)\s*(us|ms|s)")
-_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
@@ -183,36 +177,3 @@ def _ring_latency(seconds: float, message: float, peers: int) -> float:
     half = seconds / 2
     latency = (half - message) / peers - message
     return max(latency if latency > message else half - 2 * peers * message, LEAST)
-
-
-# ---------------------------------------------------------------- as a person types it
-
-
-def parse_link(text: str) -> tuple[float, float]:
-    """(bytes per second of payload, seconds) of '1gbit,100us'; 'none' is no limit; without a time, 50 us."""
-    rate, _, delay = (part.strip() for part in text.partition(","))
-    if rate == "none":
-        found = UNLIMITED
-    elif match := _RATE.fullmatch(rate):
-        number = float(match[1]) * _PREFIX[match[2].lower()]
-        found = number / 8 * TCP if match[3].lower() == "bit" else number
-    else:
-        raise InvalidArgument(f"link is {text!r}, expected a rate and a time such as '1gbit,100us', '12GB/s,5us' or 'none'")
-    return found, parse_time(delay) if delay else 50e-6
-
-
-def parse_time(text: str) -> float:
-    if not (match := _TIME.fullmatch(text)):
-        raise InvalidArgument(f"time is {text!r}, expected a number with us, ms or s, such as '100us'")
-    return float(match[1]) * _SECONDS[match[2]]
-
-
-def parse_nodes(text: str) -> list[tuple[int, int]]:
-    """[(nodes, ranks per node), …] of '8x4' or, for several kinds, '8x4,2x1'."""
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", part)
-        if not match or int(match[1]) < 1 or int(match[2]) < 1:
-            raise InvalidArgument(f"nodes are {text!r}, expected nodes x ranks of each kind, such as '8x4' or '8x4,2x4'")
-        found.append((int(match[1]), int(match[2])))
-    return found

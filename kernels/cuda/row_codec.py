@@ -41,6 +41,15 @@ class Launch(NamedTuple):
     device: torch.device
 
 
+class Addressed(NamedTuple):
+    """A stream of torch before 2.10, which has an address, in the protocol by which CuPy asks for one."""
+
+    stream: torch.cuda.Stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.stream.cuda_stream
+
+
 # ---------------------------------------------------------------- compiling and launching
 
 
@@ -72,7 +81,7 @@ def execute(launch: Launch) -> None:
     cuda, device = _cupy().cuda, launch.device.index
     stream = torch.cuda.current_stream(device)
     if hasattr(cuda.Stream, "from_external"):  # since CuPy 14, where ExternalStream warns
-        ours = cuda.Stream.from_external(stream)
+        ours = cuda.Stream.from_external(stream if hasattr(stream, "__cuda_stream__") else Addressed(stream))
     else:
         ours = cuda.ExternalStream(stream.cuda_stream, device)
     with cuda.Device(device), ours:

@@ -95,7 +95,8 @@ def test_deberta_whose_encoder_reads_a_table_of_positions(store):
     transformers = pytest.importorskip("transformers")
     config = transformers.DebertaV2Config(
         num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=64,
-        relative_attention=True, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", position_buckets=8, max_position_embeddings=16,
+        relative_attention=True, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", position_buckets=8,
+        max_position_embeddings=16,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     other, net, kept = (made(transformers.DebertaV2ForMaskedLM, config) for _ in range(3))
