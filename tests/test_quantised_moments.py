@@ -44,16 +44,16 @@ def test_squares_are_right_in_the_mean():
 def test_adams_second_moment_and_its_steps_stay_right_over_many_steps(spread):
     """Gradients in a block have sizes that spread like this (log-normal); both moments are quantised in each step."""
     draw = torch.Generator().manual_seed(1)
-    sizes = torch.exp(torch.randn(32 * BLOCK, generator=draw) * spread) * 1e-3
+    sizes = torch.exp(torch.randn(8 * BLOCK, generator=draw) * spread) * 1e-3
     m, v, coded_m, coded_v = (torch.zeros(len(sizes)) for _ in range(4))
     for step in range(1500):
         gradient = sizes * (0.2 + torch.randn(len(sizes), generator=draw))
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient.square()
         coded_m = round_trip(0.9 * coded_m + 0.1 * gradient, squares=False)
         coded_v = round_trip(0.999 * coded_v + 0.001 * gradient.square(), squares=True, seed=step)
-    assert (coded_v.sqrt() / v.sqrt()).mean() == pytest.approx(1, abs=0.02)
+    assert (coded_v.sqrt() / v.sqrt()).mean() == pytest.approx(1, abs=0.01)
     exact, found = m / v.sqrt(), coded_m / coded_v.sqrt()
-    assert (found @ exact) / (exact @ exact) == pytest.approx(1, abs=0.02)
+    assert (found @ exact) / (exact @ exact) == pytest.approx(1, abs=0.01)
 
 
 def test_bytes():
