@@ -41,7 +41,7 @@ class Process:
         self.reach("offer")
         return {"from": self.door.here}
 
-    def build(self, proposal):
+    def build(self, proposal, watch):
         self.reach("build")
         self.built = proposal.epoch.key
         if self.when == "built":
