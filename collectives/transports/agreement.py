@@ -30,6 +30,7 @@ from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQu
 TICK = 0.05  # seconds between two looks at what is not a message
 CANDIDATES = 8  # members asked at the same time whether they run
 SILENCE = 5.0  # seconds without an answer after which a process counts as stopped, at most
+OTHER_VERSION = "this process is of another version of commpress than the members: install theirs"
 DEAD, SILENT, LATE, LEFT = "its process is gone", "its process does not answer", "it did not come", "it gave up"
 
 
@@ -149,6 +150,7 @@ class Agreement:
             "count": terms.count, "patience": self.late - time.monotonic(), "join": terms.contacts is not None,
             "began": list(terms.began), "linked": list(self.linked), "brings": self.mine.waiting,
             "appointed": list(terms.appointed), "ordered": terms.ordered,
+            "describes": dict(self.mine.description()) if terms.contacts is not None else {},
         }  # fmt: skip
 
     # ------------------------------------------------------------ waiting
@@ -393,7 +395,8 @@ class Agreement:
             for message in link.receive():
                 if message["is"] != "report":
                     continue
-                if not self._report().keys() <= message.keys():  # of another version
+                if not self._report().keys() <= message.keys():
+                    link.send("refused", kind="InvalidArgument", text=OTHER_VERSION, ranks=[])
                     link.close()
                     break
                 self.fresh.remove(link)
@@ -444,7 +447,10 @@ class Agreement:
         joining = [report for report in self.reports.values() if report["place"] not in here]
         for report in [report for report in joining if not report["join"]]:
             self._refuse(report["place"], "Excluded", "the others went on without this rank. Let it join them again.")
-        joining = [report for report in joining if report["join"]]
+        unlike = {report["place"]: self.mine.unlike(report) for report in joining if report["join"]}
+        for place in [place for place, text in unlike.items() if text]:
+            self._refuse(place, "InvalidArgument", unlike[place])
+        joining = [report for report in joining if report["join"] and not unlike[report["place"]]]
         overdue = time.monotonic() > self.late
         if not all(lost.values()) or self._awaits(joining, members):
             return None

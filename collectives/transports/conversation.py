@@ -23,6 +23,7 @@ class Conversation:
         self.socket, self.place, self.kind = connection, place, kind
         self.open, self.since = True, time.monotonic()
         self._data = b""
+        self._seen: list[Message] = []  # that are still to be received
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -40,7 +41,7 @@ class Conversation:
     def news(self) -> bool:
         """True if there is something to ``receive``, or if the other end has hung up."""
         self._read()
-        return bool(self._data) or not self.open
+        return bool(self._data or self._seen) or not self.open
 
     def _read(self) -> None:
         while self.open:
@@ -57,7 +58,7 @@ class Conversation:
     def receive(self) -> list[Message]:
         """The messages that have come; ``open`` is False after the last, or after what is none."""
         self._read()
-        found: list[Message] = []
+        found, self._seen = self._seen, []
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > LONGEST:
@@ -71,6 +72,11 @@ class Conversation:
                 break
             found.append(message)
         return found
+
+    def look(self) -> list[Message]:
+        """The messages that have come, which are still to be received."""
+        self._seen = self.receive()
+        return self._seen
 
     def first(self) -> bytes | None:
         """The answer to the greeting, None if there is none yet."""

@@ -1,12 +1,14 @@
 """Membership of one process in its group: the epoch that it is of, the one that it may be of by now, and its door."""
 
 import contextlib
+import logging
 import secrets
 import selectors
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from commpress.collectives.change import Change
@@ -23,6 +25,11 @@ from commpress.collectives.transports.meeting import (
     welcome,
 )
 from commpress.errors import InvalidArgument
+
+REPORTING = 5.0  # seconds that a newcomer has for its report
+SHOWN = 5  # differences that are named
+
+log = logging.getLogger("commpress")
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,13 @@ def place_of(contact: str) -> str:
     return f"{host} {port} {token}"
 
 
+def differences(own: Mapping[str, str], theirs: Mapping[str, str], *, others: str) -> str:
+    """Everything by name in which the sender of the second description differs, with both values; "" if there is nothing."""
+    named = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+    found = [f"{name} is {theirs.get(name, 'missing')}, {others} {own.get(name, 'nothing')}" for name in named[:SHOWN]]
+    return "; ".join(found) + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else "")
+
+
 @dataclass(frozen=True)
 class Proposal:
     """An epoch that is to be, as one of its members sees it."""
@@ -95,6 +109,7 @@ class Membership:
     def __init__(self, door: Door, epoch: Epoch) -> None:
         self.door, self.epoch = door, epoch
         self.ready: tuple[Proposal, Callable[[], None]] | None = None  # staged, and whether it is complete is in doubt
+        self.description: Callable[[], Mapping[str, str]] = dict  # of what this process trains: newcomers must have the same
         self.expected = 0  # the key of an epoch that somebody else has agreed on
         self._callers: deque[Conversation] = deque()
         self._lock, self.attending = threading.RLock(), threading.Lock()
@@ -134,10 +149,32 @@ class Membership:
 
     @property
     def waiting(self) -> int:
-        """Newcomers at the door."""
+        """Newcomers at the door who have reported and are like this process. Who is not is sent away."""
         with self._lock:
-            self._callers = deque(link for link in self._callers if not link.gone)
-            return sum(link.kind == JOIN for link in self._callers)
+            joining = [link for link in self._callers if link.kind == JOIN]
+            welcome = sum(self._suits(link) for link in joining)
+            self._callers = deque(link for link in self._callers if link.open)
+        return welcome
+
+    def _suits(self, link: Conversation) -> bool:
+        """True if a newcomer may become a member. It has little time to report."""
+        for report in link.look():
+            text = self.unlike(report)
+            if text:
+                log.info("a newcomer was sent away: %r", text)
+                link.send("refused", kind="InvalidArgument", text=text, ranks=[])
+                link.close()
+            return link.open and not text
+        if time.monotonic() > link.since + REPORTING:
+            link.close()
+        return False
+
+    def unlike(self, report: Message) -> str:
+        """Everything in which the sender of a report is unlike this process; "" if there is nothing."""
+        theirs = report.get("describes")
+        found = differences(self.description(), theirs if isinstance(theirs, dict) else {}, others="the members have")
+        why = f"this process is unlike the members that it wants to join: {found}. Construct on it what they have"
+        return why if found else ""
 
     def answer(self, visit: Visit) -> bool:
         """Take a visitor in, or tell that this process runs, or is of another epoch; True if a member wants to agree."""
