@@ -186,6 +186,11 @@ def has_hook(ddp: Any) -> bool:
     return bool(ddp._comm_hooks)
 
 
+def hook_states(ddp: Any) -> list[Any]:
+    """States of its communication hooks."""
+    return [state for _, state in ddp._comm_hooks]
+
+
 # ---------------------------------------------------------------- GradScaler
 
 

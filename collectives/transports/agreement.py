@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Protocol
 
 from commpress.collectives.change import Change
@@ -29,6 +30,7 @@ from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQu
 TICK = 0.05  # seconds between two looks at what is not a message
 CANDIDATES = 8  # members asked at the same time whether they run
 SILENCE = 5.0  # seconds without an answer after which a process counts as stopped, at most
+OTHER_VERSION = "this process is of another version of commpress than the members: install theirs"
 DEAD, SILENT, LATE, LEFT = "its process is gone", "its process does not answer", "it did not come", "it gave up"
 
 
@@ -59,8 +61,11 @@ class Builder(Protocol):
     def offer(self, places: Sequence[str]) -> Message:
         """Facts that a leader gives to all who are to build."""
 
-    def build(self, proposal: Proposal) -> Callable[[], None]:
-        """Connect, stage; what to do once everybody has. May be called again, after ``undo``."""
+    def build(self, proposal: Proposal, watch: Callable[[], object]) -> Callable[[], None]:
+        """Connect, stage; what to do once everybody has. May be called again, after ``undo``.
+
+        ``watch``: to be called while others are awaited; it raises when that is in vain.
+        """
 
     def undo(self) -> None:
         """Let go of what ``build`` has made or begun."""
@@ -88,6 +93,7 @@ class Agreement:
         self.contacts: deque[str] = deque()
         self.tried: dict[str, str] = {}  # contacts at which nobody leads: why
         self.swept = False  # objects that nobody holds any more are gone
+        self.sweeping: set[str] = set()  # members whose garbage is being collected, which stops all threads of a process
         self.moved = False  # sent to another leader
         self.change: Change | None = None  # since this agreement began
         mine.expected = terms.key
@@ -105,6 +111,7 @@ class Agreement:
                 self.builder.undo()
             raise
         finally:
+            self.fresh += self.mine.callers()  # members among them call again, when this process can be told of it
             now, admits = time.monotonic(), self.terms.admits  # who has been silent for long would hold up the next one as well
             later = [link for link in self.fresh if link.kind == JOIN and (not admits or now < link.since + self.patience)]
             self.mine.give_back(later)
@@ -143,6 +150,7 @@ class Agreement:
             "count": terms.count, "patience": self.late - time.monotonic(), "join": terms.contacts is not None,
             "began": list(terms.began), "linked": list(self.linked), "brings": self.mine.waiting,
             "appointed": list(terms.appointed), "ordered": terms.ordered,
+            "describes": dict(self.mine.description()) if terms.contacts is not None else {},
         }  # fmt: skip
 
     # ------------------------------------------------------------ waiting
@@ -167,13 +175,13 @@ class Agreement:
 
     def _listen(self, links: Iterable[Conversation], seconds: float) -> None:
         """Wait for news from these links and at the door, and answer whoever is there."""
-        with selectors.DefaultSelector() as news:
+        with self.mine.attending, selectors.DefaultSelector() as news:
             news.register(self.mine.door, selectors.EVENT_READ)
             for link in links:
                 if link.open:
                     news.register(link, selectors.EVENT_READ)
             news.select(max(seconds, 0.0))
-        self.mine.listen()
+            self.mine.listen()
 
     def _probe(self, place: str) -> Heartbeat:
         probe = self.probes.get(place)
@@ -189,7 +197,7 @@ class Agreement:
             raise self._excluded(place)
         if probe.dead:
             return DEAD
-        if time.monotonic() - probe.answered > self.patience:
+        if time.monotonic() - probe.answered > self.patience and place not in self.sweeping:
             return SILENT
         return LATE if time.monotonic() > self.late else ""
 
@@ -300,6 +308,7 @@ class Agreement:
             link.close()
 
     def _obey(self, message: Message, link: Conversation) -> tuple[Change, str] | None:
+        self.sweeping.discard(link.place)
         match message:
             case {"is": "propose"}:
                 self._settle(message["adopt"])
@@ -307,12 +316,13 @@ class Agreement:
                 link.send("accept", key=self.proposal.epoch.key)
             case {"is": "go"} if self.proposal is not None:
                 key = self.proposal.epoch.key
-                failed = self._build(self.proposal)
+                failed = self._build(self.proposal, partial(self._still_led, link))
                 if failed is None:
                     link.send("ready", key=key, refusal=self.builder.refusal)
                 else:
                     link.send("failed", key=key, text=failed)
             case {"is": "sweep"}:
+                self.sweeping.add(link.place)
                 gc.collect()
                 link.send("report", **self._report())
             case {"is": "abort"}:
@@ -331,10 +341,16 @@ class Agreement:
                 raise _error(message)
         return None
 
-    def _build(self, proposal: Proposal) -> str | None:
+    def _still_led(self, link: Conversation) -> None:
+        """Raise if the leader has given up what it had proposed, or is gone."""
+        self._check()
+        if link.news or (not self.terms.appointed and self._state(link.place) in (DEAD, SILENT)):
+            raise PeerFailure(f"rank {self.mine.rank}: somebody went, or failed, while the group was connected.")
+
+    def _build(self, proposal: Proposal, watch: Callable[[], object]) -> str | None:
         """Build; what went wrong, or None: then this process is ready."""
         try:
-            commit = self.builder.build(proposal)
+            commit = self.builder.build(proposal, watch)
         except (CommunicationError, OSError, RuntimeError) as error:
             self.builder.undo()
             return f"{type(error).__name__}: {error}"
@@ -379,7 +395,8 @@ class Agreement:
             for message in link.receive():
                 if message["is"] != "report":
                     continue
-                if not self._report().keys() <= message.keys():  # of another version
+                if not self._report().keys() <= message.keys():
+                    link.send("refused", kind="InvalidArgument", text=OTHER_VERSION, ranks=[])
                     link.close()
                     break
                 self.fresh.remove(link)
@@ -389,6 +406,7 @@ class Agreement:
                 message["came"] = time.monotonic()
                 self.links[place], self.reports[place] = link, message
                 self.linked.add(place)
+                self.sweeping.discard(place)
                 self.late = min(self.late, time.monotonic() + max(message["patience"], 0.0))
             if not link.open and link in self.fresh:
                 self.fresh.remove(link)
@@ -429,13 +447,16 @@ class Agreement:
         joining = [report for report in self.reports.values() if report["place"] not in here]
         for report in [report for report in joining if not report["join"]]:
             self._refuse(report["place"], "Excluded", "the others went on without this rank. Let it join them again.")
-        joining = [report for report in joining if report["join"]]
+        unlike = {report["place"]: self.mine.unlike(report) for report in joining if report["join"]}
+        for place in [place for place, text in unlike.items() if text]:
+            self._refuse(place, "InvalidArgument", unlike[place])
+        joining = [report for report in joining if report["join"] and not unlike[report["place"]]]
         overdue = time.monotonic() > self.late
         if not all(lost.values()) or self._awaits(joining, members):
             return None
         size, dead = len(base.places), {place for place, why in lost.items() if why == DEAD}
         if not may_go_on(base, members, dead, self.linked):
-            if overdue:
+            if overdue and self._final(lost):
                 text = (
                     f"{size - len(lost)} of {size} ranks are left, which is no majority: the others may go on elsewhere, so "
                     f"these must not. {self._names(lost)}"
@@ -454,7 +475,7 @@ class Agreement:
         there = size - len(lost) + len(joining)
         minimum = max(report["minimum"] for report in members)
         if there < minimum:
-            if overdue:
+            if overdue and self._final(lost):
                 self._end(NoQuorum, f"{there} ranks are here, and minimum is {minimum}. {self._names(lost)}", lost)
             return None
         roster, refused = Roster.merged(base, adopt, members, joining)
@@ -462,12 +483,18 @@ class Agreement:
             self._refuse(place, "InvalidArgument", text)
         return roster
 
+    def _final(self, lost: dict[str, str]) -> bool:
+        """True if none of these can come any more: their processes are gone, or have not answered to the end."""
+        reasons = set(lost.values())
+        return reasons <= {DEAD} or (reasons <= {DEAD, SILENT} and time.monotonic() > self.deadline - self.patience)
+
     def _sweep(self) -> None:
         """Have all report again without objects that only the garbage collector would find."""
         self.swept = True
-        gc.collect()
-        for link in self.links.values():
+        for place, link in self.links.items():
             link.send("sweep")
+            self.sweeping.add(place)
+        gc.collect()
         self.fresh += self.links.values()
         self.links.clear()
         self.reports.clear()
@@ -532,9 +559,11 @@ class Agreement:
             return None
         for link in links.values():
             link.send("go")
-        failed = self._build(_proposal({"rank": places.index(self.here), **common}))
+        found: dict[str, str] = {}
+        watch = partial(self._still_whole, links, epoch.key, found)
+        failed = self._build(_proposal({"rank": places.index(self.here), **common}), watch)
         left = self.deadline - time.monotonic()
-        answers = None if failed is not None else self._answers(links, "ready", epoch.key, left)
+        answers = None if failed is not None else self._answers(links, "ready", epoch.key, left, found)
         if answers is None:
             self._abort(links)
             return None
@@ -544,9 +573,17 @@ class Agreement:
             link.send("done", refusal=refusal)
         return change, refusal
 
-    def _answers(self, links: dict[str, Conversation], kind: str, key: int, seconds: float) -> list[str] | None:
-        """The answers of all; None if somebody has failed, hung up or is silent."""
-        found: dict[str, str] = {}
+    def _still_whole(self, links: dict[str, Conversation], key: int, found: dict[str, str]) -> None:
+        """Raise if somebody has failed, hung up or is silent while this process builds as well."""
+        self._check()
+        if not self._hear(links, "ready", key, found):
+            raise PeerFailure(f"rank {self.mine.rank}: somebody went, or failed, while the group was connected.")
+
+    def _answers(
+        self, links: dict[str, Conversation], kind: str, key: int, seconds: float, found: dict[str, str] | None = None
+    ) -> list[str] | None:
+        """The answers of all, of which some may be ``found``; None if somebody has failed, hung up or is silent."""
+        found = {} if found is None else found
         until = time.monotonic() + seconds
         while len(found) < len(links):
             silent = [place for place in links if place not in found]
@@ -554,22 +591,26 @@ class Agreement:
                 for place in silent:
                     self._drop(place)
                 return None
-            self._listen([links[place] for place in silent], TICK)
-            for place in silent:
-                for message in links[place].receive():
-                    if message.get("key") != key:
-                        continue
-                    if message["is"] == "failed":
-                        return None
-                    if message["is"] == kind:
-                        found[place] = message.get("refusal", "")
-                if not links[place].open:
-                    self._drop(place)
-                    return None
-                if place not in found and not self.terms.appointed and self._state(place) in (DEAD, SILENT):
-                    self._drop(place)
-                    return None
+            self._listen(links.values(), TICK)
+            if not self._hear(links, kind, key, found):
+                return None
         return [found[place] for place in links]
+
+    def _hear(self, links: dict[str, Conversation], kind: str, key: int, found: dict[str, str]) -> bool:
+        """Take the answers that have come; False if somebody has failed, hung up or is silent."""
+        for place, link in links.items():
+            for message in link.receive():
+                if message.get("key") != key:
+                    continue
+                if message["is"] == "failed":
+                    return False
+                if message["is"] == kind:
+                    found[place] = message.get("refusal", "")
+            gone = not link.open
+            if gone or (place not in found and not self.terms.appointed and self._state(place) in (DEAD, SILENT)):
+                self._drop(place)
+                return False
+        return True
 
     def _abort(self, links: dict[str, Conversation]) -> None:
         self._settle(0)

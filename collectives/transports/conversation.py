@@ -23,6 +23,7 @@ class Conversation:
         self.socket, self.place, self.kind = connection, place, kind
         self.open, self.since = True, time.monotonic()
         self._data = b""
+        self._seen: list[Message] = []  # that are still to be received
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -36,8 +37,13 @@ class Conversation:
         except OSError:
             self.close()
 
-    def receive(self) -> list[Message]:
-        """The messages that have come; ``open`` is False after the last, or after what is none."""
+    @property
+    def news(self) -> bool:
+        """True if there is something to ``receive``, or if the other end has hung up."""
+        self._read()
+        return bool(self._data or self._seen) or not self.open
+
+    def _read(self) -> None:
         while self.open:
             try:
                 part = self.socket.recv(1 << 16)
@@ -48,7 +54,11 @@ class Conversation:
             if not part:
                 self.close()
             self._data += part
-        found: list[Message] = []
+
+    def receive(self) -> list[Message]:
+        """The messages that have come; ``open`` is False after the last, or after what is none."""
+        self._read()
+        found, self._seen = self._seen, []
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > LONGEST:
@@ -62,6 +72,11 @@ class Conversation:
                 break
             found.append(message)
         return found
+
+    def look(self) -> list[Message]:
+        """The messages that have come, which are still to be received."""
+        self._seen = self.receive()
+        return self._seen
 
     def first(self) -> bytes | None:
         """The answer to the greeting, None if there is none yet."""

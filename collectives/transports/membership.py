@@ -1,9 +1,14 @@
 """Membership of one process in its group: the epoch that it is of, the one that it may be of by now, and its door."""
 
+import contextlib
+import logging
 import secrets
+import selectors
+import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from commpress.collectives.change import Change
@@ -20,6 +25,11 @@ from commpress.collectives.transports.meeting import (
     welcome,
 )
 from commpress.errors import InvalidArgument
+
+REPORTING = 5.0  # seconds that a newcomer has for its report
+SHOWN = 5  # differences that are named
+
+log = logging.getLogger("commpress")
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,13 @@ def place_of(contact: str) -> str:
     return f"{host} {port} {token}"
 
 
+def differences(own: Mapping[str, str], theirs: Mapping[str, str], *, others: str) -> str:
+    """Everything by name in which the sender of the second description differs, with both values; "" if there is nothing."""
+    named = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+    found = [f"{name} is {theirs.get(name, 'missing')}, {others} {own.get(name, 'nothing')}" for name in named[:SHOWN]]
+    return "; ".join(found) + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else "")
+
+
 @dataclass(frozen=True)
 class Proposal:
     """An epoch that is to be, as one of its members sees it."""
@@ -83,15 +100,39 @@ class Proposal:
 
 
 class Membership:
-    """One process's part in its group's epochs, from the first to the last."""
+    """One process's part in its group's epochs, from the first to the last.
+
+    ``bell``: readable while a member that wants to agree may be waiting. ``attending``: held by whoever listens at the door by
+    himself, for as long as he does.
+    """
 
     def __init__(self, door: Door, epoch: Epoch) -> None:
         self.door, self.epoch = door, epoch
         self.ready: tuple[Proposal, Callable[[], None]] | None = None  # staged, and whether it is complete is in doubt
+        self.description: Callable[[], Mapping[str, str]] = dict  # of what this process trains: newcomers must have the same
         self.expected = 0  # the key of an epoch that somebody else has agreed on
         self._callers: deque[Conversation] = deque()
-        self._lock = threading.RLock()
+        self._lock, self.attending = threading.RLock(), threading.Lock()
+        self.bell, self._rope = socket.socketpair()
+        self.bell.setblocking(False)
+        self._rope.setblocking(False)
+        self._attendant: threading.Thread | None = None
         close_in_children(self)
+
+    def attend(self) -> "Membership":
+        """Answer at the door until it is shut, in a thread that does nothing else."""
+        self._ended, self._end = socket.socketpair()
+        self._attendant = threading.Thread(target=self._attend, name="commpress-door", daemon=True)
+        self._attendant.start()
+        return self
+
+    def _attend(self) -> None:
+        with self._ended, selectors.DefaultSelector() as news:
+            news.register(self.door, selectors.EVENT_READ)
+            news.register(self._ended, selectors.EVENT_READ)
+            while all(key.fileobj is self.door for key, _ in news.select()):
+                with self.attending:
+                    self.listen()
 
     @property
     def here(self) -> str:
@@ -108,10 +149,32 @@ class Membership:
 
     @property
     def waiting(self) -> int:
-        """Newcomers at the door."""
+        """Newcomers at the door who have reported and are like this process. Who is not is sent away."""
         with self._lock:
-            self._callers = deque(link for link in self._callers if not link.gone)
-            return sum(link.kind == JOIN for link in self._callers)
+            joining = [link for link in self._callers if link.kind == JOIN]
+            welcome = sum(self._suits(link) for link in joining)
+            self._callers = deque(link for link in self._callers if link.open)
+        return welcome
+
+    def _suits(self, link: Conversation) -> bool:
+        """True if a newcomer may become a member. It has little time to report."""
+        for report in link.look():
+            text = self.unlike(report)
+            if text:
+                log.info("a newcomer was sent away: %r", text)
+                link.send("refused", kind="InvalidArgument", text=text, ranks=[])
+                link.close()
+            return link.open and not text
+        if time.monotonic() > link.since + REPORTING:
+            link.close()
+        return False
+
+    def unlike(self, report: Message) -> str:
+        """Everything in which the sender of a report is unlike this process; "" if there is nothing."""
+        theirs = report.get("describes")
+        found = differences(self.description(), theirs if isinstance(theirs, dict) else {}, others="the members have")
+        why = f"this process is unlike the members that it wants to join: {found}. Construct on it what they have"
+        return why if found else ""
 
     def answer(self, visit: Visit) -> bool:
         """Take a visitor in, or tell that this process runs, or is of another epoch; True if a member wants to agree."""
@@ -125,10 +188,24 @@ class Membership:
                 welcome(visit.connection, WELCOME if known or not any(visit.epochs) else GONE_ON)
         return False
 
-    def listen(self) -> bool:
-        """Answer who is at the door; True if a member that wants to agree is among them. In any thread."""
+    def hear(self, visit: Visit) -> None:
+        """Answer a visitor; ring if it is a member that wants to agree."""
+        if self.answer(visit):
+            with contextlib.suppress(BlockingIOError):  # it has rung for long
+                self._rope.send(b"!")
+
+    def listen(self) -> None:
+        """Answer who is at the door. In any thread."""
         with self._lock:
-            return any([self.answer(visit) for visit in self.door.arrivals()])
+            for visit in self.door.arrivals():
+                self.hear(visit)
+
+    def called(self) -> bool:
+        """Hush the bell; whether a member waits that wants to agree."""
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                self.bell.recv(4096)
+            return any(link.kind == ENLIST and not link.gone for link in self._callers)
 
     def callers(self) -> list[Conversation]:
         """Take those who have come."""
@@ -143,8 +220,16 @@ class Membership:
 
     def close(self) -> None:
         """Shut the door; whoever waits at it is told."""
+        if self._attendant is not None:
+            self._end.send(b"!")
+            if self._attendant is not threading.current_thread():
+                self._attendant.join(5)
+            self._attendant = None
+            self._end.close()
         self.door.close()
         self.forked()
+        self.bell.close()
+        self._rope.close()
 
     def forked(self) -> None:
         for link in self._callers:

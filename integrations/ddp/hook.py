@@ -197,7 +197,7 @@ class CompressedState:
         alarm: Alarm | str | None = None,
     ) -> None:
         self._saved: dict[str, Any] | None = None
-        self._options: dict[str, Any] = {
+        self.options: dict[str, Any] = {
             "codec": codec, "min_numel": min_numel, "exclude": exclude, "error_feedback": error_feedback,
             "on_nonfinite": on_nonfinite, "exact_steps": exact_steps, "measure_every": measure_every, "timeout": timeout,
             "checksum": checksum, "seed": seed, "replan_every": replan_every, "topology": topology,
@@ -255,7 +255,7 @@ class CompressedState:
 
     def _check(self, *, named: bool) -> None:
         """Refuse what makes no sense together, the same on every rank."""
-        o, agree_over = self._options, self._given["agree_over"]
+        o, agree_over = self.options, self._given["agree_over"]
         codec, trial, ef21 = o["codec"], trial_of(o["codec"], o.get("allow")) is not None, o["error_feedback"] == "ef21"
         plain = not codec.compresses if isinstance(codec, Planned) else codec == NONE
         check_on_nonfinite(o["on_nonfinite"])
@@ -556,7 +556,7 @@ class CompressedState:
         self.exchanges.reform(self.channel.size)
         self._plain.group = self._plain_group()
         if common["trial"]:
-            self._trial = trial_of(self._options["codec"], self._options.get("allow"))
+            self._trial = trial_of(self.options["codec"], self.options.get("allow"))
         elif self._trial is not None or self._way != common["way"]:
             self._trial, self._way, self.counters.choice = None, common["way"], common["why"]
             self._go(self._way)
@@ -612,7 +612,7 @@ class CompressedState:
             log.warning("process_group, agree_over and grad_scaler are not saved with a state: give them to reconnect()")
         numels = self.names.numels
         return {
-            "options": self._options, "given": self._given, "state": self.state_dict(), "counters": self.counters,
+            "options": self.options, "given": self._given, "state": self.state_dict(), "counters": self.counters,
             "numels": numels, "brought": list(self.names.brought) if numels else None,
         }  # fmt: skip
 

@@ -18,24 +18,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from commpress.checksum import checksum_of
 from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel, any_rank
 from commpress.collectives.scalars import gathered
+from commpress.collectives.transports.membership import differences
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, StorageError, check_counts
 from commpress.integrations.elastic.attendance import Attendance, at_sigterm, reformable
 from commpress.integrations.elastic.batches import Batches, Progress
 from commpress.integrations.elastic.construction import Build, newest
 from commpress.integrations.elastic.declaration import Declaration
+from commpress.integrations.elastic.description import Description
 from commpress.integrations.elastic.events import ElasticCounters, Events
 from commpress.integrations.elastic.exact_means import ExactMeans, exact_means_hook
 from commpress.integrations.elastic.faults import fault_of, without_frames
-from commpress.integrations.elastic.healing import Healed, HealingProgress, gathered_hashes, heal
+from commpress.integrations.elastic.healing import Healed, HealingProgress, gathered_hashes, heal, share
 from commpress.integrations.elastic.named_state import check_named, check_ordered, replicas_of
 from commpress.integrations.elastic.rehearsal import Rehearsal
 from commpress.integrations.elastic.repeat import StepMark
-from commpress.integrations.elastic.shared_state import SharedState, hash_of, hash_of_all
+from commpress.integrations.elastic.shared_state import SharedState, hash_of, hash_of_all, packed, unpacked
 from commpress.integrations.elastic.snapshots import Snapshots
 from commpress.integrations.elastic.whole_state import WholeState, check_reformable
 from commpress.optim.local_updates import LocalUpdates
@@ -156,11 +160,22 @@ class Elastic:
         self._optimizers = [each for each in objects if isinstance(each, CompressedOptimizer)]
         self._mark = StepMark(objects)
         replicas = replicas_of(self._modules, self.group) if self.build is None else []
+        self._describe(state, replicas)
         self._rehearsal = Rehearsal(replicas, self._mark)
         for each in replicas:
             if not has_hook(each):
                 check_ordered(each)
                 each.register_comm_hook(ExactMeans(self.group), exact_means_hook)
+
+    def _describe(self, state: Mapping[str, Any], replicas: Sequence[DistributedDataParallel]) -> None:
+        """Have newcomers that are unlike this process sent away at the door; models that are built anew they have not yet."""
+        self.description = Description(
+            state if self.build is None else {}, replicas, self.batches.sampler, build=self.build is not None,
+            epochs=self.epochs, steps=self.last_step, minimum=self.minimum,
+            **{"snapshots.every": None if self.snapshots is None else self.snapshots.every},
+        )  # fmt: skip
+        if hasattr(self.group, "membership"):
+            self.group.membership.description = self.description
 
     @property
     def step(self) -> int:
@@ -420,7 +435,8 @@ class Elastic:
     @property
     def _knocks(self) -> bool:
         """A newcomer is at the door of this rank, and it is not one of those who never get in."""
-        return monotonic() >= self._deaf_until and self._rehearsal.over(self.counters.steps) and bool(self.group.waiting)
+        waiting = bool(self.group.waiting)  # sends away who is unlike the others
+        return waiting and monotonic() >= self._deaf_until and self._rehearsal.over(self.counters.steps)
 
     def _agreed(self, *, leaves: bool) -> Change:
         """Reform the group itself. Owners that cannot follow are an error, unless they are built anew."""
@@ -561,7 +577,11 @@ class Elastic:
         """Ranks that were started together may have snapshots of different steps: the newest counts. False if one is gone."""
         channel = self.channel
         try:
-            steps: np.ndarray = channel.run(gathered([float(self.step)], transport=channel.transport, sequence=channel.take()))
+            mine = packed(dict(self.description()), [])
+            numbers = [float(part) for part in (self.step, *divmod(checksum_of(mine), 1 << 32))]
+            told: np.ndarray = channel.run(gathered(numbers, transport=channel.transport, sequence=channel.take()))
+            steps = told[:, 0]
+            self._compare(told[:, 1:], mine)
             if self.build is None and (steps != steps[0]).any():
                 donors = [rank for rank, step in enumerate(steps) if step == steps.max()]
                 needy = [rank for rank in range(self.size) if rank not in donors]
@@ -571,6 +591,19 @@ class Elastic:
             self._note(error)
             return False
         return True
+
+    def _compare(self, said: np.ndarray, mine: bytes) -> None:
+        """Refuse ranks that were started together with other data, models or options, on all of them."""
+        unlike = [rank for rank, each in enumerate(said) if (each != said[0]).any()]
+        if not unlike:
+            return
+        alike = [rank for rank in range(self.size) if rank not in unlike]
+        first, _, _ = self.channel.run(share(mine, [], self.channel, donors=alike, needy=unlike))
+        found = differences(unpacked(first, []), self.description(), others="rank 0 has")
+        raise InvalidArgument(
+            f"ranks {unlike} were started otherwise than rank 0{': ' + found if found else ', as their own errors say'}. Start "
+            "all of them with the same data, models and options"
+        )
 
     # ------------------------------------------------------------ snapshots
 

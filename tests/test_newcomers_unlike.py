@@ -1,0 +1,193 @@
+"""Newcomers that are unlike the members are refused at the door, by name, and the members do not notice."""
+
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import commpress
+import commpress.backend
+from commpress.collectives.transports.agreement import OTHER_VERSION, Terms
+from commpress.collectives.transports.conversation import Conversation
+from commpress.collectives.transports.meeting import JOIN, knock
+from commpress.errors import InvalidArgument
+from commpress.integrations.elastic import description as descriptions
+from test_agreement import alone, close, together
+
+WITHIN = timedelta(seconds=60)
+UNLIKE = {
+    "batch_size": ("data.batch_size is 8, the members have 4", {"batch": 8}),
+    "samples": ("data.samples is 400, the members have 480", {"samples": 400}),
+    "shuffle": ("data.shuffle is False, the members have True", {"sampler": {"shuffle": False}}),
+    "drop_last": ("data.drop_last is True, the members have False", {"sampler": {"drop_last": True}}),
+    "seed": ("data.seed is 1, the members have 0", {"sampler": {"seed": 1}}),
+    "sampler": ("data is Own, the members have ElasticSampler", {"kind": "Own"}),
+    "hook": ("hook is none, the members have CompressedState", {"codec": None}),
+    "codec": ("codec is 'int8', the members have 'sign'", {"codec": "int8"}),
+    "option": ("min_numel is 1, the members have 256", {"options": {"min_numel": 1}}),
+    "width": ("model.module.weight is float32[24, 16], the members have float32[16, 16]", {"width": 24}),
+    "optimizer": ("optimizer is AdamW, the members have SGD", {"optimizer": torch.optim.AdamW}),
+    "steps": ("steps is 7, the members have 1000000", {"steps": 7}),
+    "minimum": ("minimum is 2, the members have 1", {"minimum": 2}),
+    "version": ("commpress is 9.9, the members have", {"version": "9.9"}),
+}
+
+
+class Own(commpress.ElasticSampler):
+    """One of the user's."""
+
+
+def loop(
+    *, batch=4, samples=480, sampler=None, kind="", codec="sign", options=None, width=16, optimizer=torch.optim.SGD,
+    steps=1_000_000, version=commpress.__version__, lr=1e-3, **more,
+):  # fmt: skip
+    torch.manual_seed(3)
+    descriptions.__version__ = version
+    data = TensorDataset(torch.randn(samples, 16))
+    model = DistributedDataParallel(torch.nn.Linear(16, width))
+    if codec is not None:
+        commpress.compress(model, codec, **(options or {}))
+    trained = optimizer(model.parameters(), lr=lr)
+    order = (Own if kind else commpress.ElasticSampler)(data, batch, **(sampler or {}))
+
+    def step(batch):
+        model(batch[0]).square().mean().backward()
+        trained.step()
+        trained.zero_grad()
+
+    loader = DataLoader(data, batch, sampler=order)
+    return commpress.elastic(step, {"model": model, "optimizer": trained}, data=loader, steps=steps, **more)
+
+
+def alone_or_with(rank, size, file):
+    dist.destroy_process_group()
+    store = dist.FileStore(file, size) if size > 1 else dist.HashStore()
+    dist.init_process_group("commpress", store=store, rank=rank, world_size=size, timeout=WITHIN)
+
+
+def refused_one_after_the_other(folder):
+    """Rank 2 comes as each kind of newcomer; ranks 0 and 1 train meanwhile, until one that is alike is in."""
+    rank, contact, done = dist.get_rank(), Path(folder, "contact"), Path(folder, "done")
+    dist.barrier()
+    if rank < 2:
+        alone_or_with(rank, 2, f"{folder}/store")
+        run = loop()
+        if rank == 0:
+            Path(folder, "draft").write_text(run.contact)
+            Path(folder, "draft").rename(contact)
+        reforms = []
+        for _ in run:
+            if run.size == 3:
+                break
+            reforms.append(run.counters.reforms)
+        done.touch()
+        return set(reforms)
+    while not contact.exists():
+        time.sleep(0.01)
+    found = {}
+    for name, (_, options) in UNLIKE.items():
+        alone_or_with(0, 1, "")
+        with pytest.raises(InvalidArgument) as error:
+            next(iter(loop(join=contact.read_text(), **options)))
+        found[name] = str(error.value)
+    alone_or_with(0, 1, "")
+    for _ in loop(join=contact.read_text(), lr=5.0):  # which healing takes over
+        break
+    return found
+
+
+def test_who_is_unlike_is_refused_by_name_and_members_do_not_reform(mortal, tmp_path):
+    one, two, found = mortal.run(refused_one_after_the_other, str(tmp_path), size=3)
+    assert one == two == {0}
+    for name, (text, _) in UNLIKE.items():
+        assert text in found[name], found[name]
+
+
+def start_unlike(folder):
+    rank = dist.get_rank()
+    dist.barrier()
+    alone_or_with(rank, 2, f"{folder}/store")
+    with pytest.raises(InvalidArgument) as error:
+        next(iter(loop(batch=4 + 4 * rank)))
+    return str(error.value)
+
+
+def test_ranks_that_start_together_and_read_otherwise_are_refused_on_all(mortal, tmp_path):
+    first, other = mortal.run(start_unlike, str(tmp_path), size=2)
+    assert "ranks [1] were started otherwise than rank 0" in first
+    assert "data.batch_size is 8, rank 0 has 4" in other
+
+
+# ---------------------------------------------------------------- at the door
+
+
+def at_the_door(process, **fields):
+    """A newcomer that has been welcomed and has reported."""
+    stop = threading.Event()
+
+    def attend():
+        while not stop.is_set():
+            process.membership.listen()
+            time.sleep(0.001)
+
+    attendant = threading.Thread(target=attend)
+    attendant.start()
+    link = Conversation(knock(process.door.here, JOIN, 0, (0, 0), 5.0), process.door.here, JOIN)
+    while link.first() is None:
+        time.sleep(0.001)
+    if fields:
+        link.send("report", **fields)
+    stop.set()
+    attendant.join()
+    return link
+
+
+def answered(link):
+    link.socket.settimeout(20)
+    link.socket.recv(1, socket.MSG_PEEK)
+    link.socket.setblocking(False)
+    return link.receive()
+
+
+def test_greetings_alone_and_those_who_are_unlike_do_not_count_as_waiting():
+    member = alone()
+    member.membership.description = lambda: {"codec": "sign"}
+    silent = at_the_door(member)
+    assert member.membership.waiting == 0
+    other = at_the_door(member, describes={"codec": "int8"})
+    assert member.membership.waiting == 0
+    (refusal,) = answered(other)
+    assert refusal["is"] == "refused"
+    assert "codec is int8, the members have sign" in refusal["text"]
+    alike = at_the_door(member, describes={"codec": "sign"})
+    assert member.membership.waiting == 1
+    for link in (silent, other, alike):
+        link.close()
+    close([member])
+
+
+def test_who_comes_to_an_agreement_and_is_unlike_is_refused_there_too():
+    member, newcomer = alone(), alone()
+    member.membership.description, newcomer.membership.description = (lambda: {"x": "1"}), (lambda: {"x": "2"})
+    outcomes = together([member, newcomer], [Terms(minimum=1), Terms(contacts=lambda: [member.door.here])], 5.0)
+    while not isinstance(outcomes[1], InvalidArgument):
+        outcomes = together([member, newcomer], [Terms(), Terms(contacts=lambda: [member.door.here])], 5.0)
+    assert outcomes[0].size == 1
+    assert "x is 2, the members have 1" in str(outcomes[1])
+    close([member, newcomer])
+
+
+def test_a_report_of_another_version_is_answered():
+    member = alone()
+    link = at_the_door(member, place="nobody")
+    together([member])
+    assert [message["text"] for message in answered(link)] == [OTHER_VERSION]
+    link.close()
+    close([member])
