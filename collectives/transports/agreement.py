@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Protocol
 
 from commpress.collectives.change import Change
@@ -59,8 +60,11 @@ class Builder(Protocol):
     def offer(self, places: Sequence[str]) -> Message:
         """Facts that a leader gives to all who are to build."""
 
-    def build(self, proposal: Proposal) -> Callable[[], None]:
-        """Connect, stage; what to do once everybody has. May be called again, after ``undo``."""
+    def build(self, proposal: Proposal, watch: Callable[[], object]) -> Callable[[], None]:
+        """Connect, stage; what to do once everybody has. May be called again, after ``undo``.
+
+        ``watch``: to be called while others are awaited; it raises when that is in vain.
+        """
 
     def undo(self) -> None:
         """Let go of what ``build`` has made or begun."""
@@ -88,7 +92,9 @@ class Agreement:
         self.contacts: deque[str] = deque()
         self.tried: dict[str, str] = {}  # contacts at which nobody leads: why
         self.swept = False  # objects that nobody holds any more are gone
+        self.sweeping: set[str] = set()  # members whose garbage is being collected, which stops all threads of a process
         self.moved = False  # sent to another leader
+        self.too_few = False  # to go on without those who are missing
         self.change: Change | None = None  # since this agreement began
         mine.expected = terms.key
 
@@ -105,6 +111,7 @@ class Agreement:
                 self.builder.undo()
             raise
         finally:
+            self.fresh += self.mine.callers()  # members among them call again, when this process can be told of it
             now, admits = time.monotonic(), self.terms.admits  # who has been silent for long would hold up the next one as well
             later = [link for link in self.fresh if link.kind == JOIN and (not admits or now < link.since + self.patience)]
             self.mine.give_back(later)
@@ -167,19 +174,21 @@ class Agreement:
 
     def _listen(self, links: Iterable[Conversation], seconds: float) -> None:
         """Wait for news from these links and at the door, and answer whoever is there."""
-        with selectors.DefaultSelector() as news:
+        with self.mine.attending, selectors.DefaultSelector() as news:
             news.register(self.mine.door, selectors.EVENT_READ)
             for link in links:
                 if link.open:
                     news.register(link, selectors.EVENT_READ)
             news.select(max(seconds, 0.0))
-        self.mine.listen()
+            self.mine.listen()
 
     def _probe(self, place: str) -> Heartbeat:
         probe = self.probes.get(place)
         if probe is None:
             probe = self.probes[place] = Heartbeat(place, lambda: self.mine.keys)
+            probe.dead = place in self.mine.dead
         probe.look()
+        (self.mine.dead.add if probe.dead else self.mine.dead.discard)(place)
         return probe
 
     def _state(self, place: str) -> str:
@@ -189,7 +198,7 @@ class Agreement:
             raise self._excluded(place)
         if probe.dead:
             return DEAD
-        if time.monotonic() - probe.answered > self.patience:
+        if time.monotonic() - probe.answered > self.patience and place not in self.sweeping:
             return SILENT
         return LATE if time.monotonic() > self.late else ""
 
@@ -257,7 +266,7 @@ class Agreement:
                 if kind == JOIN:
                     if not welcomed and len(self.contacts) > 1 and time.monotonic() > since + self.patience:
                         break
-                elif not self.terms.appointed and (why := self._state(place)) in (DEAD, SILENT):
+                elif why := self._lost(link):
                     self._leave(place, why)
                     return None
                 for other in self._next():
@@ -300,19 +309,22 @@ class Agreement:
             link.close()
 
     def _obey(self, message: Message, link: Conversation) -> tuple[Change, str] | None:
+        self.sweeping.discard(link.place)
         match message:
             case {"is": "propose"}:
                 self._settle(message["adopt"])
                 self.proposal = _proposal(message)
+                self.linked.update(self.proposal.epoch.places)
                 link.send("accept", key=self.proposal.epoch.key)
             case {"is": "go"} if self.proposal is not None:
                 key = self.proposal.epoch.key
-                failed = self._build(self.proposal)
+                failed = self._build(self.proposal, partial(self._still_led, link))
                 if failed is None:
                     link.send("ready", key=key, refusal=self.builder.refusal)
                 else:
                     link.send("failed", key=key, text=failed)
             case {"is": "sweep"}:
+                self.sweeping.add(link.place)
                 gc.collect()
                 link.send("report", **self._report())
             case {"is": "abort"}:
@@ -331,10 +343,23 @@ class Agreement:
                 raise _error(message)
         return None
 
-    def _build(self, proposal: Proposal) -> str | None:
+    def _lost(self, leader: Conversation) -> str:
+        """The reason why a leader leads no more, "" if there is none; whoever joins waits longer, and so do the appointed."""
+        if leader.kind == JOIN or self.terms.appointed:
+            return ""
+        why = self._state(leader.place)
+        return why if why in (DEAD, SILENT) else ""
+
+    def _still_led(self, link: Conversation) -> None:
+        """Raise if the leader has given up what it had proposed, or is gone."""
+        self._check()
+        if link.news or self._lost(link):
+            raise PeerFailure(f"rank {self.mine.rank}: somebody went, or failed, while the group was connected.")
+
+    def _build(self, proposal: Proposal, watch: Callable[[], object]) -> str | None:
         """Build; what went wrong, or None: then this process is ready."""
         try:
-            commit = self.builder.build(proposal)
+            commit = self.builder.build(proposal, watch)
         except (CommunicationError, OSError, RuntimeError) as error:
             self.builder.undo()
             return f"{type(error).__name__}: {error}"
@@ -389,6 +414,7 @@ class Agreement:
                 message["came"] = time.monotonic()
                 self.links[place], self.reports[place] = link, message
                 self.linked.add(place)
+                self.sweeping.discard(place)
                 self.late = min(self.late, time.monotonic() + max(message["patience"], 0.0))
             if not link.open and link in self.fresh:
                 self.fresh.remove(link)
@@ -406,7 +432,8 @@ class Agreement:
         for place in self._order():
             if place == self.here:
                 return False
-            if place in self.gone and self._probe(place).heard_since(self.gone[place][1]) and time.monotonic() < self.late:
+            in_time = time.monotonic() < self.late or self.too_few
+            if place in self.gone and self._probe(place).heard_since(self.gone[place][1]) and in_time:
                 del self.gone[place]
                 for link in self.links.values():
                     link.send("goto", place=place, places=list(self._order()))
@@ -434,8 +461,9 @@ class Agreement:
         if not all(lost.values()) or self._awaits(joining, members):
             return None
         size, dead = len(base.places), {place for place, why in lost.items() if why == DEAD}
-        if not may_go_on(base, members, dead, self.linked):
-            if overdue:
+        self.too_few = not may_go_on(base, members, dead, self.linked)
+        if self.too_few:
+            if overdue and self._final(lost):
                 text = (
                     f"{size - len(lost)} of {size} ranks are left, which is no majority: the others may go on elsewhere, so "
                     f"these must not. {self._names(lost)}"
@@ -454,7 +482,7 @@ class Agreement:
         there = size - len(lost) + len(joining)
         minimum = max(report["minimum"] for report in members)
         if there < minimum:
-            if overdue:
+            if overdue and self._final(lost):
                 self._end(NoQuorum, f"{there} ranks are here, and minimum is {minimum}. {self._names(lost)}", lost)
             return None
         roster, refused = Roster.merged(base, adopt, members, joining)
@@ -462,12 +490,18 @@ class Agreement:
             self._refuse(place, "InvalidArgument", text)
         return roster
 
+    def _final(self, lost: dict[str, str]) -> bool:
+        """True if none of these can come any more: their processes are gone, or have not answered to the end."""
+        reasons = set(lost.values())
+        return reasons <= {DEAD} or (reasons <= {DEAD, SILENT} and time.monotonic() > self.deadline - self.patience)
+
     def _sweep(self) -> None:
         """Have all report again without objects that only the garbage collector would find."""
         self.swept = True
-        gc.collect()
-        for link in self.links.values():
+        for place, link in self.links.items():
             link.send("sweep")
+            self.sweeping.add(place)
+        gc.collect()
         self.fresh += self.links.values()
         self.links.clear()
         self.reports.clear()
@@ -532,9 +566,11 @@ class Agreement:
             return None
         for link in links.values():
             link.send("go")
-        failed = self._build(_proposal({"rank": places.index(self.here), **common}))
+        found: dict[str, str] = {}
+        watch = partial(self._still_whole, links, epoch.key, found)
+        failed = self._build(_proposal({"rank": places.index(self.here), **common}), watch)
         left = self.deadline - time.monotonic()
-        answers = None if failed is not None else self._answers(links, "ready", epoch.key, left)
+        answers = None if failed is not None else self._answers(links, "ready", epoch.key, left, found)
         if answers is None:
             self._abort(links)
             return None
@@ -544,9 +580,17 @@ class Agreement:
             link.send("done", refusal=refusal)
         return change, refusal
 
-    def _answers(self, links: dict[str, Conversation], kind: str, key: int, seconds: float) -> list[str] | None:
-        """The answers of all; None if somebody has failed, hung up or is silent."""
-        found: dict[str, str] = {}
+    def _still_whole(self, links: dict[str, Conversation], key: int, found: dict[str, str]) -> None:
+        """Raise if somebody has failed, hung up or is silent while this process builds as well."""
+        self._check()
+        if not self._hear(links, "ready", key, found):
+            raise PeerFailure(f"rank {self.mine.rank}: somebody went, or failed, while the group was connected.")
+
+    def _answers(
+        self, links: dict[str, Conversation], kind: str, key: int, seconds: float, found: dict[str, str] | None = None
+    ) -> list[str] | None:
+        """The answers of all, of which some may be ``found``; None if somebody has failed, hung up or is silent."""
+        found = {} if found is None else found
         until = time.monotonic() + seconds
         while len(found) < len(links):
             silent = [place for place in links if place not in found]
@@ -554,22 +598,26 @@ class Agreement:
                 for place in silent:
                     self._drop(place)
                 return None
-            self._listen([links[place] for place in silent], TICK)
-            for place in silent:
-                for message in links[place].receive():
-                    if message.get("key") != key:
-                        continue
-                    if message["is"] == "failed":
-                        return None
-                    if message["is"] == kind:
-                        found[place] = message.get("refusal", "")
-                if not links[place].open:
-                    self._drop(place)
-                    return None
-                if place not in found and not self.terms.appointed and self._state(place) in (DEAD, SILENT):
-                    self._drop(place)
-                    return None
+            self._listen(links.values(), TICK)
+            if not self._hear(links, kind, key, found):
+                return None
         return [found[place] for place in links]
+
+    def _hear(self, links: dict[str, Conversation], kind: str, key: int, found: dict[str, str]) -> bool:
+        """Take the answers that have come; False if somebody has failed, hung up or is silent."""
+        for place, link in links.items():
+            for message in link.receive():
+                if message.get("key") != key:
+                    continue
+                if message["is"] == "failed":
+                    return False
+                if message["is"] == kind:
+                    found[place] = message.get("refusal", "")
+            gone = not link.open
+            if gone or (place not in found and not self.terms.appointed and self._state(place) in (DEAD, SILENT)):
+                self._drop(place)
+                return False
+        return True
 
     def _abort(self, links: dict[str, Conversation]) -> None:
         self._settle(0)

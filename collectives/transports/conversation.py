@@ -36,8 +36,13 @@ class Conversation:
         except OSError:
             self.close()
 
-    def receive(self) -> list[Message]:
-        """The messages that have come; ``open`` is False after the last, or after what is none."""
+    @property
+    def news(self) -> bool:
+        """True if there is something to ``receive``, or if the other end has hung up."""
+        self._read()
+        return bool(self._data) or not self.open
+
+    def _read(self) -> None:
         while self.open:
             try:
                 part = self.socket.recv(1 << 16)
@@ -48,6 +53,10 @@ class Conversation:
             if not part:
                 self.close()
             self._data += part
+
+    def receive(self) -> list[Message]:
+        """The messages that have come; ``open`` is False after the last, or after what is none."""
+        self._read()
         found: list[Message] = []
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)

@@ -13,6 +13,7 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 
 from commpress.collectives.scalars import gathered
 from commpress.collectives.transports.gloo import connections_of, linger_at_exit, outlive, yielding
+from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.collectives.transports.torch import TorchTransport, plain_backend, plainly_gloo
@@ -114,7 +115,8 @@ def socket_transport(group: dist.ProcessGroup | None = None, *, timeout: timedel
         dist.all_gather(every, mine, group=group)
         return [bytes(row.tolist()) for row in every]
 
-    return SocketTransport(Mesh(dist.get_rank(group), ranks, tell, timeout), timeout=timeout)
+    check = getattr(group or dist.group.WORLD, "check_peers", nothing)
+    return SocketTransport(Mesh(dist.get_rank(group), ranks, tell, timeout, check), timeout=timeout)
 
 
 def own_connections() -> bool:

@@ -24,6 +24,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,7 @@ from commpress.torch_private import gloo_at
 T = TypeVar("T")
 _FILES, _TASKS = Path("/proc/self/fd"), Path("/proc/self/task")  # Linux; elsewhere nothing is found, and nothing done
 _THREAD = "gloo_tcp_loop"
+_LOOK = 0.02  # seconds between two looks at who has died meanwhile
 _kept: list[tuple[Any, Callable[[], bool]]] = []  # groups, and whether each is in use
 
 
@@ -46,6 +48,25 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     address, _ = interface.own_address()
     return gloo_at(address, store, rank, size, timeout)
+
+
+def watched(make: Callable[[], T], watch: Callable[[], object]) -> T:
+    """The result of ``make``, which waits for other ranks in C++, where nothing can end it. ``watch`` is called meanwhile.
+
+    If it raises, ``make`` is left to its own timeout in its thread, and what it makes is let go of there.
+    """
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="commpress-connect", daemon=True).start()
+    while not wait([made], _LOOK).done:
+        watch()
+    return made.result()
 
 
 # ---------------------------------------------------------------- connections

@@ -26,6 +26,7 @@ ENLIST, JOIN = 7, 8  # of a member that wants to agree on who goes on; of one th
 WELCOME, GONE_ON = b"!", b">"  # answers to a greeting; GONE_ON: this process is of another epoch
 PATIENCE = 1.0  # seconds that a visitor has for his greeting
 _AGAIN = 0.02  # seconds before a rank that was not taken in calls again
+_LOOK = 0.05  # seconds between two looks at who has died meanwhile
 STRANGERS = 64  # visitors at the door who have not greeted; the oldest goes when another comes
 _TOKEN = 16
 _GREETING = struct.Struct(f"<B{_TOKEN}sIQQ")  # kind, token, rank, epoch, the epoch that it may be of by now
@@ -166,7 +167,7 @@ class Meeting:
         door: Door | None = None,
         epoch: int = 0,
         others: Callable[[Visit], object] | None = None,
-        check: Callable[[Sequence[int]], None] = lambda missing: None,
+        check: Callable[[Sequence[int]], object] = lambda missing: None,
     ) -> None:
         self.rank, self.size, self.epoch = rank, size, epoch
         self.door, self._lent = door or own_door(size), door is not None
@@ -196,7 +197,7 @@ class Meeting:
                     for peer in [r for r in missing if r < self.rank and r not in calls]:
                         calls[peer] = self._call(peer, left)
                         news.register(calls[peer], selectors.EVENT_READ, peer)
-                    for key, _ in news.select(min(left, PATIENCE / 4)):
+                    for key, _ in news.select(min(left, _LOOK)):
                         if key.fileobj is self.door:
                             connections |= self._received(missing)
                             continue
@@ -252,6 +253,10 @@ class Meeting:
             f"{self.here.split(' ')[0]}; GLOO_SOCKET_IFNAME names the network interface to use.",
             ranks=missing,
         )
+
+
+def nothing() -> None:
+    """Nobody is known to be gone."""
 
 
 def own_door(room: int) -> Door:

@@ -1,6 +1,9 @@
 """Membership of one process in its group: the epoch that it is of, the one that it may be of by now, and its door."""
 
+import contextlib
 import secrets
+import selectors
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -83,15 +86,39 @@ class Proposal:
 
 
 class Membership:
-    """One process's part in its group's epochs, from the first to the last."""
+    """One process's part in its group's epochs, from the first to the last.
+
+    ``bell``: readable while a member that wants to agree may be waiting. ``attending``: held by whoever listens at the door by
+    himself, for as long as he does.
+    """
 
     def __init__(self, door: Door, epoch: Epoch) -> None:
         self.door, self.epoch = door, epoch
         self.ready: tuple[Proposal, Callable[[], None]] | None = None  # staged, and whether it is complete is in doubt
         self.expected = 0  # the key of an epoch that somebody else has agreed on
+        self.dead: set[str] = set()  # doors at which nobody listens any more
         self._callers: deque[Conversation] = deque()
-        self._lock = threading.RLock()
+        self._lock, self.attending = threading.RLock(), threading.Lock()
+        self.bell, self._rope = socket.socketpair()
+        self.bell.setblocking(False)
+        self._rope.setblocking(False)
+        self._attendant: threading.Thread | None = None
         close_in_children(self)
+
+    def attend(self) -> "Membership":
+        """Answer at the door until it is shut, in a thread that does nothing else."""
+        self._ended, self._end = socket.socketpair()
+        self._attendant = threading.Thread(target=self._attend, name="commpress-door", daemon=True)
+        self._attendant.start()
+        return self
+
+    def _attend(self) -> None:
+        with self._ended, selectors.DefaultSelector() as news:
+            news.register(self.door, selectors.EVENT_READ)
+            news.register(self._ended, selectors.EVENT_READ)
+            while all(key.fileobj is self.door for key, _ in news.select()):
+                with self.attending:
+                    self.listen()
 
     @property
     def here(self) -> str:
@@ -125,10 +152,24 @@ class Membership:
                 welcome(visit.connection, WELCOME if known or not any(visit.epochs) else GONE_ON)
         return False
 
-    def listen(self) -> bool:
-        """Answer who is at the door; True if a member that wants to agree is among them. In any thread."""
+    def hear(self, visit: Visit) -> None:
+        """Answer a visitor; ring if it is a member that wants to agree."""
+        if self.answer(visit):
+            with contextlib.suppress(BlockingIOError):  # it has rung for long
+                self._rope.send(b"!")
+
+    def listen(self) -> None:
+        """Answer who is at the door. In any thread."""
         with self._lock:
-            return any([self.answer(visit) for visit in self.door.arrivals()])
+            for visit in self.door.arrivals():
+                self.hear(visit)
+
+    def called(self) -> bool:
+        """Hush the bell; whether a member waits that wants to agree."""
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                self.bell.recv(4096)
+            return any(link.kind == ENLIST and not link.gone for link in self._callers)
 
     def callers(self) -> list[Conversation]:
         """Take those who have come."""
@@ -143,8 +184,16 @@ class Membership:
 
     def close(self) -> None:
         """Shut the door; whoever waits at it is told."""
+        if self._attendant is not None:
+            self._end.send(b"!")
+            if self._attendant is not threading.current_thread():
+                self._attendant.join(5)
+            self._attendant = None
+            self._end.close()
         self.door.close()
         self.forked()
+        self.bell.close()
+        self._rope.close()
 
     def forked(self) -> None:
         for link in self._callers:

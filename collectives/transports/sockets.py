@@ -16,7 +16,7 @@ import torch
 
 from commpress.collectives.frame import HEADER
 from commpress.collectives.transports.engine import SocketEngine
-from commpress.collectives.transports.meeting import Meeting
+from commpress.collectives.transports.meeting import Meeting, nothing
 from commpress.collectives.transports.messages import Parts, SocketTransfer
 from commpress.collectives.transports.rows import Rows, memory_of, rows_in
 from commpress.collectives.transports.staged import HostBuffers, Staged
@@ -94,13 +94,17 @@ class SocketTransport:
 class Mesh:
     """The connections of one rank, shared by a transport and its subsets: closed when the last of them goes.
 
-    Made by all ranks together. ``world`` has their global numbers; ``tell`` gives every rank what all of them say.
+    Made by all ranks together. ``world`` has their global numbers; ``tell`` gives every rank what all of them say. ``check`` is
+    called while ranks are awaited, and raises if one of them is gone.
     """
 
-    def __init__(self, rank: int, world: Sequence[int], tell: Callable[[bytes], list[bytes]], timeout: timedelta) -> None:
+    def __init__(
+        self, rank: int, world: Sequence[int], tell: Callable[[bytes], list[bytes]], timeout: timedelta,
+        check: Callable[[], object] = nothing,
+    ) -> None:  # fmt: skip
         self.rank, self.world = rank, tuple(world)
         deadline = time.monotonic() + timeout.total_seconds()
-        meeting = Meeting(rank, len(world))
+        meeting = Meeting(rank, len(world), check=lambda missing: check())
         try:
             meeting.learn([place.decode().strip() for place in tell(meeting.here.encode().ljust(_PLACE))])
             connections = meeting.connect_all(deadline)

@@ -10,12 +10,13 @@ import os
 import select
 import socket
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from commpress.collectives.transports.heartbeat import Awaited
-from commpress.collectives.transports.meeting import PING, Meeting, close_in_children, own_door, welcomed
+from commpress.collectives.transports.meeting import PING, Meeting, close_in_children, nothing, own_door, welcomed
 from commpress.collectives.transports.membership import Epoch, Membership, first_key
 from commpress.integrations.process_group.records import RECORD
 
@@ -78,27 +79,29 @@ class ControlConnection:
 class ControlConnections:
     """All of one rank in one epoch of a group; made by all its ranks together."""
 
-    def __init__(self, membership: Membership, epoch: Epoch, timeout: timedelta) -> None:
+    def __init__(
+        self, membership: Membership, epoch: Epoch, timeout: timedelta, watch: Callable[[], object] = nothing
+    ) -> None:
+        """``watch`` is called while peers are awaited; what it raises ends that."""
         rank, size = epoch.places.index(membership.here), len(epoch.places)
-        self.rank, self.size, self.door = rank, size, membership.door
-        self._membership = membership
+        self.rank, self.size, self.membership = rank, size, membership
         awaited = Awaited(rank, epoch.places, lambda: membership.keys)
-        self._meeting = Meeting(
-            rank, size, door=membership.door, epoch=epoch.key, others=membership.answer, check=awaited.check
-        )  # fmt: skip
+
+        def check(missing: Sequence[int]) -> None:
+            awaited.check(missing)
+            watch()
+
+        self._meeting = Meeting(rank, size, door=membership.door, epoch=epoch.key, others=membership.hear, check=check)
         self._meeting.learn(epoch.places)
         try:
-            connections = self._meeting.connect_all(time.monotonic() + timeout.total_seconds())
+            with membership.attending:
+                connections = self._meeting.connect_all(time.monotonic() + timeout.total_seconds())
         finally:
             awaited.close()
         self.by_rank = {peer: ControlConnection(connection) for peer, connection in connections.items()}
         close_in_children(self)
 
     # ------------------------------------------------------------ is it still running?
-
-    def answer(self) -> bool:
-        """Hear who is at the door: tell whoever asks that this process runs. True if a member wants to agree on who goes on."""
-        return self._membership.listen()
 
     def silent(self, seconds: float) -> tuple[int, ...]:
         """The peers whose processes do not answer within ``seconds``: stopped, or their machine is gone."""
@@ -137,11 +140,12 @@ def first_epoch(store: dist.Store, rank: int, size: int) -> Membership:
         door.close()
         raise
     key = first_key(places[0])
-    return Membership(door, Epoch(0, key, key, tuple(places)))
+    return Membership(door, Epoch(0, key, key, tuple(places))).attend()
 
 
 class Polls:
-    """Files that a rank looks at while it waits: connections to its peers, those who knock, and a pipe by which it is woken.
+    """Files that a rank looks at while it waits: connections to its peers, the bell of its membership, a pipe by which others
+    wake it.
 
     ``everybody``: news from any peer. ``one[peer]``: from that one, or that another hung up. ``busy``, ``idle``: for the
     thread that watches, with and without the news.
@@ -151,7 +155,7 @@ class Polls:
         self.wake, self._waker = os.pipe()
         os.set_blocking(self.wake, False)
         os.set_blocking(self._waker, False)
-        self.door = connections.door.fileno()
+        self.bell = connections.membership.bell.fileno()
         self.peers = {one.socket.fileno(): peer for peer, one in connections.by_rank.items()}  # whose connections are open
         self.everybody, self.idle, self.busy = select.poll(), select.poll(), select.poll()
         self.one = {peer: select.poll() for peer in connections.by_rank}
@@ -163,7 +167,7 @@ class Polls:
                 poll.register(fd, select.POLLIN if other == peer else _HANGUP)
         for poll in (self.idle, self.busy):
             poll.register(self.wake, select.POLLIN)
-            poll.register(self.door, select.POLLIN)
+            poll.register(self.bell, select.POLLIN)
 
     def forget(self, fd: int) -> bool:
         """Look at this connection no more; False if it was forgotten before."""

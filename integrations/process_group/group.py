@@ -91,20 +91,22 @@ class ProcessGroup(dist.ProcessGroup):
         self.change: Change | None = None  # the last one
         self.held_store: tuple[tuple[str, int] | None, Any] | None = None  # of the epochs: where it is, None: at this process
         self._parts: list[Any] = []  # to be closed with the group
+        weakref.finalize(self, _close, self._parts)
         self._membership: Membership | None = None
         connections = None
         if size > 1:
             self._membership = first_epoch(dist.PrefixStore("guard", store), rank, size)
+            self._parts.append(self._membership)
             connections = ControlConnections(self._membership, self._membership.epoch, timeout)
         self.reducer = GroupReducer(self.pg_options, rank, size, self._private())
         self.registry.on_reform(self.reducer)
         self._connect(connections)
-        weakref.finalize(self, _close, self._parts)
         self._backward: tuple[int, list[GroupWork]] = (-1, [])
 
     def _private(self) -> Any:
         store = dist.PrefixStore("compressed", self._store)
-        return private_transports(self._inner, store, self._rank, self._size, self._timeout)
+        check = partial(_check_peers, weakref.ref(self))
+        return private_transports(self._inner, store, self._rank, self._size, self._timeout, check)
 
     def _connect(self, connections: ControlConnections | None) -> None:
         """Guard the calls, if there are others."""
@@ -514,9 +516,12 @@ class ProcessGroup(dist.ProcessGroup):
     @property
     def waiting(self) -> int:
         """Newcomers at this member's door, for it to ``reform``."""
-        if self.guard is None:
-            self.membership.listen()
         return self.membership.waiting
+
+    def check_peers(self) -> None:
+        """Raise if a peer is gone, or if the group has failed."""
+        if self.guard is not None:
+            self.guard.check()
 
     def announce(self, store: dist.Store) -> None:
         """Tell ``store`` too, now and after each change, who the members are: one whose host may outlive the first one's."""
@@ -622,6 +627,11 @@ def _reforms(group: "weakref.ref[ProcessGroup]", error: CommunicationError) -> N
     here = group()
     if here is not None and is_default(here):
         fail_subgroups(error)
+
+
+def _check_peers(group: "weakref.ref[ProcessGroup]") -> None:
+    if (here := group()) is not None:
+        here.check_peers()
 
 
 def _wait_all(works: list[GroupWork]) -> None:

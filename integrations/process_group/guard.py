@@ -4,8 +4,8 @@ Each call sends one record per peer (``records``) over the control connections a
 Gloo ends the process when a message is longer than the buffer that waits for it, so a disagreement must not reach it.
 
 Note: who reads the connections. Whoever waits for a call reads for all (the leader); others wait for the leader. When calls are
-pending that nobody waits for, the guard's own thread leads. It also watches for connections that close, answers peers that ask
-whether this process still runs, and aborts the transport when a peer is gone.
+pending that nobody waits for, the guard's own thread leads. It also watches for connections that close, and aborts the
+transport when a peer is gone.
 
 Note: after a failure the ranks are out of step, and this guard is of no more use. ``reform`` makes another, or whoever
 destroys the group and builds a new one.
@@ -132,6 +132,14 @@ class Guard:
             if self._notices and self.failure is None:
                 self._fail_by_notice()
             return self.failure is None
+
+    def check(self) -> None:
+        """Raise if the group has failed or a peer has died: for who waits for peers otherwise than in a call."""
+        self.look()
+        if self.failure is not None:
+            raise again(self.failure)
+        if self._dead:
+            raise self._blame.died(sorted(self._dead))
 
     def _lead(self, seconds: float) -> None:
         """Wait for news and act on them: at first only for one peer that is missing, so as not to wake for every other."""
@@ -333,7 +341,7 @@ class Guard:
                 if self._ended():
                     return
                 due = self._look(events)
-            if polls.door in events and self._connections.answer():
+            if polls.bell in events and self._connections.membership.called():
                 with self._changed:
                     self._reform(None, None)
             if due:

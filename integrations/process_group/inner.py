@@ -1,5 +1,6 @@
 """Groups inside a commpress group: torch's own with Gloo and NCCL, or MPI."""
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -11,7 +12,8 @@ import torch.distributed as dist
 
 from commpress.collectives.transports import interface
 from commpress.collectives.transports.factory import own_connections
-from commpress.collectives.transports.gloo import Connections, connections_of, gloo_group, outlive, yielding
+from commpress.collectives.transports.gloo import Connections, connections_of, gloo_group, outlive, watched, yielding
+from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.mpi import MpiTransport
 from commpress.collectives.transports.sockets import Mesh, SocketTransport
 from commpress.collectives.transports.torch import TorchTransport
@@ -21,16 +23,19 @@ from commpress.integrations.process_group.mpi_group import MpiGroup
 from commpress.torch_private import abort, begin_sequence, refusing_backend, set_timeout
 
 _UNSET = timedelta(milliseconds=-1)
+_ASKED = 0.005  # seconds between two questions to a store
 Abort = Callable[[], object]  # end what is under way
 
 
 def torch_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup, *, within: timedelta | None = None
-) -> tuple[dist.ProcessGroup, Abort]:
+    store: dist.Store, rank: int, size: int, timeout: timedelta, group: dist.ProcessGroup, *, within: timedelta | None = None,
+    watch: Callable[[], object] = nothing,
+) -> tuple[dist.ProcessGroup, Abort]:  # fmt: skip
     """torch's own group with Gloo and, where there is CUDA, NCCL; ``group`` hands out the same backends.
 
     ``within``: the time that ranks have to connect, where they do so anew. torch keeps the backends that a group hands out:
-    then it goes on with its first ones, which end every call with an error.
+    then it goes on with its first ones, which end every call with an error. ``watch`` is called meanwhile; what it raises ends
+    the wait.
     """
     interface.name_interface()
     limit = timeout - timedelta(seconds=grace_of(timeout))
@@ -39,7 +44,8 @@ def torch_group(
     inner._set_default_backend(kinds.GLOO)
     prefixed = dist.PrefixStore("cpu", store)
     make: Callable[..., Any] = partial(gloo_group, prefixed, rank, size, within or limit)
-    gloo, connections = connections_of(partial(yielding, make), size - 1)
+    connect = partial(connections_of, partial(yielding, make), size - 1)
+    gloo, connections = connect() if within is None else watched(connect, watch)
     owner = weakref.ref(group)
     outlive(gloo, lambda: owner() is not None and inner_of(owner()) is inner)
     if within is not None:
@@ -144,16 +150,21 @@ class CardTransport(_PrivateTransport):
 
 
 def private_transports(
-    inner: Any, store: dist.Store, rank: int, size: int, timeout: timedelta
+    inner: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, check: Callable[[], object] = nothing
 ) -> Mapping[str, Callable[[], Transport]]:
-    """Makers of ``private_transport``, and of a ``CardTransport`` where NCCL carries tensors on CUDA."""
-    makers: dict[str, Callable[[], Transport]] = {"cpu": partial(private_transport, inner, store, rank, size, timeout)}
+    """Makers of ``private_transport``, and of a ``CardTransport`` where NCCL carries tensors on CUDA.
+
+    ``check`` is called while ranks are awaited, and raises if one of them is gone.
+    """
+    makers: dict[str, Callable[[], Transport]] = {"cpu": partial(private_transport, inner, store, rank, size, timeout, check)}
     if isinstance(inner, dist.ProcessGroup) and has_nccl():
         makers["cuda"] = partial(CardTransport, dist.PrefixStore("card", store), rank, size, timeout)
     return makers
 
 
-def private_transport(inner: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Transport:
+def private_transport(
+    inner: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, check: Callable[[], object] = nothing
+) -> Transport:
     """For the group's own compressed messages: they meet no others. Made by all ranks in the same call."""
     if not isinstance(inner, dist.ProcessGroup):
         return MpiTransport(inner.communicator, timeout=timeout)
@@ -165,9 +176,14 @@ def private_transport(inner: Any, store: dist.Store, rank: int, size: int, timeo
 
     def share(here: bytes) -> list[bytes]:
         store.set(f"place/{rank}", here.decode())
-        return [store.get(f"place/{peer}") for peer in range(size)]
+        keys = [f"place/{peer}" for peer in range(size)]
+        until = time.monotonic() + timeout.total_seconds()
+        while not store.check(keys) and time.monotonic() < until:
+            check()
+            time.sleep(_ASKED)
+        return [store.get(key) for key in keys]
 
-    return SocketTransport(Mesh(rank, range(size), share, timeout), timeout=timeout)
+    return SocketTransport(Mesh(rank, range(size), share, timeout, check), timeout=timeout)
 
 
 def options_of(kind: Any, given: Any, timeout: timedelta | None, named: dict[str, Any], field: str) -> Any:

@@ -23,7 +23,8 @@ from commpress.collectives.change import Change
 from commpress.collectives.channel import Channel
 from commpress.collectives.transports.agreement import Agreement, Terms
 from commpress.collectives.transports.conversation import Message
-from commpress.collectives.transports.gloo import let_go
+from commpress.collectives.transports.gloo import let_go, watched
+from commpress.collectives.transports.meeting import nothing
 from commpress.collectives.transports.membership import Proposal, contact_of, is_contact, place_of
 from commpress.collectives.transports.mpi_job import WITH_ULFM, survives
 from commpress.errors import CommunicationError, InvalidArgument, PeerFailure, check_counts
@@ -131,26 +132,30 @@ class Reformation:
             held = self.group.held_store = None, store
         return {"host": host, "port": held[1].port, "leader": self.group.membership.here}
 
-    def build(self, proposal: Proposal) -> Callable[[], None]:
+    def build(self, proposal: Proposal, watch: Callable[[], object]) -> Callable[[], None]:
         self.refused = None
         stop(self.group, CommunicationError("this group reforms again"))  # an epoch in doubt that was completed listens here
-        self._connect(proposal)
+        self._connect(proposal, watch)
         commits = [self._staged(owner, proposal.change) for owner in self.group.registry.owners]
         return partial(_all, [commit for commit in commits if commit is not None])
 
-    def _connect(self, proposal: Proposal) -> None:
-        """Everything of the group works among the new ranks."""
+    def _connect(self, proposal: Proposal, watch: Callable[[], object] = nothing) -> None:
+        """Everything of the group works among the new ranks.
+
+        ``watch`` ends every wait until there is a guard, which ends those that follow.
+        """
         group, rank, size = self.group, proposal.change.rank, proposal.change.size
         within = min(CONNECTING, self.timeout)
         leads = proposal.facts.get("leader") == group.membership.here
         prefix = f"epoch{proposal.epoch.number}-{proposal.epoch.key:x}"
-        store = dist.PrefixStore(prefix, self._store_of(proposal.facts, leads=leads))
-        connections = ControlConnections(group.membership, proposal.epoch, within) if size > 1 else None
+        store = dist.PrefixStore(prefix, self._store_of(proposal.facts, watch, leads=leads))
+        store.set_timeout(within)
+        connections = ControlConnections(group.membership, proposal.epoch, within, watch) if size > 1 else None
         inner: Any
         try:
             data = dist.PrefixStore("data", store)
             if group.communicator is None:
-                inner, abort = torch_group(data, rank, size, group.timeout, group, within=within)
+                inner, abort = torch_group(data, rank, size, group.timeout, group, within=within, watch=watch)
             else:
                 inner, abort = mpi_group(data, rank, size, group.timeout, group, within=within, epoch=prefix)
         except BaseException:
@@ -165,7 +170,7 @@ class Reformation:
         for channel in group.registry.channels:
             channel.reform()
 
-    def _store_of(self, facts: Message, *, leads: bool) -> Any:
+    def _store_of(self, facts: Message, watch: Callable[[], object], *, leads: bool) -> Any:
         """The store of an epoch, at the process that led to it."""
         if not facts:
             return dist.HashStore()
@@ -174,12 +179,14 @@ class Reformation:
             assert held is not None
             return held[1]
         if held is None or held[0] != where:
-            held = self.group.held_store = where, dist.TCPStore(*where, is_master=False, timeout=CONNECTING)
+            connect: Callable[[], Any] = partial(dist.TCPStore, *where, is_master=False, timeout=CONNECTING)
+            held = self.group.held_store = where, watched(connect, watch)
         return held[1]
 
     def undo(self) -> None:
         """End what was built, at the peers too, so that nobody waits for it."""
         stop(self.group, CommunicationError("a reform of this group was given up, because somebody failed meanwhile."))
+        self.group.held_store = None  # a connection to it may still be waited on, and takes one question at a time
 
     def _staged(self, owner: Any, change: Change) -> Callable[[], None] | None:
         try:
