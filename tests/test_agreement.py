@@ -327,6 +327,65 @@ def test_objects_that_nobody_holds_any_more_do_not_count():
     close(two)
 
 
+def test_a_process_that_is_gone_stays_so_where_another_listens_since():
+    """Ports are given away again. Of three members one is gone; the second runs at first, and does not come."""
+    three, done = group("", "start", ""), threading.Event()
+    host, port, _ = three[1].door.here.split(" ")
+    three[1].agree()
+
+    def answer():
+        while not done.is_set():
+            three[2].membership.listen()
+            time.sleep(0.005)
+
+    runs = threading.Thread(target=answer)
+    runs.start()
+    together(three[:1], timeout=2.0)
+    assert isinstance(three[0].outcome, PeerFailure), "the second may come yet"
+    assert "Rank 2: it runs, but did not come" in str(three[0].outcome)
+    done.set()
+    runs.join()
+    three[2].door.close()
+    with socket.create_server((host, int(port))):
+        together(three[:1], timeout=5.0)
+    assert_agree(three[:1])
+    close(three[:1])
+
+
+def test_who_is_silent_may_come_until_the_time_is_nearly_over():
+    """Two of four, without the first, which is late; the other one stays silent."""
+    four = group(*[""] * 4)
+    late = threading.Timer(4.5, four[0].agree)
+    late.start()
+    together(four[2:], timeout=8.0)
+    late.join()
+    assert_agree([four[0], *four[2:]])
+    close(four)
+
+
+def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
+    """No thread of a process runs meanwhile, so that nobody answers at its door."""
+
+    class Owner:
+        def __init__(self):
+            self.itself = self
+
+    three, held, collect = group("", "", ""), weakref.ref(Owner()), agreements.gc.collect
+
+    def slowly():
+        if threading.current_thread().name == "slow":
+            time.sleep(3 * agreements.SILENCE)
+        collect()
+
+    monkeypatch.setattr(agreements.gc, "collect", slowly)
+    slow = threading.Thread(target=three[2].agree, args=[Terms(labels=lambda: ["owner"] if held() else [])], name="slow")
+    slow.start()
+    together(three[:2])
+    slow.join()
+    assert_agree(three)
+    close(three)
+
+
 def test_a_minimum_is_kept():
     two = group("", "start")
     together(two, [Terms(minimum=2), Terms()], timeout=2.0)

@@ -95,6 +95,7 @@ class Agreement:
         self.swept = False  # objects that nobody holds any more are gone
         self.sweeping: set[str] = set()  # members whose garbage is being collected, which stops all threads of a process
         self.moved = False  # sent to another leader
+        self.too_few = False  # to go on without those who are missing
         self.change: Change | None = None  # since this agreement began
         mine.expected = terms.key
 
@@ -187,7 +188,9 @@ class Agreement:
         probe = self.probes.get(place)
         if probe is None:
             probe = self.probes[place] = Heartbeat(place, lambda: self.mine.keys)
+            probe.dead = place in self.mine.dead
         probe.look()
+        (self.mine.dead.add if probe.dead else self.mine.dead.discard)(place)
         return probe
 
     def _state(self, place: str) -> str:
@@ -265,7 +268,7 @@ class Agreement:
                 if kind == JOIN:
                     if not welcomed and len(self.contacts) > 1 and time.monotonic() > since + self.patience:
                         break
-                elif not self.terms.appointed and (why := self._state(place)) in (DEAD, SILENT):
+                elif why := self._lost(link):
                     self._leave(place, why)
                     return None
                 for other in self._next():
@@ -313,6 +316,7 @@ class Agreement:
             case {"is": "propose"}:
                 self._settle(message["adopt"])
                 self.proposal = _proposal(message)
+                self.linked.update(self.proposal.epoch.places)
                 link.send("accept", key=self.proposal.epoch.key)
             case {"is": "go"} if self.proposal is not None:
                 key = self.proposal.epoch.key
@@ -341,10 +345,24 @@ class Agreement:
                 raise _error(message)
         return None
 
+<<<<<<< HEAD
     def _still_led(self, link: Conversation) -> None:
         """Raise if the leader has given up what it had proposed, or is gone."""
         self._check()
         if link.news or (not self.terms.appointed and self._state(link.place) in (DEAD, SILENT)):
+=======
+    def _lost(self, leader: Conversation) -> str:
+        """The reason why a leader leads no more, "" if there is none; whoever joins waits longer, and so do the appointed."""
+        if leader.kind == JOIN or self.terms.appointed:
+            return ""
+        why = self._state(leader.place)
+        return why if why in (DEAD, SILENT) else ""
+
+    def _still_led(self, link: Conversation) -> None:
+        """Raise if the leader has given up what it had proposed, or is gone."""
+        self._check()
+        if link.news or self._lost(link):
+>>>>>>> reform
             raise PeerFailure(f"rank {self.mine.rank}: somebody went, or failed, while the group was connected.")
 
     def _build(self, proposal: Proposal, watch: Callable[[], object]) -> str | None:
@@ -424,7 +442,8 @@ class Agreement:
         for place in self._order():
             if place == self.here:
                 return False
-            if place in self.gone and self._probe(place).heard_since(self.gone[place][1]) and time.monotonic() < self.late:
+            in_time = time.monotonic() < self.late or self.too_few
+            if place in self.gone and self._probe(place).heard_since(self.gone[place][1]) and in_time:
                 del self.gone[place]
                 for link in self.links.values():
                     link.send("goto", place=place, places=list(self._order()))
@@ -455,7 +474,12 @@ class Agreement:
         if not all(lost.values()) or self._awaits(joining, members):
             return None
         size, dead = len(base.places), {place for place, why in lost.items() if why == DEAD}
+<<<<<<< HEAD
         if not may_go_on(base, members, dead, self.linked):
+=======
+        self.too_few = not may_go_on(base, members, dead, self.linked)
+        if self.too_few:
+>>>>>>> reform
             if overdue and self._final(lost):
                 text = (
                     f"{size - len(lost)} of {size} ranks are left, which is no majority: the others may go on elsewhere, so "

@@ -20,7 +20,8 @@ class Heartbeat:
     def __init__(self, place: str, epochs: Callable[[], tuple[int, int]]) -> None:
         self._place, self._epochs = place, epochs
         self.since = self.answered = time.monotonic()  # of the first question; of the last answer, if there was one
-        self.dead = self.gone_on = False  # nobody listens; it is of a later epoch
+        self.dead = False  # nobody listened; who listens there since may be another process, unless it answers
+        self.gone_on = False  # it is of a later epoch
         self._began = 0.0
         self._looked = self.since
         self._socket: socket.socket | None = None
@@ -46,10 +47,10 @@ class Heartbeat:
             if self._asked is None:
                 epochs = self._epochs()
                 self._socket.send(greeting(self._place, PING, 0, epochs))
-                self._asked, self.dead = epochs, False
+                self._asked = epochs
             answer = self._socket.recv(1)
             if answer in (WELCOME, GONE_ON):
-                self.answered = time.monotonic()
+                self.answered, self.dead = time.monotonic(), False
                 self.gone_on = answer == GONE_ON and self._asked == self._epochs()  # else it may be that this process has
             self.close()
         except BlockingIOError:

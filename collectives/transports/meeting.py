@@ -167,7 +167,7 @@ class Meeting:
         door: Door | None = None,
         epoch: int = 0,
         others: Callable[[Visit], object] | None = None,
-        check: Callable[[Sequence[int]], None] = lambda missing: None,
+        check: Callable[[Sequence[int]], object] = lambda missing: None,
     ) -> None:
         self.rank, self.size, self.epoch = rank, size, epoch
         self.door, self._lent = door or own_door(size), door is not None

@@ -111,6 +111,7 @@ class Membership:
         self.ready: tuple[Proposal, Callable[[], None]] | None = None  # staged, and whether it is complete is in doubt
         self.description: Callable[[], Mapping[str, str]] = dict  # of what this process trains: newcomers must have the same
         self.expected = 0  # the key of an epoch that somebody else has agreed on
+        self.dead: set[str] = set()  # doors at which nobody listens any more
         self._callers: deque[Conversation] = deque()
         self._lock, self.attending = threading.RLock(), threading.Lock()
         self.bell, self._rope = socket.socketpair()
