@@ -345,12 +345,6 @@ class Agreement:
                 raise _error(message)
         return None
 
-<<<<<<< HEAD
-    def _still_led(self, link: Conversation) -> None:
-        """Raise if the leader has given up what it had proposed, or is gone."""
-        self._check()
-        if link.news or (not self.terms.appointed and self._state(link.place) in (DEAD, SILENT)):
-=======
     def _lost(self, leader: Conversation) -> str:
         """The reason why a leader leads no more, "" if there is none; whoever joins waits longer, and so do the appointed."""
         if leader.kind == JOIN or self.terms.appointed:
@@ -362,7 +356,6 @@ class Agreement:
         """Raise if the leader has given up what it had proposed, or is gone."""
         self._check()
         if link.news or self._lost(link):
->>>>>>> reform
             raise PeerFailure(f"rank {self.mine.rank}: somebody went, or failed, while the group was connected.")
 
     def _build(self, proposal: Proposal, watch: Callable[[], object]) -> str | None:
@@ -474,12 +467,8 @@ class Agreement:
         if not all(lost.values()) or self._awaits(joining, members):
             return None
         size, dead = len(base.places), {place for place, why in lost.items() if why == DEAD}
-<<<<<<< HEAD
-        if not may_go_on(base, members, dead, self.linked):
-=======
         self.too_few = not may_go_on(base, members, dead, self.linked)
         if self.too_few:
->>>>>>> reform
             if overdue and self._final(lost):
                 text = (
                     f"{size - len(lost)} of {size} ranks are left, which is no majority: the others may go on elsewhere, so "

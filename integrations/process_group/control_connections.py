@@ -144,13 +144,8 @@ def first_epoch(store: dist.Store, rank: int, size: int) -> Membership:
 
 
 class Polls:
-<<<<<<< HEAD
-    """Files that a rank looks at while it waits: connections to its peers, a bell for those who want to agree on who goes on, and
-    a pipe by which it is woken.
-=======
     """Files that a rank looks at while it waits: connections to its peers, the bell of its membership, a pipe by which others
     wake it.
->>>>>>> reform
 
     ``everybody``: news from any peer. ``one[peer]``: from that one, or that another hung up. ``busy``, ``idle``: for the
     thread that watches, with and without the news.

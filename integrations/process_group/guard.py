@@ -4,13 +4,8 @@ Each call sends one record per peer (``records``) over the control connections a
 Gloo ends the process when a message is longer than the buffer that waits for it, so a disagreement must not reach it.
 
 Note: who reads the connections. Whoever waits for a call reads for all (the leader); others wait for the leader. When calls are
-<<<<<<< HEAD
-pending that nobody waits for, the guard's own thread leads. It also watches for connections that close, and aborts the transport
-when a peer is gone.
-=======
 pending that nobody waits for, the guard's own thread leads. It also watches for connections that close, and aborts the
 transport when a peer is gone.
->>>>>>> reform
 
 Note: after a failure the ranks are out of step, and this guard is of no more use. ``reform`` makes another, or whoever
 destroys the group and builds a new one.
