@@ -83,6 +83,11 @@ def peak() -> float:
     return int(line.split()[1]) / 2**20
 
 
+def size_of(folder: str) -> float:
+    """GiB that the files of a folder take on the disk, as du counts them: free room between tensors is part of it."""
+    return sum(path.stat().st_blocks * 512 for path in Path(folder).rglob("*") if path.is_file()) / 2**30
+
+
 def train(options: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer | OneByOne) -> None:
     text = standard_library()
     for step in range(options.steps):
@@ -130,13 +135,14 @@ def main() -> None:
         train(options, model, memory)
         return
     with commpress.TieredStore.open(options.folder, host=int(options.host * 2**30)) as store:
+        print(f"first values go into {options.folder}, block by block", flush=True)
         commpress.stream(model, store=store, chunk_mb=options.chunk_mb)
+        print(f"moments beside them; peak {peak():.2f} GiB so far. The first step reads all that was written", flush=True)
         optimizer = commpress.Offloaded(
             model.parameters(), torch.optim.AdamW, store=store, chunk_mb=options.chunk_mb, max_grad_norm=1.0, **adam
         )
         train(options, model, optimizer)
-        usage = store.usage()
-        print(f"on disk {usage.disk / 2**30:.2f} GiB, written {store.wear.written / 2**30:.1f} GiB in all", flush=True)
+        print(f"on disk {size_of(options.folder):.2f} GiB, written {store.wear.written / 2**30:.1f} GiB in all", flush=True)
 
 
 if __name__ == "__main__":

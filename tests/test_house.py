@@ -22,7 +22,6 @@ TWINS = {  # files of one noun in two rooms: the same functions with the same ar
 LATE = {  # (importer, what it imports inside a function): why not at the top of the file
     ("commpress", "commpress.errors"): "import commpress loads nothing before a name is asked for",
     ("commpress.cli", "commpress.*"): "the commands' modules import this room, so it cannot import them back",
-    ("commpress.cli.option_groups", "commpress.tiered_mem"): "help loads no torch",
     ("commpress.cli.*", "commpress.cli.charts"): "matplotlib is optional",
     ("commpress.cli.doctor", "commpress.cli.bench_codec"): "kernels that cannot be imported are a finding",
     ("commpress.cli.doctor", "commpress.cli.bug_report"): "a report tells of findings, so it knows them",

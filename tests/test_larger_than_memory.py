@@ -28,6 +28,18 @@ def imported():
     return int(said.split()[1]) / 2**20
 
 
+def test_what_it_says_lies_on_the_disk_does(tmp_path):
+    """As du counts; silent minutes begin with a line."""
+    command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path / "store"), "--width", "256", "--layers", "4"]
+    command += ["--steps", "1", "--host", "0.1", "--chunk-mb", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    lines = ran.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["3", "first", "moments", "step", "on"]
+    counted = subprocess.run(["du", "-sk", str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert float(lines[-1].split()[2]) == pytest.approx(int(counted.split()[0]) / 2**20, abs=0.006)
+
+
 @pytest.mark.slow
 def test_in_less_memory_than_the_state_takes(tmp_path):
     """The same losses as in memory, in every digit; what it takes at most is what the kernel has counted."""

@@ -23,7 +23,7 @@ from commpress.cli import connections, demo, main, race, svg
 from commpress.cli.contenders import CONTENDERS, Choices, Racer
 from commpress.cli.gpt import batch, standard_library
 from commpress.cli.hosts import Hosts, HostsUnavailable
-from commpress.cli.race import Course, Lane, RaceClock
+from commpress.cli.race import Course, Finish, Lane, RaceClock
 from commpress.cli.ranks import LocalRanks
 from commpress.errors import MissingPackage
 
@@ -39,6 +39,16 @@ def two():
 
 def quiet(*_):
     pass
+
+
+@pytest.mark.parametrize("steps", [19, 20])
+def test_nothing_is_compared_of_a_way_with_few_steps(steps, capsys):
+    long, short = (Finish(name, "", name == "sign", 1e-3, 0, 2, 100, loss, None, losses=[loss] * count)
+                   for name, loss, count in (("plain", 3.0, 40), ("sign", 2.0, steps)))  # fmt: skip
+    demo.summary([long, short])
+    said = capsys.readouterr().out
+    assert ("Nothing can be compared: sign did fewer than 20 steps." in said) == (steps < 20)
+    assert ("commpress's best way" in said) == (steps >= 20)
 
 
 # ---------------------------------------------------------------- on two ranks
