@@ -82,11 +82,7 @@ _HOMES = {
     "CommpressError": "commpress.errors",
 }
 
-_MODULES = {
-    "hf": "commpress.integrations.trainers.hf",
-    "lightning": "commpress.integrations.trainers.lightning",
-    "moe": "commpress.integrations.experts.moe",
-}
+_MODULES = ("hf", "lightning", "moe")
 
 if TYPE_CHECKING:
     from commpress.codecs import (
@@ -221,16 +217,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        try:
-            module = import_module(_MODULES[name])
-        except ModuleNotFoundError as error:
-            from commpress.errors import MissingPackage
-
-            if (error.name or "").startswith("commpress"):
-                raise
-            raise MissingPackage(f"commpress.{name} needs {error.name}: pip install 'commpress[{name}]'") from error
-        globals()[name] = module
-        return module
+        return import_module(f"commpress.{name}")
     if name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value

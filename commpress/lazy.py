@@ -18,3 +18,15 @@ def lazily(room: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], A
         return value
 
     return load
+
+
+def short_name(name: str, module: str) -> None:
+    """Let ``commpress.<name>`` be another name of ``module``, whether it is imported or asked for as an attribute."""
+    try:
+        sys.modules[f"commpress.{name}"] = import_module(module)
+    except ModuleNotFoundError as error:
+        from commpress.errors import MissingPackage
+
+        if (error.name or "").startswith("commpress"):
+            raise
+        raise MissingPackage(f"commpress.{name} needs {error.name}: pip install 'commpress[{name}]'") from error

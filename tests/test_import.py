@@ -67,6 +67,29 @@ def test_every_public_name_of_a_room_is_there(room):
         package.nothing  # noqa: B018
 
 
+SHORT = {
+    "hf": "commpress.integrations.trainers.hf",
+    "lightning": "commpress.integrations.trainers.lightning",
+    "moe": "commpress.integrations.experts.moe",
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("statement", ["import commpress.{0} as short", "from commpress import {0} as short",
+                                       "import commpress; short = commpress.{0}"])  # fmt: skip
+def test_short_names_are_imported_and_attributes(tmp_path, name, statement):
+    pytest.importorskip({"hf": "transformers", "lightning": "lightning"}.get(name, "torch"))
+    code = f"{statement.format(name)}; import sys, {SHORT[name]} as home, commpress; print(short is home is commpress.{name})"
+    ran = python(code, tmp_path)
+    assert ran.stdout.split() == ["True"], ran.stderr
+
+
+@pytest.mark.parametrize("statement", ["import commpress.hf", "from commpress import hf", "import commpress; commpress.hf"])
+def test_a_short_name_says_which_package_is_missing(tmp_path, statement):
+    ran = python(f"import sys; sys.modules['transformers'] = None; {statement}", tmp_path)
+    assert "MissingPackage: commpress.hf needs transformers: pip install 'commpress[hf]'" in ran.stderr
+
+
 LIGHT = """
 import sys
 import commpress.collectives, commpress.kernels, commpress.integrations.trainers, commpress.integrations.zero

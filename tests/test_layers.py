@@ -40,6 +40,9 @@ MAY_IMPORT = {
     "commpress.plan": (*USES, *BELOW_USES),
     "commpress.integrations": ("commpress.tiered_mem", *USES, *BELOW_USES),
     "commpress.backend": ("commpress.integrations", *LEAVES),  # importing it has an effect: nothing else may
+    "commpress.hf": ("commpress.integrations", *LEAVES),
+    "commpress.lightning": ("commpress.integrations", *LEAVES),
+    "commpress.moe": ("commpress.integrations", *LEAVES),
     "commpress.cli": ("commpress",),
     "commpress.__main__": ("commpress.cli",),
 }
