@@ -1,5 +1,5 @@
-"""What DeepSpeed means by a configuration, in plain torch: half-precision weights with float32 masters, gradients averaged over
-ranks and micro-batches, one norm for clipping, Adam with decoupled weight decay."""
+"""The meaning of a configuration to DeepSpeed, in plain torch: half-precision weights with float32 masters, gradients averaged
+over ranks and micro-batches, one norm for clipping, Adam with decoupled weight decay."""
 
 import math
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ def twin(precision: str, steps: int = BATCHES // 2, *, wrong: str = "", kind: An
 
 
 def apart(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """How far two ends lie from each other, over how far the second lies from the beginning."""
+    """Distance of two ends, over that of the second from the beginning."""
     theirs = [their.to(our.dtype) for our, their in zip(ours, theirs, strict=True)]  # of half-precision weights the same
     begin = torch.cat([p.detach().flatten() for p in model_of().parameters()])
     a, b = (torch.cat([p.float().flatten() for p in each]) for each in (ours, theirs))
@@ -139,7 +139,7 @@ def computed(stage: int, offload: str, precision: str) -> str:
 
 
 def compared(programs: Sequence[tuple[int, str, str]], folder: Path, small: bool = False) -> list[tuple[float, bool]]:
-    """How far each program ends from the twin, and whether all ranks have the same weights."""
+    """For each program the distance from its twin, and True if all ranks have the same weights."""
     twins = {precision: twin(precision) for precision in {computed(*program) for program in programs}}
     found = []
     for program in programs:

@@ -48,7 +48,7 @@ def test_every_program_ends_where_deepspeed_means_to(pool, tmp_path, stage):
 
 
 def left_out():
-    """How far twins end from each other, one of which leaves something out."""
+    """Distances of twins of which one leaves something out."""
     clipped, free = twin.twin("fp32"), twin.twin("fp32", wrong="clipping")
     found = {wrong: twin.apart(twin.twin("fp32", wrong=wrong), clipped) for wrong in ("accumulation", "average", "schedule")}
     found["division"] = twin.apart(twin.twin("fp32", wrong="division clipping"), free)

@@ -23,7 +23,7 @@ BENCHMARKS = sources.ROOT / "benchmarks"
 
 
 def ran_to_the_end(folder: Path, names: list[str]) -> None:
-    """What a twin has left in ``folder``."""
+    """The files that a twin has left in ``folder``."""
     about, results = gpu.read(folder / "results.jsonl")
     assert about["card"] == "CPU twin"
     assert [result.step for result in results] == names
