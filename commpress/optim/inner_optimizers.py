@@ -34,6 +34,8 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
         self._given = len(self.parameters)
         self._frozen = [p for p in self.parameters if not p.requires_grad]
         self._holders = [each for each in self if isinstance(each, WeightHolder)]
+        for holder in self._holders:
+            holder.averaged = True
         self._unaveraged = False  # it was checked
 
     @property

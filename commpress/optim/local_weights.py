@@ -46,6 +46,8 @@ class LocalWeights:
 class WeightHolder(ABC):
     """Optimizer whose weights do not lie in its parameters alone: other ranks or a store have parts, or copies, of them."""
 
+    averaged = False  # somebody else sees to it that replicas do not train apart
+
     @property
     @abstractmethod
     def inner_channel(self) -> Channel | None:

@@ -72,7 +72,7 @@ def _options(each: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _hooks(replica: DistributedDataParallel) -> Iterable[tuple[str, str]]:
-    """What carries its gradients."""
+    """Name what carries its gradients."""
     states = [state for state in hook_states(replica) if not isinstance(state, ExactMeans)]
     yield "hook", ", ".join(type(state).__name__ for state in states) or "none"
     for options in [state.options for state in states if isinstance(state, CompressedState)]:

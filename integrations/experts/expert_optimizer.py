@@ -12,6 +12,7 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, StateMismatch
 from commpress.integrations.experts.expert_tiers import GRADIENT, WHOLE, ExpertTiers
+from commpress.integrations.zero.averaging import averaging_check
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments
 from commpress.integrations.zero.state import StoredState
@@ -28,6 +29,7 @@ from commpress.integrations.zero.wrapper import (
     take_options,
     trainable,
 )
+from commpress.optim.columns import local
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import TieredStore
@@ -92,6 +94,7 @@ class ExpertOptimizer(Wrapper):
                 self._resume()
         self._channel = self.tiers.layers[0].channel
         agreed(self._every(self.steps_done))
+        self._replicas = averaging_check("ExpertOptimizer", [name for group in self._dense for _, name, _ in group])
         self._built = True
 
     def _check_all(self, given: set[int]) -> None:
@@ -166,6 +169,12 @@ class ExpertOptimizer(Wrapper):
         if factor is not None:
             for gradient in self._dense_gradients():
                 gradient.mul_(factor.to(gradient.device))
+        if self._replicas is not None and (self.averaged or self._replicas.over):
+            self._replicas = None
+        if self._replicas is not None:
+            for parameter, _, _ in (one for group in self._dense for one in group):
+                self._replicas.note(local(parameter), None if parameter.grad is None else local(parameter.grad))
+            self._replicas.compare()
         self._inner.step()
 
     def _update(self, expert: int, factor: torch.Tensor | None) -> None:

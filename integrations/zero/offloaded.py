@@ -20,6 +20,7 @@ import torch
 
 from commpress.collectives.channel import Channel
 from commpress.errors import InvalidArgument, StateMismatch
+from commpress.integrations.zero.averaging import averaging_check
 from commpress.integrations.zero.elementwise import check_elementwise
 from commpress.integrations.zero.moments import Moments, check_moments
 from commpress.integrations.zero.shards import Cut
@@ -47,7 +48,7 @@ from commpress.integrations.zero.wrapper import (
     trainable,
 )
 from commpress.optim.columns import version_of
-from commpress.optim.held import refuse_held
+from commpress.optim.held import held_of, refuse_held
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
 from commpress.tiered_mem import Pending, TieredStore, parse_bytes, show_bytes
@@ -81,7 +82,8 @@ class Offloaded(Wrapper):
 
     If the store holds a committed state of the same parameters under ``prefix``, training goes on from there: parameters
     take its weights. What is not named below goes to ``optimizer``, which must treat every element by itself; the update
-    runs on the processor, so pass ``fused=True`` where torch has it.
+    runs on the processor, so pass ``fused=True`` where torch has it. It does not communicate: on several ranks gradients are
+    averaged by DistributedDataParallel or FSDP, or ``Partitioned(..., store=store)`` takes its place.
 
     - ``gradients``: "parameters" leaves them in ``parameter.grad``; "store" adds them up in the store, in float32, as backward
       makes them, and leaves ``parameter.grad`` None.
@@ -157,6 +159,9 @@ class Offloaded(Wrapper):
             else:
                 self._begin()
         agreed(self._every(self.steps_done))
+        names = [f"{own.name}+{own.numel}" for chunk in self.chunks for own in chunk.ranges]
+        together = self.streamed is not None and self.streamed.transport.size > 1
+        self._replicas = None if together else averaging_check("Offloaded", names)
         self._stored = StoredGradients(store, self.chunks, self._passes) if self._streams else None
         self._gradients.stored = self._stored
         self._hooks = self._watch(parameters) if self._streams else []
@@ -316,6 +321,8 @@ class Offloaded(Wrapper):
             self.streamed.stepped()
 
     def _sweep(self, factor: torch.Tensor | None) -> None:
+        if self._replicas is not None and (self.averaged or self._replicas.over):
+            self._replicas = None
         leaving = list[Pending[None]]()
         written = {i for i, version in self._now().items() if version != self._versions.get(i)}
         if self._stored is None:  # nothing is on its way out yet: all there is room for, while those that stay are updated
@@ -334,6 +341,8 @@ class Offloaded(Wrapper):
         for pending in leaving:
             pending.wait()
         self._versions = self._now()
+        if self._replicas is not None:
+            self._replicas.compare()
 
     def _read(self, chunk: UpdateChunk) -> list[str]:
         """Names of all that an update of a chunk needs."""
@@ -363,6 +372,9 @@ class Offloaded(Wrapper):
                 if own.index in written:
                     own.inside(held[WEIGHT]).copy_(own.of(own.parameter))
                     self._count(chunk, own, down=True)
+            for own, gradient in zip(chunk.ranges, gradients, strict=True) if self._replicas is not None else ():
+                if held_of(own.parameter) is None:
+                    self._replicas.note(own.inside(held[WEIGHT]), gradient)
             states = chunk.step(self._make, gradients, held, self._groups)
             self._publish(chunk, held[WEIGHT])
         chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}

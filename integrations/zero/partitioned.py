@@ -151,6 +151,7 @@ class Partitioned(Divided, Wrapper):
                 self._shard_groups(), optimizer, store=store, prefix=prefix, chunk_mb=chunk_mb, commit_every=commit_every,
                 **options,
             )  # fmt: skip
+            self.inner.averaged = True
         moments, scalars = probe(optimizer, options, self.buckets[0].device)
         self._shards = PartitionedState(self.buckets, self.channel, self.inner.state, moments, scalars, self.columns)
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
