@@ -127,7 +127,7 @@ def doctor(parser: argparse.ArgumentParser) -> None:
       commpress doctor --report                 to paste into a bug report: versions, builds, devices, no addresses
     """
     parser.add_argument(
-        "--directory", type=folder, default=Path(), metavar="D", help="on the disk to look at (default .)"
+        "--directory", type=Path, default=Path(), metavar="D", help="on the disk to look at (default .)"
     )
     parser.add_argument("--only", metavar="A,B", help="sections; default all")
     parser.add_argument("--report", action="store_true", help="print what a bug report needs instead")
