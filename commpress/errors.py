@@ -21,6 +21,9 @@ CommpressError
 Every message says what came, what was expected and what to do.
 """
 
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from inspect import signature
 from numbers import Integral
 
 
@@ -113,3 +116,13 @@ def check_counts(**values: object) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise InvalidArgument(f"{name} is {value!r}, expected a whole number of at least 0")
+
+
+def refuse_unknown(where: str, options: Mapping[str, object], *takers: Callable[..., object]) -> None:
+    """Raise ``InvalidArgument`` for options that none of ``takers`` has, with the one that is meant."""
+    known = {name for taker in takers for name, p in signature(taker).parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for name, value in options.items():
+        if name not in known:
+            near = get_close_matches(name, sorted(known), n=1)
+            cure = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(sorted(known - {'self'}))}"
+            raise InvalidArgument(f"{where} got {name}={value!r}, which is no option of it: {cure}")

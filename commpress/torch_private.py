@@ -181,9 +181,20 @@ except ImportError:
 # ---------------------------------------------------------------- DistributedDataParallel
 
 
-def has_hook(ddp: Any) -> bool:
-    """True if its gradients go through a communication hook. Without one it divides by the number of ranks it saw first."""
-    return bool(ddp._comm_hooks)
+def hook_of(ddp: Any) -> str:
+    """Name of the communication hook that its gradients go through, "" without one: then it divides by the number of ranks it
+    saw first. A DDP that was pickled lists its hook, and has none."""
+    return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def check_unhooked(ddp: Any) -> None:
+    """Raise ``InvalidArgument`` if gradients go through a communication hook already."""
+    if hook := hook_of(ddp):
+        raise InvalidArgument(
+            f"ddp has the communication hook {hook!r} already, and DistributedDataParallel takes one, for good: call one of "
+            "commpress.compress, overlap and keep_local, once. For another codec wrap the model anew, as in "
+            "DistributedDataParallel(ddp.module)"
+        )
 
 
 def hook_states(ddp: Any) -> list[Any]:

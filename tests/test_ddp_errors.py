@@ -5,9 +5,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
+from commpress.codecs.planned import Planned
 from commpress.errors import InvalidArgument
 from ddp_twin import Log, Net, Plan, loss_of, made, train
 from ranks import caught
@@ -51,6 +54,79 @@ def test_wrong_options(pool, options, says):
 
 def wrong_options(options):
     return [caught(commpress.CompressedState, **options)]
+
+
+def hooked_twice(first, second):
+    model = torch.nn.Linear(4, 4)
+    ddp, optimizer = DistributedDataParallel(model), commpress.OneBitAdam(model.parameters(), warmup_steps=1)
+    divided = commpress.ShardedOneBitAdam(model.parameters(), warmup_steps=1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    ways = {
+        "compress": lambda: commpress.compress(ddp, "int4"),
+        "uncompressed": lambda: commpress.compress(ddp, plan=Planned("none")),
+        "on a mesh": lambda: commpress.compress(ddp, mesh=mesh, dims={"dp": "int8"}),
+        "overlap": lambda: commpress.overlap(ddp, optimizer),
+        "overlap of a divided one": lambda: commpress.overlap(ddp, divided),
+        "keep_local": lambda: commpress.keep_local(ddp),
+        "torch's": lambda: ddp.register_comm_hook(None, allreduce_hook),
+    }  # fmt: skip
+    ways[first]()
+    error = caught(ways[second])
+    ddp(torch.ones(2, 4)).sum().backward()
+    return [error]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("first", "second", "hook"),
+    [
+        ("compress", "compress", "compressed_allreduce_hook"),
+        ("compress", "uncompressed", "compressed_allreduce_hook"),
+        ("compress", "on a mesh", "compressed_allreduce_hook"),
+        ("compress", "overlap", "compressed_allreduce_hook"),
+        ("compress", "overlap of a divided one", "compressed_allreduce_hook"),
+        ("overlap", "compress", "momentum_hook"),
+        ("keep_local", "compress", "_own_gradients"),
+        ("torch's", "keep_local", "allreduce_hook"),
+    ],
+)
+def test_a_second_hook_is_refused_with_the_first_by_name(pool, first, second, hook, size):
+    for (error,) in pool.run(hooked_twice, first, second, size=size):
+        assert type(error) is InvalidArgument
+        assert re.search(f"has the communication hook '{hook}' already.*wrap the model anew", str(error))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: commpress.OneBitAdam([], exact_step=3), r"OneBitAdam got exact_step=3.*did you mean exact_codec=\?"),
+        (lambda: commpress.ZeroOneAdam([], max_gradnorm=1.0), r"got max_gradnorm=1\.0.*did you mean max_grad_norm=\?"),
+        (lambda: commpress.ShardedOneBitAdam([], warmup_step=1), r"^ShardedOneBitAdam got warmup_step=1.*mean warmup_steps=\?"),
+        (lambda: commpress.ZeroOneAdam([], xyz=1), r"^ZeroOneAdam got xyz=1, which is no option of it: it takes agree_over, "),
+        (lambda: commpress.hf.Compress(exact_step=3), r"^Compress got exact_step=3.*did you mean exact_steps=\?"),
+        (lambda: commpress.hf.LocalTraining(outers=3), r"^LocalTraining got outers=3.*did you mean outer=\?"),
+        (lambda: commpress.hf.DistributedCompression(topologie=None), r"got topologie=None.*mean topology=\?"),
+        (lambda: commpress.lightning.Compress(min_numels=3), r"^Compress got min_numels=3.*did you mean min_numel=\?"),
+        (lambda: commpress.lightning.LocalTraining(code="int8"), r"^LocalTraining got code='int8'.*did you mean codec=\?"),
+        (lambda: commpress.moe.Experts([], chunk=3), r"^Experts got chunk=3.*did you mean chunks=\?"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_option_is_named_with_the_one_that_is_meant(make, says):
+    with pytest.raises(InvalidArgument, match=says):
+        make()
+
+
+def misspelt():
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return [caught(commpress.compress, ddp, exact_step=3),
+            caught(commpress.compress, ddp, mesh=mesh, dims={"dp": "int8"}, exact_step=3)]  # fmt: skip
+
+
+def test_a_misspelt_option_of_compress_is_named_with_the_one_that_is_meant(pool):
+    for errors in pool.run(misspelt, size=2):
+        assert [type(error) for error in errors] == [InvalidArgument] * 2
+        assert all(re.search(r"^compress got exact_step=3.*did you mean exact_steps=\?", str(error)) for error in errors)
 
 
 # ---------------------------------------------------------------- in backward

@@ -1,5 +1,6 @@
 """An optimizer in a store equals the one in memory, bit for bit; a killed run goes on from its last commit."""
 
+import re
 import subprocess
 import sys
 from copy import deepcopy
@@ -349,6 +350,12 @@ def test_a_step_that_is_not_finite_is_left_out(store):
     optimizer.on_nonfinite = "raise"
     with pytest.raises(NonFiniteGradient):
         optimizer.step()
+
+
+@pytest.mark.parametrize("store", ["offload", None, {"device": "cpu"}])
+def test_a_store_that_is_none_is_named_with_the_call_that_opens_one(store):
+    with pytest.raises(InvalidArgument, match=rf"^store is {re.escape(repr(store))}, expected .*TieredStore\.open\(folder"):
+        commpress.Offloaded(torch.nn.Linear(3, 3).parameters(), torch.optim.AdamW, store=store)
 
 
 def test_what_cannot_work_is_refused(store):

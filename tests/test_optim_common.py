@@ -1,14 +1,18 @@
 """Properties of all five optimizers, whole and sharded, on one rank as on several."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from commpress.collectives.transports.loopback import Loopback, simulate
-from commpress.errors import InvalidArgument, Mismatch
-from commpress.optim import OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
+from commpress.errors import InvalidArgument, Mismatch, StateMismatch
+from commpress.optim import DeMo, Masha, OneBitAdam, OneBitLamb, ShardedOneBitAdam, ShardedZeroOneAdam, ZeroOneAdam
 from commpress.schedules import DoublingIntervals
 from optim_twin import Replicas, noise, start
+from ranks import caught
 
 WINDOWS = {"variance_updates": 2, "sync": DoublingIntervals(3, 100, 4)}
 KINDS = {
@@ -147,3 +151,38 @@ def test_a_state_of_torchs_adam_begins_the_schedule_anew():
         plain.step()
     o.load_state_dict(plain.state_dict())
     assert (o.windows.updates, o.windows.updated_at) == (30, 29)
+
+
+@pytest.mark.parametrize(
+    ("make", "cure"),
+    [
+        (partial(ShardedOneBitAdam, warmup_steps=4), r"commpress\.save_distributed\(optimizer, folder\)"),
+        (ShardedZeroOneAdam, r"commpress\.save_distributed\(optimizer, folder\)"),
+        (DeMo, r"torch\.save, on each rank its own"),
+        (Masha, r"torch\.save, on each rank its own"),
+    ],
+    ids=["ShardedOneBitAdam", "ShardedZeroOneAdam", "DeMo", "Masha"],
+)
+@some_sizes
+def test_a_state_that_torchs_distributed_checkpoints_took_apart_is_refused_with_the_cure(pool, make, cure, size):
+    for (said,) in pool.run(carried_by_torch, make, size=size):
+        assert re.search(f"torch.distributed.checkpoint.state_dict leaves .*: save .*{cure}", said)
+
+
+def carried_by_torch(make):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = make(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    state = get_optimizer_state_dict(model, optimizer)
+    error = caught(set_optimizer_state_dict, model, optimizer, state)
+    assert type(error) is StateMismatch
+    return [str(error)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import io
 from datetime import timedelta
 from importlib.metadata import EntryPoint
 
@@ -73,14 +74,17 @@ def _pipeline():
 
 
 def test_a_model_tells_whether_it_has_a_hook(pool):
-    assert pool.run(_hook_or_none, size=1) == [(False, True)]
+    assert pool.run(_hook_or_none, size=1) == [("", "allreduce_hook", "")]
 
 
 def _hook_or_none():
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    before = torch_private.has_hook(ddp)
+    before = torch_private.hook_of(ddp)
     ddp.register_comm_hook(None, allreduce_hook)
-    return before, torch_private.has_hook(ddp)
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    return before, torch_private.hook_of(ddp), torch_private.hook_of(torch.load(file, weights_only=False))
 
 
 def test_a_backend_numbers_its_calls_without_a_warning(capfd):

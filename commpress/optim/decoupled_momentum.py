@@ -231,7 +231,10 @@ class DeMo(FixedGroups):
         """Load this rank's ``state_dict``, or anybody's ``elastic_state_dict``. Load the model before."""
         head = state_dict.get("demo", {})
         if head.get("format") != FORMAT:
-            raise StateMismatch(f"expected what DeMo.state_dict() or elastic_state_dict() gave, format {FORMAT}: this is not")
+            raise StateMismatch(
+                f"expected what DeMo.state_dict() or elastic_state_dict() gave, format {FORMAT}: this is not. "
+                "torch.distributed.checkpoint.state_dict leaves a part of it out: save it with torch.save, on each rank its own"
+            )
         mine = self.channel.rank, self.channel.size
         if head["kind"] == "exact" and (head["rank"], head["size"]) != mine:
             raise StateMismatch(

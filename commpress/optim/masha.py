@@ -191,14 +191,18 @@ class Masha(FixedGroups):
         return super().state_dict() | {"commpress": head | residuals | self.exchanges.choices()}
 
     @torch.no_grad()
-    def load_state_dict(self, *states: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *others: dict[str, Any]) -> None:
         """From this rank's ``state_dict``, bit for bit, or from those of all ranks; load the model's weights too.
 
         On another number of ranks the next step asks for the operators at the anchor again, and sends them exactly.
         """
+        states = [state_dict, *others]
         parts = [state.get("commpress", {}) for state in states]
-        if not parts or any(part.get("optimizer") != "Masha" for part in parts):
-            raise StateMismatch("expected what Masha.state_dict() gave, of this rank or of all")
+        if any(part.get("optimizer") != "Masha" for part in parts):
+            raise StateMismatch(
+                "expected what Masha.state_dict() gave, of this rank or of all. torch.distributed.checkpoint.state_dict leaves "
+                "a part of it out: save it with torch.save, on each rank its own"
+            )
         rank, size = self.channel.rank, self.channel.size
         step, residuals = residuals_of(parts, self.channel.transport)
         flat, mine = self._flat, [i for i, part in enumerate(parts) if (part["rank"], part["size"]) == (rank, size)]

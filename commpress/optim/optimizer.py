@@ -35,7 +35,14 @@ from commpress.collectives.scalars import gathered
 from commpress.collectives.scatter import Scatter
 from commpress.collectives.transports.factory import on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
-from commpress.errors import CommunicationError, InvalidArgument, Mismatch, NonFiniteGradient, check_counts
+from commpress.errors import (
+    CommunicationError,
+    InvalidArgument,
+    Mismatch,
+    NonFiniteGradient,
+    check_counts,
+    refuse_unknown,
+)
 from commpress.feedback import check_feedback
 from commpress.kernels.devices import adam_arithmetic
 from commpress.optim.checkpoint import check_entries, check_length
@@ -105,7 +112,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         seed: int = 0,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(type(self).__name__, unknown)
+        _refuse_unknown(type(self), unknown)
         check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         check_feedback(error_feedback)
         check_counts(check_every=check_every, seed=seed)
@@ -616,12 +623,13 @@ DEEPSPEED = {  # its words, and ours
 }  # fmt: skip
 
 
-def refuse_unknown(name: str, options: dict[str, Any]) -> None:
+def _refuse_unknown(kind: type, options: dict[str, Any]) -> None:
     """Options that no optimizer of ours has; of DeepSpeed's words with ours."""
     for word, value in options.items():
         if word in DEEPSPEED:
+            name = kind.__name__
             raise InvalidArgument(f"{name} got {word}={value!r}, which is DeepSpeed's word; here it is {DEEPSPEED[word]}")
-        raise TypeError(f"{name}.__init__() got an unexpected keyword argument {word!r}")
+    refuse_unknown(kind.__name__, options, *(base.__init__ for base in kind.__mro__ if issubclass(base, CompressedOptimizer)))
 
 
 def check_numbers(group: dict[str, Any]) -> None:

@@ -68,7 +68,9 @@ def load(optimizer: "ShardedOptimizer", states: Sequence[dict[str, Any]]) -> Non
     """Take all of it, or nothing if something does not fit."""
     if any("commpress" not in state for state in states):
         raise StateMismatch(
-            f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or elastic_state_dict() gave"
+            f"the state is not of a {type(optimizer).__name__}: expected what its state_dict() or elastic_state_dict() gave. "
+            "torch.distributed.checkpoint.state_dict leaves out what each rank has for itself: save with "
+            "commpress.save_distributed(optimizer, folder)"
         )
     if optimizer.columns is not None or any("boxes" in state["commpress"] for state in states):
         states = recut(optimizer, states)

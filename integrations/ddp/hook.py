@@ -43,7 +43,7 @@ from commpress.collectives.residual_state import (
 from commpress.collectives.round import Round, check_on_nonfinite
 from commpress.collectives.topology import Topology
 from commpress.collectives.transports.factory import can_reform, on_reform
-from commpress.errors import CommunicationError, InvalidArgument, NonFiniteGradient, check_counts
+from commpress.errors import CommunicationError, InvalidArgument, NonFiniteGradient, check_counts, refuse_unknown
 from commpress.feedback import Key, ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
@@ -52,6 +52,7 @@ from commpress.integrations.ddp.replanning import Replanning
 from commpress.integrations.ddp.trial import AUTO, Trial, trial_of
 from commpress.integrations.observe.alarm import NONE, Alarm, alarm_of, check_alarm
 from commpress.integrations.observe.counters import Counters, relative_errors
+from commpress.torch_private import check_unhooked
 from commpress.work import Steps, Work
 
 log = logging.getLogger("commpress")
@@ -102,6 +103,8 @@ def compress(
             f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel: wrap the model first, "
             "as in DistributedDataParallel(model)"
         )
+    check_unhooked(ddp)
+    refuse_unknown("compress", options, compress, CompressedState)
     if plan is not None:
         codec = plan if isinstance(plan, Planned) else load_plan(plan)
         topology = codec.topology if topology == AUTO else topology

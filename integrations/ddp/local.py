@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.errors import InvalidArgument
 from commpress.optim.inner_optimizers import ALONE
+from commpress.torch_private import check_unhooked
 from commpress.work import future_on
 
 
@@ -19,6 +20,7 @@ def keep_local(ddp: DistributedDataParallel) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel")
     if ddp not in ALONE:
+        check_unhooked(ddp)
         ddp.register_comm_hook(None, _own_gradients)
         ddp.broadcast_buffers = False
         ALONE.add(ddp)

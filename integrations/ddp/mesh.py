@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.consensus import Consensus, group_of
 from commpress.collectives.transports.factory import own_transport
-from commpress.errors import InvalidArgument, StateMismatch
+from commpress.errors import InvalidArgument, StateMismatch, refuse_unknown
 from commpress.integrations.ddp.hook import DEFAULT_MIN_NUMEL, CompressedState, compressed_allreduce_hook
 from commpress.integrations.ddp.replicas import Replicas
 from commpress.integrations.fsdp.fsdp2 import ShardedState, compress_fsdp
@@ -22,7 +22,7 @@ from commpress.integrations.observe.counters import Counters
 from commpress.integrations.pipeline.edges import check_backwards, compress_pipeline
 from commpress.optim.columns import is_cut, local, shards_of
 from commpress.optim.held import is_held, refuse_held
-from commpress.torch_private import pipeline_stages, tensor_parallel_parts
+from commpress.torch_private import check_unhooked, pipeline_stages, tensor_parallel_parts
 from commpress.work import run
 
 DATA = ("dp", "data", "replica", "shard")
@@ -207,11 +207,13 @@ def _named(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
 def _state(named: Any, group: dist.ProcessGroup, codec: Any, options: dict[str, Any]) -> CompressedState:
     if isinstance(codec, str) and codec == "auto":
         raise InvalidArgument("dims has 'auto', which tries torch's own all-reduce too, and that does not agree: name a codec")
+    refuse_unknown("compress", options, CompressedState)
     given = {"min_numel": DEFAULT_MIN_NUMEL} | options
     return CompressedState(codec, named_parameters=named, process_group=group, **given)
 
 
 def _hooked(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) -> CompressedState:
+    check_unhooked(ddp)
     state = _state(ddp.module.named_parameters(), ddp.process_group, codec, options)
     ddp.register_comm_hook(state, compressed_allreduce_hook)
     return state

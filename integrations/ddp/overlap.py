@@ -18,6 +18,7 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.names import averaged_parameters
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
+from commpress.torch_private import check_unhooked
 from commpress.work import Steps
 
 
@@ -58,10 +59,13 @@ def overlap(
         optimizer.grad_scaler = grad_scaler
     if not isinstance(optimizer, ReplicatedOptimizer):
         if all(hook is not local_hook for hook, _ in ddp._comm_hooks):
+            check_unhooked(ddp)
             ddp.register_comm_hook(None, local_hook)
         return optimizer
     # DDP takes one hook, and for good
     registered = [state for _, state in ddp._comm_hooks if isinstance(state, BucketRounds) and state.optimizer]
+    if not registered:
+        check_unhooked(ddp)
     optimizer.bucket_rounds = registered[0] if registered else BucketRounds(optimizer)
     optimizer.bucket_rounds.optimizer = optimizer
     if not registered:

@@ -44,7 +44,7 @@ from commpress.integrations.elastic.snapshots import Snapshots
 from commpress.integrations.elastic.whole_state import WholeState, check_reformable
 from commpress.optim.local_updates import LocalUpdates
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
-from commpress.torch_private import has_hook
+from commpress.torch_private import hook_of
 
 TRIES = 3  # times that a step fails although nobody came or went, until that is an error
 ATTEMPTS = 5  # to form the group anew, while others go or nobody answers, until that is an error
@@ -163,7 +163,7 @@ class Elastic:
         self._describe(state, replicas)
         self._rehearsal = Rehearsal(replicas, self._mark)
         for each in replicas:
-            if not has_hook(each):
+            if not hook_of(each):
                 check_ordered(each)
                 each.register_comm_hook(ExactMeans(self.group), exact_means_hook)
 

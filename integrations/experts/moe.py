@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpress.collectives.change import Change
 from commpress.collectives.transports.factory import on_reform, ranks_of
-from commpress.errors import InvalidArgument, check_counts
+from commpress.errors import InvalidArgument, check_counts, refuse_unknown
 from commpress.integrations.ddp.names import averaged_parameters
 from commpress.integrations.experts.expert_copies import CopiedExperts, FetchedWeights, hottest
 from commpress.integrations.experts.expert_exchange import ExpertExchange
@@ -82,6 +82,7 @@ class Experts(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        refuse_unknown("Experts", options, Experts, ExpertExchange)
         check_counts(chunks=chunks)
         if chunks < 1:
             raise InvalidArgument(f"chunks is {chunks}, expected at least 1")

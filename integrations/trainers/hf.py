@@ -21,7 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, refuse_unknown
 from commpress.integrations.ddp.hook import CompressedState, compress
 from commpress.integrations.ddp.local import keep_local
 from commpress.integrations.ddp.overlap import averages, overlap
@@ -52,6 +52,7 @@ class Compress(TrainerCallback):
     """
 
     def __init__(self, codec: Any = "int8", *, metrics: Sequence[Sink] = (), **options: Any) -> None:
+        refuse_unknown("Compress", options, compress, CompressedState)
         self.codec, self.options, self.sinks = codec, options, metrics
         self.state: CompressedState | CompressedOptimizer | None = None
         self._optimizer: CompressedOptimizer | None = None
@@ -209,6 +210,7 @@ class LocalTraining(TrainerCallback):
         self, *, every: Any = 30, tokens: Callable[[Mapping[str, Any]], int] | None = None,
         metrics: Sequence[Callable[[dict[str, float]], None]] = (), **options: Any,
     ) -> None:  # fmt: skip
+        refuse_unknown("LocalTraining", options, LocalUpdates)
         self.options, self.sinks, self.tokens = {"every": every, **options}, metrics, tokens or tokens_of
         self.local: LocalUpdates | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -380,6 +382,7 @@ class DistributedCompression(DistributedDataParallelKwargs):
     """``DistributedCompression(codec="int8").attach(accelerator)`` before ``prepare``; ``ddp`` are arguments of DDP itself."""
 
     def __init__(self, codec: Any = "int8", *, ddp: dict[str, Any] | None = None, **options: Any) -> None:
+        refuse_unknown("DistributedCompression", options, compress, CompressedState)
         super().__init__(**(ddp or {}))
         self.codec, self.options = codec, options
         self.state: CompressedState | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch.nn.parallel import DistributedDataParallel
 
-from commpress.errors import InvalidArgument
+from commpress.errors import InvalidArgument, refuse_unknown
 from commpress.integrations.ddp.hook import CompressedState, compress
 from commpress.integrations.ddp.local import keep_local
 from commpress.integrations.ddp.overlap import averages, overlap
@@ -35,6 +35,7 @@ class Compress(Callback):
     """
 
     def __init__(self, codec: Any = "int8", *, elastic: bool = False, **options: Any) -> None:
+        refuse_unknown("Compress", options, compress, CompressedState)
         self.codec, self.elastic, self.options = codec, elastic, options
         self.state: CompressedState | CompressedOptimizer | None = None
         self._saved: list[dict[str, Any]] = []  # of every rank that saved
@@ -115,6 +116,7 @@ class LocalTraining(Callback):
     """
 
     def __init__(self, *, every: Any = 30, tokens: Callable[[Any], int] | None = None, **options: Any) -> None:
+        refuse_unknown("LocalTraining", options, LocalUpdates)
         if options.get("weight") == "tokens" and tokens is None:
             raise InvalidArgument("weight is 'tokens' and tokens is None, expected a function that counts those of a batch")
         self.options, self.tokens = {"every": every, **options}, tokens

@@ -116,6 +116,8 @@ class Offloaded(Wrapper):
         delayed: bool = False,
         **options: Any,
     ) -> None:
+        if not isinstance(store, TieredStore):
+            raise InvalidArgument(f"store is {store!r}, expected an open one: commpress.TieredStore.open(folder, host='8GiB')")
         if gradients not in ("parameters", "store"):
             raise InvalidArgument(f"gradients is {gradients!r}, expected 'parameters' or 'store'")
         if not chunk_mb > 0:
