@@ -49,7 +49,7 @@ def loop(
     steps=1_000_000, version=commpress.__version__, lr=1e-3, **more,
 ):  # fmt: skip
     torch.manual_seed(3)
-    descriptions.__version__ = version
+    descriptions.version = lambda name: version
     data = TensorDataset(torch.randn(samples, 16))
     model = DistributedDataParallel(torch.nn.Linear(16, width))
     if codec is not None:

@@ -6,12 +6,12 @@ A newcomer sends its description behind its greeting, and the member that answer
 import inspect
 import re
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from commpress import __version__
 from commpress.checksum import checksum_of
 from commpress.integrations.ddp.hook import CompressedState
 from commpress.integrations.elastic.exact_means import ExactMeans
@@ -31,7 +31,7 @@ class Description:
     ) -> None:
         """``loop``: what else decides on who does what in which step."""
         self._state = state
-        self._fixed = {"commpress": __version__, "kernels": digest()[:12], "state": ", ".join(state) or "built anew"}
+        self._fixed = {"commpress": version("commpress"), "kernels": digest()[:12], "state": ", ".join(state) or "built anew"}
         self._fixed |= {name: _text(value) for name, value in (loop | _reading(sampler)).items()}
         for name, each in state.items():
             self._fixed[name] = type(each).__name__
