@@ -62,13 +62,13 @@ class AveragingCheck:
             log.debug("gradients are not compared over the ranks: %s", error)
 
     def _exchange(self, step: int) -> None:
-        self._store.set(f"{step}/{self._rank}", self._mine[step].tobytes())
+        self._store.set(f"{step}/{self._rank}", self._mine[step].tobytes().hex())
         self._awaited |= {(step, peer) for peer in self._peers()}
         for one in sorted(self._awaited):
             key = "{}/{}".format(*one)
             if self._store.check([key]):
                 self._awaited.discard(one)
-                theirs = self._store.get(key)
+                theirs = bytes.fromhex(self._store.get(key).decode())
                 mine = self._mine[one[0]]
                 if len(theirs) == mine.nbytes and _apart(mine, np.frombuffer(theirs, ROW)):
                     self._say(one[1])

@@ -374,9 +374,10 @@ class Offloaded(Wrapper):
                 if own.index in written:
                     own.inside(held[WEIGHT]).copy_(own.of(own.parameter))
                     self._count(chunk, own, down=True)
-            for own, gradient in zip(chunk.ranges, gradients, strict=True) if self._replicas is not None else ():
-                if held_of(own.parameter) is None:
-                    self._replicas.note(own.inside(held[WEIGHT]), gradient)
+            if self._replicas is not None:
+                for own, gradient in zip(chunk.ranges, gradients, strict=True):
+                    if held_of(own.parameter) is None:
+                        self._replicas.note(own.inside(held[WEIGHT]), gradient)
             states = chunk.step(self._make, gradients, held, self._groups)
             self._publish(chunk, held[WEIGHT])
         chunk.scalars = {key: value for key, value in states[0].items() if key in self._scalars}
