@@ -6,9 +6,27 @@ checkpoint carries: a resumed run decides as the uninterrupted one would.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from math import ceil
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from commpress.errors import InvalidArgument
+
+PACES = 3  # exchanges whose pace a round's length follows from
+
+
+class Pace(NamedTuple):
+    """Seconds of one exchange of local updates and of the steps around it; of several ranks the largest of each."""
+
+    step: float  # of computing, without what exchanges take
+    exchange: float  # from when all ranks have come until the mean is there
+    standing: float  # in which training stands still to begin and to end an exchange, apart from waiting for it
+
+    @property
+    def known(self) -> bool:
+        return self.step > 0 and self.exchange > 0
+
+
+UNKNOWN = Pace(0.0, 0.0, 0.0)
 
 
 @dataclass
@@ -19,10 +37,15 @@ class Facts:
     peak_step: int = 0  # when it was first reached
     norm_ratio: float = 0.0  # ‖mean gradient‖ / √(mean over ranks of ‖gradient‖²) in exact steps; 0: not known
     norms: list[tuple[int, float]] = field(default_factory=list)  # (steps done, sum of the bias-corrected variance)
+    paces: list[Pace] = field(default_factory=list)  # of the last exchanges of local updates, the slowest rank's
 
     def see(self, step: int, lr: float) -> None:
         if lr > self.peak_lr * (1 + 1e-9):
             self.peak_lr, self.peak_step = lr, step
+
+    def keep(self, pace: Pace) -> None:
+        """Remember the pace of an exchange, and of the two before it."""
+        self.paces = [*self.paces, pace][-PACES:]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -30,13 +53,14 @@ class Facts:
             "peak_step": self.peak_step,
             "norm_ratio": self.norm_ratio,
             "norms": [list(pair) for pair in self.norms],
+            "paces": [list(pace) for pace in self.paces],
         }
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Facts":
         norms = [(int(step), float(norm)) for step, norm in state["norms"]]
         numbers = float(state["peak_lr"]), int(state["peak_step"]), float(state["norm_ratio"])
-        return cls(*numbers, norms)
+        return cls(*numbers, norms, [Pace(*map(float, pace)) for pace in state.get("paces", [])])
 
 
 # ---------------------------------------------------------------- when the variance freezes
@@ -205,7 +229,7 @@ class Every:
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise InvalidArgument(f"every is {self.steps!r}, expected a number of at least 1, QSR(...) or Seconds(...)")
+            raise InvalidArgument(f"every is {self.steps!r}, expected 'auto', a number of at least 1, QSR(...) or Seconds(...)")
 
     def interval(self, step: int, lr: float, facts: Facts) -> int:
         return self.steps
@@ -237,6 +261,31 @@ class QSR:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """As many steps as an exchange needs to hide behind computing, and no more: every="auto" of local updates.
+
+    The median of the last three exchanges counts, of two the faster: one that was slow by chance changes nothing. Before an
+    exchange was measured a round has one step.
+    """
+
+    room: float = 1.1  # steps take so many times as long as the exchange that they hide
+    standing: float = 0.1  # share of computing that beginning and ending exchanges may add
+    long: int = 20  # steps, beyond which a mean of weights is too rare, and an outer momentum helps
+    longest: int = 1000
+
+    def interval(self, step: int, lr: float, facts: Facts) -> int:
+        if not facts.paces:
+            return 1
+        needed = sorted(self.needed(pace) for pace in facts.paces)
+        return needed[(len(needed) - 1) // 2]
+
+    def needed(self, pace: Pace) -> int:
+        """Steps to hide one exchange of this pace."""
+        steps = max(self.room * pace.exchange, pace.standing / self.standing) / pace.step
+        return max(min(ceil(steps), self.longest), 1)
+
+
+@dataclass(frozen=True)
 class Seconds:
     """So much time a round, in which each rank takes as many steps as it manages."""
 
@@ -247,7 +296,9 @@ class Seconds:
             raise InvalidArgument(f"seconds is {self.seconds!r}, expected a number above 0")
 
 
-def sync_of(every: "int | Sync | Seconds") -> "Sync | Seconds":
+def sync_of(every: "int | Sync | Seconds | Literal['auto']") -> "Sync | Seconds":
+    if every == "auto":
+        return Hidden()
     return every if isinstance(every, Seconds) or hasattr(every, "interval") else Every(every)
 
 

@@ -276,13 +276,16 @@ def test_it_resumes_in_a_warm_up(at, elastic):
     assert one.local[0].digest() == two.local[1].digest()
 
 
-def test_a_whole_round_of_overlap_needs_an_alpha():
+def test_a_whole_round_of_overlap_mixes_weights():
     for size in (1, 2):
         with pytest.raises(InvalidArgument, match=r"overlap is 'round'.* a number of steps"):
             Ranks(size, overlap="round")
-        with pytest.raises(InvalidArgument, match=r"alpha is 0 and overlap=4 is a whole round"):
-            Ranks(size, every=4, overlap=4)
-        assert Ranks(size, every=4, overlap=4, alpha=0.5).local[0].schedule.length == 4
+        with pytest.raises(InvalidArgument, match=r"alpha is 0 and with every=4 an exchange overlaps with a whole round"):
+            Ranks(size, every=4, overlap=4, alpha=0)
+        ranks = Ranks(size, every=4, overlap=4)
+        for step in range(4):
+            ranks.step(noise(size, step))
+        assert (ranks.local[0].schedule.length, ranks.local[0].flight.due, ranks.local[0].flight.alpha) == (4, 8, 0.5)
 
 
 def test_a_warm_up_that_cannot_be_is_refused():

@@ -7,9 +7,10 @@ from math import isfinite, nan
 from commpress.collectives.channel import Channel
 from commpress.collectives.scalars import gathered
 from commpress.errors import Mismatch
+from commpress.schedules import UNKNOWN, Pace
 from commpress.work import Steps
 
-NUMBERS = 7  # of a header, in float64
+NUMBERS = 10  # of a header, in float64
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ExchangeHeader:
     weight: float  # how much its change counts; 0 if it has not trained, or not to finite numbers
     square: float  # ‖Δᵢ‖²
     ended: bool  # it has no more data
+    pace: Pace = UNKNOWN  # since its last header
 
     @property
     def finite(self) -> bool:
@@ -33,11 +35,11 @@ class ExchangeHeader:
 
     def gathered(self, channel: Channel, sequence: int) -> Steps[list["ExchangeHeader"]]:
         """Those of all ranks, in their order."""
-        row = [self.number, self.fragment, *self.origin, self.weight, self.square, self.ended]
+        row = [self.number, self.fragment, *self.origin, self.weight, self.square, self.ended, *self.pace]
         rows = yield from gathered([float(each) for each in row], transport=channel.transport, sequence=sequence)
         return [
-            ExchangeHeader(int(number), int(fragment), (high, low), weight, square, bool(ended))
-            for number, fragment, high, low, weight, square, ended in rows.tolist()
+            ExchangeHeader(int(number), int(fragment), (high, low), weight, square, bool(ended), Pace(*pace))
+            for number, fragment, high, low, weight, square, ended, *pace in rows.tolist()
         ]
 
 

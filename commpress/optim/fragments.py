@@ -15,7 +15,10 @@ from commpress.collectives.exchange import Exchange, Exchanges
 from commpress.errors import CommunicationError, InvalidArgument
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.outer import Outer, State
+from commpress.schedules import Pace
 from commpress.work import Steps
+
+Arrived = tuple[bool, Pace | None]  # whether the mean counts, and the pace that ranks told
 
 
 class Fragment:
@@ -151,11 +154,14 @@ class Flight:
 
     fragment: Fragment
     due: int  # step after which it arrives
-    steps: Steps[bool] | None = None  # to be run, or ``future``, if it runs in the background; neither from a checkpoint
-    future: torch.futures.Future[bool] | None = None
+    steps: Steps[Arrived] | None = None  # to be run, or ``future``, if it runs in the background; neither from a checkpoint
+    future: torch.futures.Future[Arrived] | None = None
     taken: bool = True  # whether the mean, in ``fragment.work``, counts; once ``arrival`` has run
     trained: tuple[int, int] = (0, 0)  # steps and tokens that its change came from
     finite: bool = True  # whether this rank's change was, as it left
+    alpha: float = 0.0  # share of the rank's own weights when it arrives
+    long: bool = False  # of a round of every="auto" that needs an outer momentum
+    pace: Pace | None = None  # of the slowest rank, as far as it was measured; once ``arrival`` has run
     error: CommunicationError | None = None
 
     def arrival(self) -> Steps[bool]:
@@ -164,9 +170,9 @@ class Flight:
             raise self.error
         try:
             if self.future is not None:
-                self.taken = self.future.wait()
+                self.taken, self.pace = self.future.wait()
             elif self.steps is not None:
-                self.taken = yield from self.steps
+                self.taken, self.pace = yield from self.steps
         except CommunicationError as error:
             self.error = error
             raise

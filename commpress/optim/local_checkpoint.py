@@ -16,7 +16,7 @@ from commpress.errors import StateMismatch
 from commpress.feedback import ResidualStore
 from commpress.optim.fragments import Flight
 from commpress.optim.outer import State
-from commpress.schedules import Facts
+from commpress.schedules import Facts, Pace
 from commpress.work import Steps
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def exact(local: "LocalUpdates") -> Steps[dict[str, Any]]:
         taken = yield from flight.arrival()
         under_way = {
             "fragment": flight.fragment.number, "due": flight.due, "taken": taken, "mean": flight.fragment.work.clone(),
-            "finite": flight.finite,
+            "finite": flight.finite, "alpha": flight.alpha, "long": flight.long, "pace": list(flight.pace or ()),
         }  # fmt: skip
     with _residuals(local) as store:
         residuals = exact_state(store, transport, local.exchanged)
@@ -238,8 +238,11 @@ def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
         fragment = local.fragments[int(flight["fragment"])]
         fragment.attach(local.exchanges)
         fragment.work.copy_(flight["mean"])
-        finite = bool(flight.get("finite", True))
-        local.flight = Flight(fragment, int(flight["due"]), taken=bool(flight["taken"]), finite=finite)
+        local.flight = Flight(
+            fragment, int(flight["due"]), taken=bool(flight["taken"]), finite=bool(flight.get("finite", True)),
+            alpha=float(flight.get("alpha", local.alpha or 0.0)), long=bool(flight.get("long", False)),
+            pace=Pace(*map(float, flight["pace"])) if flight.get("pace") else None,
+        )  # fmt: skip
         local.taken = local.flight.taken
 
 

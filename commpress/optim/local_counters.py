@@ -22,6 +22,8 @@ class LocalCounters:
     restarts: int = 0  # states of inner optimizers, a parameter's each, that were not finite and started anew
     spread: float | None = None  # root mean square over the ranks of ‖Δᵢ − Δ̄‖, relative to ‖Δ̄‖, of the last exchange of moves
     lost_ranks: int = 0  # that died, and with each what it owed and had trained since its last exchange
+    every: int = 0  # steps of the round under way; 0: it ends after so many seconds
+    overlap: int = 0  # of these, steps that are computed while an exchange is under way
     participants: int = 0  # ranks whose weight in it was above zero
 
     @property
@@ -29,12 +31,17 @@ class LocalCounters:
         """Sent per parameter and round, warm-up and empty exchanges apart: float32 has 32. 0.0 before the first exchange."""
         return 8 * self.change_bytes / self.changed if self.changed else 0.0
 
+    def _length(self) -> str:
+        if not self.every:
+            return ""
+        return f", now of {self.every} steps" + (f", {self.overlap} of them beside an exchange" if self.overlap else "")
+
     def summary(self, *, spread_of: str) -> str:
         """``spread_of``: what the ranks' spread is relative to."""
         spread = "" if self.spread is None else f"last spread {self.spread:.2g} of {spread_of} over "
         restarts = f", {self.restarts} inner states started anew" if self.restarts else ""
+        crossed = f"{self.sent_bytes / 1e6:.1f} MB sent ({self.bits:.2f} bits per parameter and round)"
         return (
-            f"{self.steps} steps, {self.rounds} rounds, {self.sent_bytes / 1e6:.1f} MB sent ({self.bits:.2f} bits per "
-            f"parameter and round), waited {self.waited:.1f} s, {spread}{self.participants} ranks, {self.dropped} exchanges "
-            f"with a change left out{restarts}"
+            f"{self.steps} steps, {self.rounds} rounds{self._length()}, {crossed}, waited {self.waited:.1f} s, {spread}"
+            f"{self.participants} ranks, {self.dropped} exchanges with a change left out{restarts}"
         )

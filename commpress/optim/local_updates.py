@@ -1,16 +1,19 @@
 """Local updates: every rank trains by itself for a round of steps, then all exchange what changed, once.
 
     Δᵢ = Θ − θᵢ          aᵢ = K·wᵢ/Σw · Δᵢ + ρ·eᵢ         Δ̄ = mean of Q(aᵢ), the same bits on every rank
-    Θ ← Outer(Θ, Δ̄)      θᵢ ← α·θᵢ + (1 − α)·Θ            α = 0 unless training went on meanwhile
+    Θ ← Outer(Θ, Δ̄)      θᵢ ← α·θᵢ + (1 − α)·Θ            α = τ / (τ + H): τ steps of H were computed meanwhile
 
 θᵢ are the parameters of rank i, Θ the shared weights, w counts what a rank has trained on. ``fragments`` of the parameters take
-turns within a round; with ``overlap`` a fragment's exchange runs while the next so many steps are computed.
+turns within a round; with ``overlap`` a fragment's exchange runs while the next so many steps are computed. By default a round
+is as short as it can be while its exchange hides behind computing.
 
-Note: Θ follows from the steps at which fragments leave and arrive alone, not from how long the network takes.
+Note: Θ follows from the steps at which fragments leave and arrive alone. Where the network's pace decides these, all ranks go
+by the same recorded seconds.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from math import isfinite
 from time import monotonic
@@ -38,11 +41,12 @@ from commpress.optim.inner_optimizers import InnerOptimizers, check_inner, check
 from commpress.optim.local_counters import LocalCounters
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
-from commpress.optim.outer import Nesterov, Outer, outer_of
+from commpress.optim.outer import Average, Nesterov, Outer, outer_of
+from commpress.optim.pace_meter import PaceMeter, slowest
 from commpress.optim.round_schedule import RoundSchedule
 from commpress.optim.stored_fragment import StoredFragment, check_room
 from commpress.optim.warmup import SharedWarmup
-from commpress.schedules import Facts, Seconds, Sync, sync_of
+from commpress.schedules import UNKNOWN, Every, Facts, Hidden, Pace, Seconds, Sync, sync_of
 from commpress.tiered_mem import TieredStore
 from commpress.torch_private import untraced
 from commpress.work import Steps, run
@@ -57,14 +61,15 @@ class LocalUpdates(torch.optim.Optimizer):
     and in what expects one: schedulers of learning rates, GradScaler, Accelerate's ``prepare``.
 
     - ``inner``: a torch optimizer, or several. The model stays bare: no DistributedDataParallel around it.
-    - ``every``: steps of a round, a number, ``commpress.QSR(alpha, base)`` or ``commpress.Seconds(60)``.
+    - ``every``: steps of a round: "auto", a number, ``commpress.QSR(alpha, base)`` or ``commpress.Seconds(60)``. With "auto" a
+      round is the smallest whose exchange hides behind computing, as both are measured, and overlaps with all of it.
     - ``outer``: the rule that moves the shared weights: ``Nesterov``, ``Average``, ``SlowMo``, ``SparseLoCo``, ``Gossip``, or a
-      function that makes a torch optimizer.
+      function that makes a torch optimizer. By default ``Nesterov``; of "auto" ``Average`` in rounds of up to 20 steps.
     - ``codec``: of changes, both ways, with residuals unless ``error_feedback`` is False; None: float32.
     - ``feedback_decay``: residuals are multiplied by it each round.
     - ``fragments``: a number, or lists of parameters: parts of the model that take turns within a round.
     - ``overlap``: steps that are computed while a fragment is under way; ``alpha``: the share of the rank's own weights when it
-      arrives.
+      arrives, by default overlap / (overlap + every).
     - ``group``: the ranks that average. Inside it may stand another kind of parallelism, such as FSDP2 or tensor parallelism
       over other ranks, which then leave out together what is not finite in a shard of one of them.
       Experts that are divided among these ranks are not averaged: each rank trains its own, in every step.
@@ -80,14 +85,14 @@ class LocalUpdates(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        every: int | Sync | Seconds = 30,
+        every: int | Sync | Seconds | Literal["auto"] = "auto",
         outer: Outer | Callable[..., torch.optim.Optimizer] | None = None,
         codec: str | Codec | Policy | None = "int4",
         error_feedback: bool = True,
         feedback_decay: float = 0.95,
         fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
         overlap: int = 0,
-        alpha: float = 0.0,
+        alpha: float | None = None,
         warmup: int = 0,
         group: Any = None,
         weight: Literal["equal", "tokens", "steps"] = "equal",
@@ -106,7 +111,11 @@ class LocalUpdates(torch.optim.Optimizer):
             raise InvalidArgument(
                 f"overlap is {overlap!r}, expected a number of steps, at most those of a round, 0 for none"
             )
-        if not 0 <= alpha < 1 or (alpha and not overlap):
+        if every == "auto" and overlap:
+            raise InvalidArgument(
+                f"overlap is {overlap} with every='auto', which chooses it: leave it out, or give every= as a number"
+            )
+        if alpha is not None and (not 0 <= alpha < 1 or (alpha and not overlap and every != "auto")):
             raise InvalidArgument(
                 f"alpha is {alpha!r} with overlap={overlap}, expected 0, or with an overlap a number from 0 to below 1: "
                 "without overlap nothing has been trained since the change left"
@@ -115,9 +124,12 @@ class LocalUpdates(torch.optim.Optimizer):
             raise InvalidArgument(f"weight is {weight!r}, expected one of {', '.join(map(repr, WEIGHTS))}")
         if not isinstance(keep, TieredStore) and keep not in ("host", "device"):
             raise InvalidArgument(f"keep is {keep!r}, expected 'host', 'device' or a TieredStore")
-        self.every, self.outer = sync_of(every), outer_of(Nesterov() if outer is None else outer)
-        self.feedback_decay, self.overlap, self.alpha, self.weight, self.keep = feedback_decay, overlap, alpha, weight, keep
-        self.seed, self.counters, self.facts = seed, LocalCounters(), Facts()
+        self.every = sync_of(every)
+        usual = Average() if isinstance(self.every, Hidden) else Nesterov()
+        self.outer = outer_of(usual if outer is None else outer)
+        self._outer_of_long_rounds = Nesterov() if outer is None else self.outer
+        self.feedback_decay, self.alpha, self.weight, self.keep = feedback_decay, alpha, weight, keep
+        self.seed, self.counters, self.facts, self.meter = seed, LocalCounters(), Facts(), PaceMeter()
         self._backgrounds = transport is None
         check_inner(self.inner, self.every, warmup)
         ranks = ranks_of(group) if transport is None else tuple(range(transport.size))
@@ -128,10 +140,12 @@ class LocalUpdates(torch.optim.Optimizer):
             raise InvalidArgument("inner trains nothing but experts that are divided among ranks: there is nothing to average")
         parts = cut(shared, fragments)
         self.schedule = RoundSchedule(self.every, len(parts), overlap=overlap)
-        if overlap and overlap == getattr(self.every, "steps", 0) and len(parts) == 1 and not alpha:
+        whole = isinstance(self.every, Hidden) or (isinstance(self.every, Every) and 0 < overlap == self.every.steps)
+        if alpha == 0 and whole and len(parts) == 1:
             raise InvalidArgument(
-                f"alpha is 0 and overlap={overlap} is a whole round: a rank would begin each round at weights that are a round "
-                "old, which made the loss more than 6 % worse in trials. Give alpha=0.5 to 0.75, or less overlap"
+                f"alpha is 0 and with every={every!r} an exchange overlaps with a whole round: a rank would begin each round "
+                "at weights that are a round old, which made the loss more than 6 % worse in trials. Leave alpha out, or "
+                "overlap less"
             )
         self.fragments = [self._fragment(i, part, prefix) for i, part in enumerate(parts)]
         if transport is None:
@@ -147,7 +161,7 @@ class LocalUpdates(torch.optim.Optimizer):
         self.exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
         self._warmup = SharedWarmup(warmup, self.fragments, self.exact, self.channel, self.control, self.columns)
         if isinstance(keep, TieredStore):
-            check_room(self.fragments, keep, overlap=self.overlap > 0)
+            check_room(self.fragments, keep, overlap=overlap > 0 or isinstance(self.every, Hidden))
         self.steps_done, self.exchanged = 0, 0
         self.finished, self.taken = 0, True  # exchanges whose outcome is known here, and that of the last
         self.moved: int | None = None  # the fragment whose shared weights followed from the last exchange
@@ -229,9 +243,13 @@ class LocalUpdates(torch.optim.Optimizer):
         """Somebody else has called the inner optimizers, such as a GradScaler or a trainer: exchange where it is time."""
         run(self.steps(tokens=tokens))
 
-    @torch.no_grad()
     def steps(self, *, tokens: int = 0) -> Steps[None]:
         """``advance`` as an algorithm that may wait."""
+        with self.meter.between_steps():
+            yield from self._after_step(tokens)
+
+    @torch.no_grad()
+    def _after_step(self, tokens: int) -> Steps[None]:
         if self.weight == "tokens" and tokens <= 0:
             raise InvalidArgument(f"tokens is {tokens}, expected a positive number in every step, as weight='tokens' asks")
         self.inner.check_unaveraged()
@@ -257,7 +275,8 @@ class LocalUpdates(torch.optim.Optimizer):
             yield from self._arrive()
         while self.schedule.due(self.steps_done):
             yield from self._leave()
-            if self.overlap == 0:
+            assert self.flight is not None
+            if self.flight.due == self.steps_done:
                 yield from self._arrive()
         if self.schedule.due_soon(self.steps_done):
             self.fragments[self.schedule.next].prefetch()
@@ -277,7 +296,8 @@ class LocalUpdates(torch.optim.Optimizer):
     # ------------------------------------------------------------ exchanges
 
     def _begin_round(self) -> None:
-        self.schedule.begin(self.steps_done, self.inner.rate, self.facts)
+        self.schedule.begin(self.steps_done, self.inner.rate, self.facts, alone=self.channel.size == 1)
+        self.counters.every, self.counters.overlap = self.schedule.length, self.schedule.overlap
 
     def _leave(self) -> Steps[None]:
         """Send the change of the next fragment on its way; the one before it has arrived."""
@@ -291,12 +311,21 @@ class LocalUpdates(torch.optim.Optimizer):
         trained, fragment.steps, fragment.tokens = (fragment.steps, fragment.tokens), 0, 0
         sequences = self.control.take(), self.channel.take(exchange.sequences)
         steps = self._exchange(fragment, exchange, header, sequences)
-        self.flight = Flight(fragment, self.steps_done + self.overlap, steps, trained=trained, finite=header.finite)
-        if self.overlap and self._backgrounds and self.channel.size > 1:
-            self.flight.future = self.channel.submit(steps, fragment.work)
+        self.flight = Flight(fragment, self.steps_done, steps, trained=trained, finite=header.finite, long=self.schedule.long)
         self.exchanged += 1
         if self.schedule.leave():
             self._begin_round()
+        overlap = self.schedule.overlap
+        self.flight.due += overlap
+        self.flight.alpha = self._alpha(overlap)
+        if overlap and self._backgrounds and self.channel.size > 1:
+            self.flight.future = self.channel.submit(steps, fragment.work)
+
+    def _alpha(self, overlap: int) -> float:
+        """Share of a rank's own weights where an exchange arrives after so many steps: that of what the mean does not know."""
+        if self.alpha is not None or not overlap:
+            return self.alpha or 0.0
+        return overlap / (overlap + max(self.schedule.length, overlap))
 
     def _header(self, fragment: Fragment) -> ExchangeHeader:
         """This rank's, of the exchange of the change in the fragment's ``work``."""
@@ -305,7 +334,7 @@ class LocalUpdates(torch.optim.Optimizer):
         return ExchangeHeader(
             self.exchanged, fragment.number,
             fragment.halves() if self.outer.equal else (float(fragment.layout), float(self._key(self.exchanged))),
-            weight if fragment.steps and isfinite(square) else 0.0, square, self._ended,
+            weight if fragment.steps and isfinite(square) else 0.0, square, self._ended, self.meter.tell(),
         )  # fmt: skip
 
     def _key(self, exchanged: int) -> int:
@@ -314,22 +343,28 @@ class LocalUpdates(torch.optim.Optimizer):
 
     def _exchange(
         self, fragment: Fragment, exchange: Exchange, header: ExchangeHeader, sequences: tuple[int, int]
-    ) -> Steps[bool]:
-        """``work`` := its weighted mean; True if it is to be taken, False if nobody has trained or a mean is not finite."""
+    ) -> Steps[tuple[bool, Pace | None]]:
+        """``work`` := its weighted mean; True if it is to be taken, False if nobody has trained or a mean is not finite.
+
+        And the pace of the slowest rank before, if all have measured it.
+        """
         sent_before = self._sent_bytes()
-        if self.columns is not None and not (yield from self.columns.agreed(header.finite, fragment.device)):
-            header = header.left_out()
+        if self.columns is not None:
+            column = yield from self.columns.gathered([float(header.finite), *header.pace], fragment.device)
+            header = replace(header, pace=slowest([Pace(*row) for row in column[:, 1:].tolist()]) or UNKNOWN)
+            header = header if column[:, 0].all() else header.left_out()
         headers = yield from header.gathered(self.control, sequences[0])
         check_same(headers, shared=self.outer.equal)
+        start = monotonic()
         self._all_ended = self._all_ended + 1 if all(each.ended for each in headers) else 0
         wild = [rank for rank, each in enumerate(headers) if not each.finite]
         if wild:
             self.counters.dropped += 1
             log.warning("weights of ranks %s are not finite: their change is left out, they get the shared weights", wild)
         weights = [each.weight for each in headers]
-        total = sum(weights)
+        total, pace = sum(weights), slowest([each.pace for each in headers])
         if total == 0:
-            return self._finish(header, taken=False)
+            return self._finish(header, taken=False), pace
         if self.feedback_decay != 1 and self._decayed != header.number:
             self._decayed = header.number
             self.exchanges.residuals.decay({s.name for s in fragment.spans}, self.feedback_decay)
@@ -338,6 +373,7 @@ class LocalUpdates(torch.optim.Optimizer):
             shares=[weight * len(weights) / total for weight in weights], sequence=sequences[1], key=self._key(header.number),
         )  # fmt: skip
         taken = all(outcome.finite for outcome in outcomes)
+        self.meter.exchanged(monotonic() - start)
         if self.columns is not None:
             taken = yield from self.columns.agreed(taken, fragment.device)
         settle(outcomes, taken=taken)
@@ -349,7 +385,7 @@ class LocalUpdates(torch.optim.Optimizer):
             self.counters.participants = sum(weight > 0 for weight in weights)
             fine = self._fine(fragment)
             self.counters.spread = self.outer.spread(exchange, fragment.work, weights, squares) if fine else None
-        return self._finish(header, taken=taken)
+        return self._finish(header, taken=taken), pace
 
     def _finish(self, header: ExchangeHeader, *, taken: bool) -> bool:
         self.handover.settle(taken=taken)
@@ -361,8 +397,11 @@ class LocalUpdates(torch.optim.Optimizer):
         flight, start = self.flight, monotonic()
         assert flight is not None
         taken = yield from flight.arrival()
-        self.flight = None
-        self.counters.waited += monotonic() - start
+        self.flight, waited = None, monotonic() - start
+        self.counters.waited += waited
+        self.meter.waited(waited)
+        if flight.pace is not None:
+            self.facts.keep(flight.pace)
         self.land(flight, taken=taken)
         flight.fragment.detach(self.exchanges)
         self.counters.exchanges += 1
@@ -371,16 +410,16 @@ class LocalUpdates(torch.optim.Optimizer):
     def land(self, flight: Flight, *, taken: bool) -> None:
         """Take the mean in, if it counts, and let parameters follow the shared weights."""
         fragment, self.moved = flight.fragment, flight.fragment.number
+        outer = self._outer_of_long_rounds if flight.long else self.outer
         if taken:
             with fragment.opened(write=True):
-                self.outer.step(
-                    fragment.weights, fragment.work.to(fragment.weights.device), fragment.state, self.inner.rate
-                )
+                outer.ready(fragment.weights, fragment.state)
+                outer.step(fragment.weights, fragment.work.to(fragment.weights.device), fragment.state, self.inner.rate)
         with self.inner.weights_rewritten():
             if not flight.finite:
                 self._restart()
             with fragment.opened():
-                fragment.merge(self.alpha)
+                fragment.merge(flight.alpha)
 
     def _restart(self) -> None:
         """Replace weights that are not finite by Θ, and begin inner states that are not finite anew.
@@ -428,6 +467,8 @@ class LocalUpdates(torch.optim.Optimizer):
         self.steps_done, self.exchanged, self.finished = steps, exchanged, exchanged
         self._all_ended = 0
         self._warmup.begin_anew()
+        self.meter.begin_anew()
+        self.facts.paces = []
         self._begin_round()
 
     def hand_over(self, leaving: Sequence[int]) -> None:

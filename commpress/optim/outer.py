@@ -66,6 +66,15 @@ class Outer(ABC):
         around = sum(w * s for w, s in zip(weights, squares, strict=True)) / sum(weights) - mean
         return sqrt(max(around, 0.0) / mean) if mean > 0 else 0.0
 
+    def ready(self, weights: torch.Tensor, state: State) -> None:
+        """Give ``state`` the buffers of this rule, and forget what another rule left in it."""
+        for name in self.buffers:
+            if name not in state:
+                state[name] = torch.zeros_like(weights)
+        for name, each in state.items():
+            if name not in self.buffers and torch.is_tensor(each):
+                each.zero_()
+
     @abstractmethod
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
         """Move ``weights``. ``change`` may be overwritten; ``lr`` is the inner learning rate of now."""
@@ -197,6 +206,9 @@ class TorchOuter(Outer):
             )
         self._of[weights.data_ptr()] = parameter, optimizer
         return optimizer.state[parameter]
+
+    def ready(self, weights: torch.Tensor, state: State) -> None:
+        """Nothing: the optimizer makes its state."""
 
     def step(self, weights: torch.Tensor, change: torch.Tensor, state: State, lr: float) -> None:
         parameter, optimizer = self._of[weights.data_ptr()]

@@ -207,7 +207,7 @@ class LocalTraining(TrainerCallback):
     """
 
     def __init__(
-        self, *, every: Any = 30, tokens: Callable[[Mapping[str, Any]], int] | None = None,
+        self, *, every: Any = "auto", tokens: Callable[[Mapping[str, Any]], int] | None = None,
         metrics: Sequence[Callable[[dict[str, float]], None]] = (), **options: Any,
     ) -> None:  # fmt: skip
         refuse_unknown("LocalTraining", options, LocalUpdates)

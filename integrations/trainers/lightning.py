@@ -115,7 +115,7 @@ class LocalTraining(Callback):
     ``tokens`` counts those of a batch, for ``weight="tokens"``.
     """
 
-    def __init__(self, *, every: Any = 30, tokens: Callable[[Any], int] | None = None, **options: Any) -> None:
+    def __init__(self, *, every: Any = "auto", tokens: Callable[[Any], int] | None = None, **options: Any) -> None:
         refuse_unknown("LocalTraining", options, LocalUpdates)
         if options.get("weight") == "tokens" and tokens is None:
             raise InvalidArgument("weight is 'tokens' and tokens is None, expected a function that counts those of a batch")
