@@ -10,7 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.codecs.planned import Planned, load_plan
 from commpress.errors import InvalidArgument
-from commpress.integrations.ddp.trial import UNTIMED, WAYS, Trial, trial_of
+from commpress.integrations.ddp import lateness
+from commpress.integrations.ddp.lateness import EVERY, LATE, Lateness, Probation
+from commpress.integrations.ddp.trial import LOW_RANK, UNTIMED, WAYS, Trial, trial_of, with_low_rank
 
 # ---------------------------------------------------------------- the trial alone
 
@@ -65,6 +67,104 @@ def test_what_to_try_can_be_said():
         trial_of("auto:sine")
 
 
+# ---------------------------------------------------------------- low rank, which nobody asked for
+
+
+def judged(late, seconds):
+    trial, now = with_low_rank(trial_of("auto", "sign"), "auto"), 0.0
+    looks = []
+    while True:
+        if trial.looks:
+            looks.append(trial.way(trial._step - 1))
+            trial.see(late)
+        if (way := trial.begin(now)) is None:
+            return trial, looks, trial.decide(trial.seconds())
+        now += seconds[way]
+
+
+SECONDS = {"plain": 1.0, "int8": 0.5, "int4": 0.4, LOW_RANK: 0.2, "sign": 0.3}
+
+
+def test_low_rank_enters_where_it_sends_gradients_in_time():
+    trial, looks, (chosen, why) = judged(0.5, SECONDS)
+    assert trial.ways == ("plain", "int8", "int4", LOW_RANK, "sign")
+    assert looks == [LOW_RANK], "once, at the end of its last turn"
+    assert (chosen, trial.instead) == (LOW_RANK, "sign")
+    assert "powersgd-4 keeps back 0.5 gradients (at most 2)" in why
+
+
+def test_low_rank_stays_out_where_it_does_not():
+    trial, _, (chosen, why) = judged(LATE + 0.1, SECONDS)
+    assert (chosen, trial.instead) == ("sign", "")
+    assert "powersgd-4 keeps back 2.1 gradients" in why
+
+
+def test_nobody_judges_what_was_asked_for():
+    for codec, allow in (("auto:powersgd-4", None), ("auto", "powersgd-4"), ("auto:int8", None)):
+        trial = with_low_rank(trial_of(codec, allow), codec)
+        assert trial.judged == ()
+        assert (LOW_RANK in trial.ways) == (codec != "auto:int8")
+
+
+def test_one_late_look_is_none():
+    probation = Probation(LOW_RANK, "int4")
+    assert [probation.judge(late) for late in (0.1, 3.0, 0.1, 3.0, 3.0)] == [False, False, False, False, True]
+    assert [step for step in range(250) if probation.due(step)] == [EVERY - 1, 2 * EVERY - 1]
+
+
+def late_of(codec, steps):
+    """Lateness as it is measured, and from the definition: what all gradients were together, less what was sent."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(96, 80, bias=False))
+    state = commpress.compress(ddp, codec, measure_every=0, topology=None)
+    measured = Lateness(96 * 80)
+    state._lateness, state._looks = measured, lambda step: step == steps - 1
+    draws, owed = torch.Generator().manual_seed(rank), torch.zeros(80, 96)
+    for _ in range(steps):
+        x = torch.randn(8, 96, generator=draws)
+        own = torch.autograd.grad(_loss(ddp.module, x), ddp.module.weight)[0]
+        dist.all_reduce(own)
+        ddp.zero_grad()
+        _loss(ddp, x).backward()
+        owed += own / size - ddp.module.weight.grad
+    return state._late(torch.device("cpu")), float(owed.norm() / (own / size).norm())
+
+
+def _loss(model, x):
+    return (model(x) - x[:, :80].roll(1, 0)).square().mean()
+
+
+@pytest.mark.parametrize("codec", ["powersgd-1", "int4", "sign"])
+def test_lateness_is_what_all_ranks_have_not_sent(pool, codec):
+    for size in (2, 3):
+        for measured, defined in pool.run(late_of, codec, 6, size=size):
+            assert measured == pytest.approx(defined, rel=2e-3)
+
+
+def fallen_behind(late):
+    usual = lateness.LATE, lateness.EVERY
+    lateness.LATE, lateness.EVERY = late, 5
+    try:
+        state, weights = train("auto", Trial((*WAYS, LOW_RANK)).steps + 25, topology=None, decides=lambda trial: LOW_RANK)
+    finally:
+        lateness.LATE, lateness.EVERY = usual
+    every = [torch.zeros_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, weights)
+    return state.counters.choice, state._way, all(torch.equal(w, weights) for w in every)
+
+
+def test_another_codec_takes_the_place_of_one_that_falls_behind(pool):
+    for choice, way, equal in pool.run(fallen_behind, 1e-6, size=2):
+        assert equal
+        assert way == "int8"
+        assert choice.startswith("int8, because powersgd-4 kept back")
+    for choice, way, equal in pool.run(fallen_behind, 100.0, size=2):
+        assert equal
+        assert way == LOW_RANK
+        assert "told" in choice
+
+
 # ---------------------------------------------------------------- plans as files
 
 
@@ -102,11 +202,14 @@ def test_what_is_no_plan_is_refused(tmp_path, content):
 # ---------------------------------------------------------------- behind the hook
 
 
-def train(codec, steps, **options):
+def train(codec, steps, decides=None, **options):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     ddp = DistributedDataParallel(model)
     state = commpress.compress(ddp, codec, measure_every=0, **options)
+    if decides is not None:
+        trial = state._trial
+        trial.decide = lambda seconds: (setattr(trial, "instead", "int8"), (decides(trial), "told"))[1]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     draws = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):

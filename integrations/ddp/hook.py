@@ -46,10 +46,11 @@ from commpress.collectives.transports.factory import can_reform, on_reform
 from commpress.errors import CommunicationError, InvalidArgument, NonFiniteGradient, check_counts, refuse_unknown
 from commpress.feedback import Key, ResidualStore, check_feedback
 from commpress.integrations.ddp.backward import Backward
+from commpress.integrations.ddp.lateness import Lateness, Probation
 from commpress.integrations.ddp.names import ParameterNames, averaged_parameters
 from commpress.integrations.ddp.plain import Plain, values_of
 from commpress.integrations.ddp.replanning import Replanning
-from commpress.integrations.ddp.trial import AUTO, Trial, trial_of
+from commpress.integrations.ddp.trial import AUTO, Trial, trial_of, with_low_rank
 from commpress.integrations.observe.alarm import NONE, Alarm, alarm_of, check_alarm
 from commpress.integrations.observe.counters import Counters, relative_errors
 from commpress.torch_private import check_unhooked
@@ -75,9 +76,10 @@ def compress(
 ) -> Any:
     """Compress the gradients of ``ddp`` from its next backward on; returns the state, which holds residuals and counters.
 
-    ``codec="auto"`` tries no compression, ``int8`` and ``int4`` for a few steps each and keeps the fastest; ``allow="sign"``
-    lets it try that too, and so for any codec or several. ``plan``: a file that ``commpress plan`` wrote, or what it holds, in
-    place of a codec. Where that is no compression, DDP gets no hook, as if this had never been called.
+    ``codec="auto"`` tries no compression, ``int8``, ``int4`` and, in one level, ``powersgd-4`` for a few steps each and keeps
+    the fastest, powersgd only while it keeps back at most two gradients. ``allow="sign"`` lets it try that too, whatever it
+    keeps back, and so for any codec or several. ``plan``: a file that ``commpress plan`` wrote, or what it holds, in place of a
+    codec. Where that is no compression, DDP gets no hook, as if this had never been called.
 
     ``topology="auto"`` adds up inside a node, exactly, and compresses what leaves it, where the launcher says which ranks share
     one; None reduces flat. Groups whose ranks may change, exact codecs and trials of low-rank codecs are flat unless ranks of
@@ -219,6 +221,7 @@ class CompressedState:
         self.step = 0
         self.counters = Counters(choice=f"the plan's: {codec.why or codec.codec}" if isinstance(codec, Planned) else "")
         self._trial, self._way = trial_of(codec, allow), ""  # what it came to
+        self._probation: Probation | None = None
         self.alarm = alarm_of(alarm)
         self._limits: dict[str, Any] = {"min_numel": min_numel, "exclude": exclude}
         policy = policy_of("none" if self._trial else codec, **self._limits)
@@ -234,6 +237,9 @@ class CompressedState:
         if topology is not None:
             usually = policy_of(self._trial.ways[-1], **self._limits) if self._trial else policy
             self.channel.divide(topology, usual, usually.choose("", usual))
+        if self._trial is not None:
+            self._trial = self._widened(self._trial)
+        self._lateness = Lateness(sum(self.names.numels.values()) or BUCKET)
         self._names_ranks = {
             "topology": topology not in (None, AUTO) or self.channel.levels is not None, "agree_over": agree_over is not None,
         }  # fmt: skip
@@ -296,6 +302,10 @@ class CompressedState:
                 "a codec of one bit sends the rest of a gradient later: compare the loss with an uncompressed run; "
                 "exact_steps= of a tenth of the run, and a finer codec for the output layer, bring it closer"
             )
+
+    def _widened(self, trial: Trial) -> Trial:
+        """The trial with a low-rank codec, where residuals of whole matrices can follow a change of codecs."""
+        return trial if self.channel.levels is not None else with_low_rank(trial, self.options["codec"])
 
     def _check_stays(self, policy: Policy) -> None:
         """With a topology a matrix keeps residuals as a whole and rows slice by slice, so one cannot follow the other."""
@@ -378,6 +388,8 @@ class CompressedState:
 
     def _decide(self, device: torch.device, *, aborted: bool) -> None:
         """Choose the way of this step, where that may change."""
+        if self._probation is not None and self._probation.due(self.step - 1) and not aborted:
+            self._look(self._probation, device)
         if not aborted and self._trial is not None and self.step >= self.exact_steps:
             self._next_way(self._trial, device)
         if self._replanning is not None and self._replanning.measured:
@@ -400,12 +412,36 @@ class CompressedState:
 
     def _next_way(self, trial: Trial, device: torch.device) -> None:
         """The next step of the trial begins, or the first after it."""
-        way = trial.begin(perf_counter())
+        now = perf_counter()
+        if trial.looks:
+            trial.see(self._late(device))
+        way = trial.begin(now)
         if way is None:
             way, self.counters.choice = trial.agreed(self._plain.group, device)
             self._trial, self._way, self._owing = None, way, way == PLAIN
+            self._probation = Probation(way, trial.instead) if trial.instead else None
             log.info("codec='auto' goes on with %s", self.counters.choice)
         self._go(way)
+
+    def _late(self, device: torch.device) -> float:
+        """Lateness of the last step, the same on all ranks; collective."""
+        rank, size = self.channel.rank, self.channel.size
+        return self._lateness.agreed(
+            lambda name, out: self.residuals.owed(name, out, rank, size), self._plain.group, device
+        )
+
+    def _look(self, probation: Probation, device: torch.device) -> None:
+        """Let another codec take the place of one that has fallen behind."""
+        late = self._late(device)
+        if probation.judge(late):
+            self._probation, self._way, self._owing = None, probation.instead, probation.instead == PLAIN
+            self.counters.choice = f"{probation.instead}, because {probation.way} kept back {late:.2g} gradients"
+            log.warning("codec='auto' goes on with %s from step %d on", self.counters.choice, self.step)
+            self._go(probation.instead)
+
+    def _looks(self, step: int) -> bool:
+        """True if somebody is to judge how late the gradients of this step are."""
+        return (self._trial is not None and self._trial.looks) or (self._probation is not None and self._probation.due(step))
 
     def _go(self, way: str) -> None:
         self.compresses = way != PLAIN
@@ -456,6 +492,8 @@ class CompressedState:
         looks = self.alarm is not None and self.alarm.due(round.number - self.exact_steps)
         before = exchange.compensated(buffer, gain) if (measure or looks) and isinstance(exchange, Reduce) else None
         own = buffer * gain if looks else None
+        if self._looks(round.number):
+            self._lateness.see(exchange.spans, buffer, gain)
         key = self.seed * 1_000_003 + round.number
         outcomes = yield from exchange.steps(self.channel, buffer, sequence=sequence, key=key, gain=gain)
         finite = all(outcome.finite for outcome in outcomes)
@@ -535,6 +573,7 @@ class CompressedState:
             "step": self._finished, "trial": self._trial is not None, "way": self._way, "why": self.counters.choice,
             "rules": dict(self._replanning.rules) if self._replanning is not None else {}, "brought": list(self.names.brought),
             "alarm": self.alarm.state_dict() if self.alarm is not None else {},
+            "probation": [] if self._probation is None else list(self._probation.state()),
         }  # fmt: skip
         steps = self.handover.steps(
             change, {"": self.residuals}, self.channel.workspace, shared=common, tensors=self.exchanges.bases
@@ -558,8 +597,10 @@ class CompressedState:
         self.channel.workspace.clear()
         self.exchanges.reform(self.channel.size)
         self._plain.group = self._plain_group()
+        self._probation = Probation(*common["probation"]) if common["probation"] else None
         if common["trial"]:
-            self._trial = trial_of(self.options["codec"], self.options.get("allow"))
+            trial = trial_of(self.options["codec"], self.options.get("allow"))
+            self._trial = self._widened(trial) if trial is not None else None
         elif self._trial is not None or self._way != common["way"]:
             self._trial, self._way, self.counters.choice = None, common["way"], common["why"]
             self._go(self._way)

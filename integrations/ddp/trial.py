@@ -1,4 +1,4 @@
-"""``codec="auto"``: every way for a few steps in turn, then the fastest for good.
+"""``codec="auto"``: every way for a few steps in turn, then the fastest that sends gradients in time.
 
 Which way a step goes is a pure function of its number, so ranks need not ask each other. At the end the ranks exchange what
 their steps took, once: a step counts as its slowest rank, all ranks see the same seconds and so decide alike.
@@ -14,9 +14,11 @@ import torch.distributed as dist
 from commpress.codecs import codec_named
 from commpress.codecs.planned import PLAIN
 from commpress.errors import InvalidArgument
+from commpress.integrations.ddp.lateness import LATE
 
 AUTO = "auto"
 WAYS = (PLAIN, "int8", "int4")  # from the most exact to the coarsest; what may change a loss is tried only if asked for
+LOW_RANK = "powersgd-4"  # tried as well where ranks reduce in one level, and kept if it sends gradients in time
 UNTIMED = 3  # first steps: DDP rebuilds its buckets, memory is touched, kernels are compiled
 MARGIN = 0.03  # of its seconds that a coarser way must save over a finer one to be worth it
 
@@ -26,11 +28,14 @@ class Trial:
     """``rounds`` rounds of ``consecutive`` steps of each way, of which the first does not count."""
 
     ways: tuple[str, ...] = WAYS
+    judged: tuple[str, ...] = ()  # of these, ways that nobody asked for, which must send gradients in time
     consecutive: int = 3
     rounds: int = 4
     _step: int = 0  # of the trial, not of the run: a resumed run tries again
     _began: float = -1.0
     _took: dict[int, float] = field(default_factory=dict)  # step → seconds until the next one began
+    _late: dict[str, float] = field(default_factory=dict)  # way → its lateness
+    instead: str = ""  # the best of the other ways, where one that is judged was chosen
 
     @property
     def steps(self) -> int:
@@ -47,6 +52,17 @@ class Trial:
             self._took[step - 1] = now - self._began
         self._step, self._began = step + 1, now
         return self.way(step) if step < self.steps else None
+
+    @property
+    def looks(self) -> bool:
+        """True if the step that has begun is the last of a way that is judged."""
+        step = self._step - 1
+        last = UNTIMED + self.consecutive * (self.rounds - 1) * len(self.ways)
+        return step >= last and (step - last) % self.consecutive == self.consecutive - 1 and self.way(step) in self.judged
+
+    def see(self, lateness: float) -> None:
+        """Take in the lateness of the last step."""
+        self._late[self.way(self._step - 1)] = lateness
 
     def seconds(self) -> list[float]:
         """Of every step that counts, in order: what the ranks exchange."""
@@ -67,10 +83,26 @@ class Trial:
         for step, seconds in zip(self._counting(), slowest, strict=True):
             of[self.way(step)].append(seconds)
         medians = {way: median(took) for way, took in of.items()}
-        best = min(medians.values())
-        chosen = next(way for way in self.ways if medians[way] * (1 - MARGIN) <= best)
+        able = [way for way in self.ways if self._late.get(way, 0.0) <= LATE]
+        chosen = _best(medians, able)
+        self.instead = _best(medians, [way for way in able if way not in self.judged]) if chosen in self.judged else ""
         measured = ", ".join(f"{way} {1e3 * seconds:.4g} ms" for way, seconds in medians.items())
-        return chosen, f"{chosen}, because a step took {measured}"
+        kept = [f"{way} keeps back {late:.2g} gradients (at most {LATE:g})" for way, late in self._late.items()]
+        return chosen, "; ".join([f"{chosen}, because a step took {measured}", *kept])
+
+
+def _best(medians: dict[str, float], able: Sequence[str]) -> str:
+    """The fastest, or a finer way that takes hardly longer."""
+    best = min(medians[way] for way in able)
+    return next(way for way in able if medians[way] * (1 - MARGIN) <= best)
+
+
+def with_low_rank(trial: Trial, codec: object) -> Trial:
+    """The same with ``LOW_RANK``, unless ``codec`` names all ways or somebody has asked for it."""
+    if codec != AUTO or LOW_RANK in trial.ways:
+        return trial
+    at = len(WAYS)
+    return Trial((*trial.ways[:at], LOW_RANK, *trial.ways[at:]), (LOW_RANK,))
 
 
 def trial_of(codec: object, allow: str | Sequence[str] | None = None) -> Trial | None:
