@@ -187,6 +187,17 @@ def hook_of(ddp: Any) -> str:
     return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
 
 
+def check_wrapped(ddp: Any) -> None:
+    """Raise ``InvalidArgument`` unless it is a DistributedDataParallel. That of ``replicate()`` is hidden and made in the first
+    forward; of torch 2.9 and later there is another ``replicate()`` without one."""
+    if isinstance(ddp, DistributedDataParallel):
+        return
+    cure = "wrap the model first, as in DistributedDataParallel(model)"
+    if any(kind.__module__.startswith("torch.distributed._composable.replicate") for kind in type(ddp).__mro__):
+        cure = "torch's replicate() makes none that can be given here: use DistributedDataParallel(model) in its place"
+    raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel: {cure}")
+
+
 def check_unhooked(ddp: Any) -> None:
     """Raise ``InvalidArgument`` if gradients go through a communication hook already."""
     if hook := hook_of(ddp):

@@ -80,7 +80,7 @@ def worst(model, radius):
     generator = torch.Generator().manual_seed(0)
     tokens, labels = batch(generator, 512)
     embedded = model.embedded(tokens).detach()
-    return float(model.loss(embedded + noise(model, embedded, labels, radius, generator), labels))
+    return model.loss(embedded + noise(model, embedded, labels, radius, generator), labels).item()
 
 
 def main():

@@ -56,7 +56,7 @@ def main() -> None:
     arguments = TrainingArguments(
         options.output, use_cpu=not torch.cuda.is_available(), max_steps=options.steps, learning_rate=1e-3,
         per_device_train_batch_size=8, warmup_steps=options.steps // 10, logging_steps=max(options.steps // 10, 1),
-        save_steps=max(options.steps // 2, 1), max_grad_norm=1.0, report_to=[],
+        save_steps=max(options.steps // 2, 1), max_grad_norm=1.0, report_to=[], ddp_find_unused_parameters=False,
     )  # fmt: skip
     momentum = {"optimizer_cls_and_kwargs": (commpress.ZeroOneAdam, {"lr": arguments.learning_rate})}
     trainer = Trainer(

@@ -7,6 +7,7 @@ Only the adapters have gradients, so a step sends little; many of them are small
 """
 
 import argparse
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     options = parser.parse_args()
 
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft asks transformers by its old name
     dist.init_process_group()
     torch.manual_seed(0)
     if options.model:
@@ -38,6 +40,7 @@ def main() -> None:
     else:
         sizes = {"n_embd": options.width, "n_layer": options.layers, "n_head": 2, "n_positions": options.length}
         base = GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes))
+        base.loss_type = "ForCausalLM"  # which transformers does not see in the name of the class
     adapters = LoraConfig(r=options.rank, lora_alpha=16, target_modules=options.modules.split(","), fan_in_fan_out=True)
     model = get_peft_model(base, adapters)
     ddp = DistributedDataParallel(model)

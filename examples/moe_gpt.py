@@ -1,4 +1,4 @@
-"""Train a small GPT whose layers have 8 experts each, divided among 4 ranks, on the source of Python's standard library.
+"""Train a small GPT whose layers have 8 experts each, divided among the ranks, on the source of Python's standard library.
 
     torchrun --nproc-per-node 4 examples/moe_gpt.py                       # two "nodes" of two ranks, tokens travel exactly
     torchrun --nproc-per-node 4 examples/moe_gpt.py --codec int8          # a quarter of the bytes
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codec", default="none", help="of tokens and of what comes back: none, bf16, int8, int4 or fp8")
     parser.add_argument("--lsh", type=float, help="send means of similar tokens, at most this share of all")
-    parser.add_argument("--topology", default="2x2", help="nodes and ranks of each; 1x4 is one node")
+    parser.add_argument("--topology", help="nodes and ranks of each, as 1x4 (default two nodes, one if ranks are odd)")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the loss that makes gates even")
     parser.add_argument("--copies", type=int, default=0, help="of hot experts, in each layer, from the middle of the run on")
@@ -75,7 +75,9 @@ def main() -> None:
     torch.manual_seed(options.seed)
     rank, width = dist.get_rank(), options.width
     model = GPT(width=width, layers=options.layers, length=options.length)
-    exchange = {"codec": options.codec, "combine_codec": options.codec, "topology": options.topology}
+    size = dist.get_world_size()
+    topology = options.topology or (f"1x{size}" if size % 2 else f"2x{size // 2}")
+    exchange = {"codec": options.codec, "combine_codec": options.codec, "topology": topology}
     for i in range(options.layers):
         lsh = None if options.lsh is None else commpress.LSH(share=options.lsh, bound=float("inf"))
         model.blocks[i] = RoutedBlock(width, 4, options.experts, lsh=lsh, capacity=options.capacity, **exchange)
@@ -125,7 +127,7 @@ def main() -> None:
             last = model.blocks[-1].routed
             torch.save({"tokens": last.seen, "gate": last.gate.weight.detach()}, options.states)
         errors = [f"{layer.exchange.lsh.error:.2f}" for layer in layers if layer.exchange.lsh is not None]
-        print(f"rank 0 sent {inside:.1f} MB inside its node and {between:.1f} MB to the other")
+        print(f"rank 0 sent {inside:.1f} MB inside its node and {between:.1f} MB to others")
         print(f"relative errors of LSH, by layer: {', '.join(errors)}" if errors else "tokens were not replaced by means")
         print(f"held-out loss {losses.item() / dist.get_world_size():.4f}")
     dist.destroy_process_group()

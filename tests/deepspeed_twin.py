@@ -140,7 +140,8 @@ def computed(stage: int, offload: str, precision: str) -> str:
 
 def compared(programs: Sequence[tuple[int, str, str]], folder: Path, small: bool = False) -> list[tuple[float, bool]]:
     """For each program the distance from its twin, and True if all ranks have the same weights."""
-    twins = {precision: twin(precision) for precision in {computed(*program) for program in programs}}
+    precisions = dict.fromkeys(computed(*program) for program in programs)  # in the same order on every rank: twins communicate
+    twins = {precision: twin(precision) for precision in precisions}
     found = []
     for program in programs:
         ours = trained(config(*program, folder / "-".join(map(str, program))), small=small)

@@ -146,7 +146,7 @@ def test_every_option_has_a_help_text():
     [
         (["demo", "--ways", "plain,sing"], "did you mean 'sign'?"),
         (["demo", "--ranks", "1"], "of at least 2"),
-        (["demo", "--seconds", "-1"], "--seconds is -1"),
+        (["demo", "--seconds", "-1"], "argument --seconds: got '-1', expected a number above 0"),
         (["demo", "--width", "30"], "a width that 4 heads share"),
         (["demo", "--lr", "1e-3,2e-3"], "add --search"),
         (["demo", "--lr", "fast"], "expected rates"),
@@ -167,7 +167,7 @@ def test_every_option_has_a_help_text():
         (["chaos", "--faults", "cut", "--faults-per-hour", "9000", "--", "true"], "only between hosts"),
         (["chaos", "--rate", "1gbit", "--", "true"], "add --hosts"),
         (["chaos", "--seconds", "0", "--", "true"], "argument --seconds: got '0', expected a number above 0"),
-        (["probe", "--bytes", "1"], "--bytes of at least 1KiB"),
+        (["probe", "--bytes", "1"], "argument --bytes: got '1', expected at least 1KiB"),
         (["probe", "--topology", "2x"], "expected nodes x ranks"),
         (["bench", "train", "--ways", "sign", "--check"], "name both"),
         (["bench", "train", "--bucket-mb", "plane=4"], "expected a number or variant=number"),
@@ -199,6 +199,26 @@ for words, wrong in json.loads(sys.argv[1]).items():
     said[words] = [code, heard.getvalue()]
 print(json.dumps(said))
 """
+
+
+EARLY = [
+    ("demo --lr x", "commpress demo: error: argument --lr: got 'x', expected rates between 0 and 1 such as 5e-4,1e-3"),
+    ("demo --seconds -1", "commpress demo: error: argument --seconds: got '-1', expected a number above 0"),
+    ("demo --rte 1gbit", "commpress demo: error: there is no option '--rte': did you mean '--rate'?"),
+    ("bench train --variants sign", "commpress bench train: error: there is no option '--variants'"),
+    ("bench --quick", "commpress bench: error: there is no option '--quick'"),
+    ("doctor now", "commpress doctor: error: 'now' is one word too many"),
+    ("chaos --faults kick -- true", "argument --faults: fault is 'kick', expected some of kill, stop, slow, cut"),
+    ("probe --bytes 1", "commpress probe: error: argument --bytes: got '1', expected at least 1KiB"),
+    ("plan", "commpress: error: expected one of --parameters, --model and --config: what is to be trained?"),
+]
+
+
+@pytest.mark.parametrize(("typed", "says"), EARLY)
+def test_these_too_are_refused_before_torch_is_imported(typed, says, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert status(typed.split()) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(says)
 
 
 def test_wrong_arguments_are_refused_by_name_before_torch_is_imported():

@@ -1,5 +1,6 @@
-"""Words of the hook: every mistake has one clear message with its cure, and doing nothing is said loudly."""
+"""Words of the hook: every mistake has one clear message with its cure, and what all ranks know one says."""
 
+import importlib
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpress
@@ -30,6 +32,24 @@ def test_a_model_that_is_not_wrapped(model):
         InvalidArgument, match=f"ddp is a {name}, expected a DistributedDataParallel: wrap the model first"
     ):
         commpress.compress(model)
+
+
+def replicated(kind):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    module = importlib.import_module(f"torch.distributed._composable.{kind}")
+    module.replicate(model)
+    optimizer = commpress.OneBitAdam(torch.nn.Linear(4, 4).parameters())
+    calls = (commpress.compress, commpress.keep_local, lambda m: commpress.overlap(m, optimizer))
+    return [str(caught(call, model)) for call in calls]
+
+
+@pytest.mark.parametrize("kind", ["replicate", "replicate_with_fsdp"])
+def test_what_replicate_has_made_is_refused_with_what_to_use(pool, kind):
+    """``replicate`` makes a DistributedDataParallel of its own in the first forward: one around it would average twice."""
+    pytest.importorskip(f"torch.distributed._composable.{kind}")
+    for said in pool.run(replicated, kind):
+        for text in said:
+            assert re.search(r"ddp is a \w+Sequential, .*replicate\(\) makes none .*DistributedDataParallel\(model\)", text)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +168,7 @@ def test_a_hook_without_its_state(pool, state, name):
         )
 
 
-# ---------------------------------------------------------------- said loudly
+# ---------------------------------------------------------------- said once, by one rank
 
 
 def lines(plan):
@@ -158,26 +178,47 @@ def lines(plan):
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan("none", steps=2),
         Plan("sign", steps=2, state={"min_numel": 10**9}),
         Plan("sign", steps=2, exclude=(".",)),
-        Plan("none", steps=4, state={"exact_steps": 2}),
+        Plan("sign", steps=4, state={"exact_steps": 2, "min_numel": 10**9}),
     ],
-    ids=["codec", "min_numel", "exclude", "after exact steps"],
+    ids=["min_numel", "exclude", "after exact steps"],
 )
-def test_nothing_compressed_is_said_once_and_loudly(pool, plan):
-    for log in pool.run(lines, plan):
-        assert [line[:31] for line in log if "NOTHING" in line] == ["WARNING NOTHING WAS COMPRESSED:"]
+def test_nothing_compressed_is_said_once_by_one_rank(pool, plan):
+    first, other = pool.run(lines, plan)
+    assert [line for line in first if "nothing was compressed" in line] == [
+        "WARNING nothing was compressed: every tensor has fewer than min_numel elements, matches exclude, or has a dtype that "
+        "codecs do not take"
+    ]
+    assert other == []
+
+
+def uncompressed(given, asked):
+    """Lines of a run for which somebody asked that nothing be compressed."""
+    log = Log()
+    ddp = DistributedDataParallel(torch.nn.Linear(32, 32))
+    ddp.register_comm_hook(commpress.CompressedState(given, **asked), commpress.compressed_allreduce_hook)
+    for _ in range(2):
+        ddp(torch.ones(2, 32)).sum().backward()
+    return log.lines
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [("none", {}), (commpress.codecs.codec_named("none"), {}), ("none", {"exact_steps": 1})]
+)
+def test_no_compression_is_no_warning_where_it_was_asked_for(pool, given, asked):
+    for log in pool.run(uncompressed, given, asked):
+        assert not any(line.startswith("WARNING") for line in log), log
 
 
 @pytest.mark.parametrize(
     "plan", [Plan("int8", steps=2), Plan("int8", steps=3, state={"exact_steps": 2})], ids=["at once", "later"]
 )
 def test_what_was_compressed_is_said_once(pool, plan):
-    for log in pool.run(lines, plan):
-        (line,) = log
-        assert line.startswith("INFO up to the first compressed step: 0.0")
-        assert "times fewer" in line
+    (line,), other = pool.run(lines, plan)
+    assert line.startswith("INFO up to the first compressed step: 0.0")
+    assert "times fewer" in line
+    assert other == []
 
 
 def test_during_exact_steps_nothing_is_said(pool):
@@ -191,9 +232,43 @@ def test_the_caveat_of_one_bit_is_said_once(pool):
 
 
 def test_a_pattern_that_excludes_nothing_is_said(pool):
-    for log in pool.run(lines, Plan("int8", steps=1, exclude=("embedd", "head"))):
-        warnings = [line for line in log if line.startswith("WARNING")]
-        assert warnings == ["WARNING exclude='embedd' matches no parameter: nothing is left out because of it"]
+    first, other = pool.run(lines, Plan("int8", steps=1, exclude=("embedd", "head")))
+    warnings = [line for line in first if line.startswith("WARNING")]
+    assert warnings == ["WARNING exclude='embedd' matches no parameter: nothing is left out because of it"]
+    assert other == []
+
+
+def spoilt(name):
+    """Lines of steps in which gradients, the same on all ranks, are not finite."""
+    log = Log()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(32, 32)
+    if name == "compress":
+        model = DistributedDataParallel(model)
+        commpress.compress(model, "int8")
+    elif name == "compress_fsdp":
+        commpress.compress_fsdp(fully_shard(model), "int8", "none")
+    parameters = list(model.parameters())
+    if name == "DeMo":
+        optimizer = commpress.DeMo(parameters, lr=0.01)
+    elif name == "OneBitAdam":
+        optimizer = commpress.OneBitAdam(parameters, lr=0.01, warmup_steps=1)
+    elif name == "Partitioned":
+        optimizer = commpress.Partitioned(parameters, torch.optim.SGD, lr=0.01)
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=0.01)
+    for scale in (1.0, float("inf"), 1.0):
+        (model(torch.ones(2, 32)).sum() * scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [line for line in log.lines if line.startswith("WARNING")]
+
+
+@pytest.mark.parametrize("name", ["compress", "compress_fsdp", "DeMo", "OneBitAdam", "Partitioned"])
+def test_a_step_that_is_not_finite_is_told_by_one_rank(pool, name):
+    first, other = pool.run(spoilt, name)
+    assert any("NaN or infinity" in line for line in first), first
+    assert other == []
 
 
 def alone(plan):

@@ -127,6 +127,15 @@ class MuonFromFourOn(MuonLike):
         super().move(p, g, state, lr)
 
 
+class FactoredFrom128On(Factored):
+    """Keeps means of rows in place of moments, of matrices whose sides are long."""
+
+    def move(self, p, g, state, lr):
+        if min(p.shape, default=0) < 128:
+            return Lion.move(self, p, g, state, lr)
+        super().move(p, g, state, lr)
+
+
 class InBlocks(Lion):
     """Keeps the state of large tensors in whole numbers under one scale for 256 elements."""
 
@@ -226,7 +235,8 @@ def test_element_wise_optimizers_are_taken_and_give_the_same_bits(store, kind, o
 ACROSS = [
     (torch.optim.Adafactor, {}), (torch.optim.Muon, {}), (torch.optim.LBFGS, {}), (torch.optim.SparseAdam, {}), (Lars, {}),
     (Lamb, {}), (MuonLike, {}), (Centralized, {}), (Factored, {}), (CommonNorm, {}), (CountsInItself, {}),
-    (CountsInItsGroup, {}), (EstimatesItsRate, {}), (EstimatesItsRate, {"lr": 1.0}), (MuonFromFourOn, {}), (InBlocks, {}),
+    (CountsInItsGroup, {}), (EstimatesItsRate, {}), (EstimatesItsRate, {"lr": 1.0}), (MuonFromFourOn, {}),
+    (FactoredFrom128On, {}), (InBlocks, {}),
     (InSignsOfAll, {}), (Noisy, {}), (HalfState, {}), (NowAndThen, {}), (NeedsClosure, {}),
 ]  # fmt: skip
 

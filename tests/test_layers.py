@@ -13,7 +13,7 @@ import sources
 
 LEAVES = (
     "commpress.work", "commpress.errors", "commpress.lazy", "commpress.timeline", "commpress.torch_private",
-    "commpress.checksum", "commpress.documents", "commpress.totals", "commpress.units",
+    "commpress.checksum", "commpress.documents", "commpress.totals", "commpress.units", "commpress.logs",
 )  # fmt: skip
 MEANING = ("commpress.codecs", "commpress.feedback", "commpress.schedules")
 USES = ("commpress.optim", "commpress.plan")
@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "commpress.documents": LEAVES,
     "commpress.totals": LEAVES,
     "commpress.units": LEAVES,
+    "commpress.logs": LEAVES,
     "commpress.kernels": LEAVES,
     "commpress.codecs": (*MEANING, "commpress.kernels", *LEAVES),
     "commpress.feedback": (*MEANING, "commpress.kernels", *LEAVES),

@@ -24,6 +24,7 @@ from test_agreement import alone, close, together
 WITHIN = timedelta(seconds=60)
 UNLIKE = {
     "batch_size": ("data.batch_size is 8, the members have 4", {"batch": 8}),
+    "accumulation": ("data: batches in a step is 2, the members have 1", {"loaded": 2}),
     "samples": ("data.samples is 400, the members have 480", {"samples": 400}),
     "shuffle": ("data.shuffle is False, the members have True", {"sampler": {"shuffle": False}}),
     "drop_last": ("data.drop_last is True, the members have False", {"sampler": {"drop_last": True}}),
@@ -45,8 +46,8 @@ class Own(commpress.ElasticSampler):
 
 
 def loop(
-    *, batch=4, samples=480, sampler=None, kind="", codec="sign", options=None, width=16, optimizer=torch.optim.SGD,
-    steps=1_000_000, version=commpress.__version__, lr=1e-3, **more,
+    *, batch=4, loaded=None, samples=480, sampler=None, kind="", codec="sign", options=None, width=16, steps=1_000_000,
+    optimizer=torch.optim.SGD, version=commpress.__version__, lr=1e-3, **more,
 ):  # fmt: skip
     torch.manual_seed(3)
     descriptions.version = lambda name: version
@@ -58,11 +59,12 @@ def loop(
     order = (Own if kind else commpress.ElasticSampler)(data, batch, **(sampler or {}))
 
     def step(batch):
-        model(batch[0]).square().mean().backward()
+        for part in [batch] if loaded is None else batch:
+            model(part[0]).square().mean().backward()
         trained.step()
         trained.zero_grad()
 
-    loader = DataLoader(data, batch, sampler=order)
+    loader = DataLoader(data, loaded or batch, sampler=order)
     return commpress.elastic(step, {"model": model, "optimizer": trained}, data=loader, steps=steps, **more)
 
 

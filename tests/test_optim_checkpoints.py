@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+import commpress
 import test_onebit_lamb
 import test_sharded_adam
 import test_sharded_zero_one
 import test_zero_one_adam
+from commpress.collectives.transports.loopback import Loopback
 from commpress.errors import StateMismatch
 from optim_twin import boundless, equal, flat, mean, noise, owed, reload, start, state_of
 from test_onebit_adam import BETA1, BETA2, LR, replicas
@@ -163,6 +165,30 @@ def test_gradients_that_somebody_averaged_already_are_noticed(caplog):
     caplog.clear()
     replicas(2).step(noise(2, 0))
     assert caplog.text == ""
+
+
+MADE = {
+    "OneBitAdam": lambda p: commpress.OneBitAdam(p, transport=Loopback(1).transport(0)),
+    "ZeroOneAdam": lambda p: commpress.ZeroOneAdam(p, transport=Loopback(1).transport(0)),
+    "OneBitLamb": lambda p: commpress.OneBitLamb(p, transport=Loopback(1).transport(0)),
+    "DeMo": lambda p: commpress.DeMo(p, lr=0.01, transport=Loopback(1).transport(0)),
+    "Masha": lambda p: commpress.Masha(p, lr=0.01, transport=Loopback(1).transport(0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "now"),
+    [*((name, torch.bfloat16, torch.float32) for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")),
+     *((name, torch.float32, torch.float16) for name in ("DeMo", "Masha"))],
+)  # fmt: skip
+def test_a_state_of_another_dtype_is_refused_with_both_dtypes_by_name(name, saved, now):
+    """As of bfloat16 adapters, which peft makes float32 where they are loaded."""
+    was = "float32" if saved is torch.float32 else "in half precision"
+    state = MADE[name]([("adapter", torch.nn.Parameter(torch.ones(8, 4, dtype=saved)))]).state_dict()
+    other = MADE[name]([("adapter", torch.nn.Parameter(torch.ones(8, 4, dtype=now)))])
+    says = f"^parameter 'adapter' is {now}, and was {was} when .*autocast_adapter_dtype=False"
+    with pytest.raises(StateMismatch, match=says):
+        other.load_state_dict(state)
 
 
 def test_states_that_do_not_fit_say_so():

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from commpress import __version__
 from commpress.errors import CommpressError, InvalidArgument
@@ -35,13 +35,13 @@ def parser() -> argparse.ArgumentParser:
         if room not in rooms:
             about = f"Measure; --check for CI, --json for programs, --plot for people.\n\n{overview(room)}"
             home = rooms[""].add_parser(room, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-            home.set_defaults(run=partial(_incomplete, room))
+            home.set_defaults(run=partial(_incomplete, room), parser=home)
             rooms[room] = home.add_subparsers(metavar="WHAT", help=argparse.SUPPRESS)
         below = rooms[room].add_parser(
             name, description=command.help, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.options(below)
-        below.set_defaults(run=partial(_start, command.runs, command.words if command.spins else ""))
+        below.set_defaults(run=partial(_start, command.runs, command.words if command.spins else ""), parser=below)
     return top
 
 
@@ -94,6 +94,15 @@ def _check_words(argv: Sequence[str]) -> None:
             raise InvalidArgument(f"there is no command {' '.join(('commpress', *words))!r}: {hint}")
 
 
+def _refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
+    """End with the command's own usage, and the option that is meant."""
+    option = word.partition("=")[0]
+    known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    meant = get_close_matches(option, known, 1, 0.75)
+    parser.error(f"there is no option {option!r}" + (f": did you mean {meant[0]!r}?" if meant else "")
+                 if option.startswith("-") else f"{word!r} is one word too many")
+
+
 def add(commands: Any, name: str, module: Any) -> None:
     """A command that is a module: its docstring is the help, ``options`` adds its options, ``run`` returns the exit status."""
     summary, _, rest = module.__doc__.partition("\n")
@@ -127,7 +136,9 @@ def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """The exit status of what ``argv`` asks for; errors of ours and of files in one line."""
     from commpress.cli.option_groups import refuse_early
 
-    options = commands.parse_args(argv)
+    options, unknown = commands.parse_known_args(argv)
+    if unknown:
+        _refuse_unknown(getattr(options, "parser", commands), unknown[0])
     try:
         refuse_early(options)
         return int(options.run(options))

@@ -11,9 +11,10 @@ from inspect import cleandoc
 from pathlib import Path
 
 from commpress.cli import option_groups
+from commpress.cli.fault_schedule import check_kinds
 from commpress.cli.hosts import parse_delay, parse_rate
 from commpress.cli.option_groups import at_least, checked, folder, positive, told
-from commpress.units import parse_bytes, parse_link
+from commpress.units import parse_bytes, parse_link, parse_rates
 
 SEE, LOOK, PREDICT, MEASURE, BREAK = "See it", "Look at machines", "Predict", "Measure", "Break it"
 COME = "Come from elsewhere"
@@ -83,13 +84,14 @@ def demo(parser: argparse.ArgumentParser) -> None:
     ways = "plain,bf16,powersgd,int8,sign,zero-one,local"
     add("--ways", default=ways, metavar="A,B", help=f"these, or any codec of commpress (default {ways})")
     add("--quick", action="store_true", help="10 seconds for each way")
-    add("--seconds", type=float, default=0.0, metavar="S", help="for each way (default 50)")
+    add("--seconds", type=positive, default=0.0, metavar="S", help="for each way (default 50)")
     add("--steps", type=at_least(0), default=0, metavar="N", help="of each way, instead of seconds")
     add("--rate", type=told(parse_rate), default=1e8, metavar="RATE", help="of each link, as 100mbit (default 100mbit)")
     add("--network", choices=("auto", "hosts", "paced", "loopback"), default="auto",
         help="hosts; paced: connections that the kernel slows down; loopback: no slow network (default hosts, else paced)")
     add("--ranks", type=at_least(2), default=2, metavar="N", help="hosts, a process of one thread on each (default 2)")
-    add("--lr", metavar="X", help="peak learning rate of all ways (default: what was searched for each)")
+    add("--lr", type=checked(parse_rates), metavar="X",
+        help="peak learning rate of all ways (default: what was searched for each)")
     add("--search", action="store_true", help="try several rates for each way, over the steps that it does in the time")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
     add("--seeds", type=at_least(1), default=1, metavar="N", help="repeat with so many seeds (default 1)")
@@ -149,7 +151,7 @@ def probe(parser: argparse.ArgumentParser) -> None:
     """
     option_groups.add_topology(parser)
     add = parser.add_argument
-    add("--bytes", type=option_groups.size, default="4MiB", metavar="SIZE", help="of a large row (default 4MiB)")
+    add("--bytes", type=option_groups.large, default="4MiB", metavar="SIZE", help="of a large row (default 4MiB)")
     add("--rounds", type=at_least(1), default=5, metavar="N", help="of each measurement, the median counts (default 5)")
     option_groups.add_ranks(parser)
     add("--pairs", action="store_true", help="every pair of ranks, as a matrix; without it a few of each kind")
@@ -201,6 +203,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
     """
     option_groups.add_cluster(parser)
     option_groups.add_model(parser)
+    parser.set_defaults(needs_model=True)
     option_groups.add_mesh(parser)
     ways = "plain,bf16-ring,int8,int4,sign,powersgd-4"
     parser.add_argument("--ways", metavar="A,B", help=f"codecs to choose from (default {ways}; see --allow)")
@@ -299,7 +302,8 @@ def chaos(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=at_least(2), default=4, metavar="N", help="processes (default 4)")
     add("--seconds", type=positive, default=120.0, metavar="S", help="of training in which faults are made (default 120)")
     add("--faults-per-hour", type=float, default=125.0, metavar="N", help="on average, at random times (default 125)")
-    add("--faults", default="kill", metavar="KINDS", help="some of kill,stop,slow,cut (default kill); cut needs --hosts")
+    add("--faults", type=checked(check_kinds), default="kill", metavar="KINDS",
+        help="some of kill,stop,slow,cut (default kill); cut needs --hosts")
     add("--schedule", metavar="FILE", help="faults of a file instead of random ones")
     add("--seed", type=int, default=0, metavar="N", help="of the random ones (default 0)")
     add("--calm", type=float, default=10.0, metavar="S", help="before faults: what goodput is compared with (default 10)")

@@ -19,6 +19,7 @@ from commpress.cli.ranks import LocalRanks, check_size
 from commpress.cli.svg import Curve, curves
 from commpress.cli.victims import Ended, none_left
 from commpress.errors import InvalidArgument, MissingPackage
+from commpress.units import parse_rates
 
 QUICK = 10.0  # seconds of each way with --quick
 FEWEST = 20  # steps of a way, below which losses say nothing
@@ -53,23 +54,13 @@ def _plan(options: argparse.Namespace) -> list[Lane]:
     seconds = options.seconds or (QUICK if options.quick else Course.seconds)
     course = Course(options.width, options.layers, options.length, options.batch, seconds, options.steps, choices=choices)
     course.check()
-    rates = rates_of(options.lr) if options.lr else []
+    rates = parse_rates(options.lr) if options.lr else []
     if len(rates) > 1 and not options.search:
         raise InvalidArgument("--lr has several rates: add --search to try them")
     return [
         Lane(course, name, rates[0] if len(rates) == 1 else contender(name).lr, options.seed + i)
         for i in range(options.seeds) for name in contenders.names(options.ways)
     ]  # fmt: skip
-
-
-def rates_of(text: str) -> list[float]:
-    try:
-        rates = [float(word) for word in text.split(",")]
-    except ValueError:
-        rates = []
-    if not rates or not all(0 < rate < 1 for rate in rates):
-        raise InvalidArgument(f"--lr is {text!r}, expected rates between 0 and 1 such as 5e-4,1e-3")
-    return rates
 
 
 def _check_picture(path: str) -> None:
@@ -205,7 +196,7 @@ def _last(losses: list[float]) -> float:
 
 def _search(options: argparse.Namespace, pool: LocalRanks, network: SlowNetwork, plan: list[Lane]) -> int:
     """Each way at several rates, over the steps that it does in the time: these are counted first, unless --steps says them."""
-    rates = rates_of(options.lr or SEARCHED)
+    rates = parse_rates(options.lr or SEARCHED)
     steps = {lane.name: lane.course.steps for lane in plan}
     if not options.steps:
         steps = {finish.name: finish.steps for finish in _lanes(pool, plan, options.ranks)}

@@ -35,6 +35,13 @@ class Fault:
         return f"{self.kind} {whom}{lasts}" + (f" {self.share}" if self.kind == "cut" else "")
 
 
+def check_kinds(text: str) -> None:
+    """Raise ``InvalidArgument`` unless these are kinds of faults."""
+    for kind in text.split(","):
+        if kind and kind not in KINDS:
+            raise InvalidArgument(f"fault is {kind!r}, expected some of {', '.join(KINDS)}")
+
+
 def drawn(
     kinds: Sequence[str], per_hour: float, ranks: int, seconds: float, seed: int, *, first: float = 0.0
 ) -> Iterator[Fault]:
@@ -42,9 +49,7 @@ def drawn(
 
     The gaps between them are exponential, as between failures that know nothing of each other; the same seed draws the same.
     """
-    for kind in kinds:
-        if kind not in KINDS:
-            raise InvalidArgument(f"fault is {kind!r}, expected some of {', '.join(KINDS)}")
+    check_kinds(",".join(kinds))
     draws = random.Random(seed)
     at = first
     while per_hour > 0 and kinds:

@@ -22,6 +22,14 @@ def size(text: str) -> int:
     return told(parse_bytes)(text)
 
 
+def large(text: str) -> int:
+    """Bytes of at least a KiB."""
+    found = size(text)
+    if found < 1024:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected at least 1KiB")
+    return found
+
+
 def told(parse: Callable[[str], T]) -> Callable[[str], T]:
     """``parse`` as the type of an option: its own error is what the command says."""
 
@@ -103,6 +111,8 @@ def refuse_early(options: argparse.Namespace) -> None:
     """Files that cannot be written and pictures that cannot be drawn, before minutes of measuring."""
     for name in FILES:
         check_file(name, getattr(options, name, None))
+    if getattr(options, "needs_model", False) and not (options.parameters or options.model or options.config):
+        raise InvalidArgument("expected one of --parameters, --model and --config: what is to be trained?")
     path = getattr(options, "plot", None)
     if path is None:
         return

@@ -202,6 +202,15 @@ def check_length(found: Sequence[Any] | torch.Tensor, wanted: int, what: str) ->
         raise StateMismatch(f"the state has {len(found)} {what}, expected {wanted}: load the state of this model")
 
 
+def other_dtype(name: str, parameter: torch.Tensor, *, was: str) -> StateMismatch:
+    """The error for a parameter whose float32 master one side has and the other has not."""
+    return StateMismatch(
+        f"parameter {name!r} is {parameter.dtype}, and was {was} when the state was saved: give it that dtype before its "
+        "optimizer is made. peft turns half-precision adapters into float32 where it makes or loads them, unless "
+        "autocast_adapter_dtype=False is given"
+    )
+
+
 def take_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
     """Hyperparameters as the state has them, and when each group came: of groups that do not say so, at the beginning."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -322,6 +331,8 @@ def _check(optimizer: "ReplicatedOptimizer", state: dict[str, Any], *, whole: bo
             check_entries(saved, sorted(wanted), f"the state of parameter {flat.names[i]!r} {tuple(flat.shapes[i])}")
         for key, value in saved.items():
             into = own[i].get(key)
+            if into is None and key == "master":
+                raise other_dtype(flat.names[i], flat.parameters[i], was="in half precision")
             if into is not None and not is_cut(value):
                 into = local(into)
             if into is None or (torch.is_tensor(value) and value.shape != into.shape):

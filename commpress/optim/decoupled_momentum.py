@@ -7,7 +7,6 @@ Every rank decodes what all sent, adds it in the order of ranks, and transforms 
 so parameters stay the same in every bit, which checksums hold every now and then.
 """
 
-import logging
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter
@@ -25,12 +24,11 @@ from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, StateMismatch, check_counts
 from commpress.kernels.cosine import ChunkedCosine
 from commpress.kernels.sparse_blocks import SparseBlocks
+from commpress.logs import warn_on_first
 from commpress.optim.fixed_groups import FixedGroups
 from commpress.optim.optimizer import checksum, loss_of, report_skipped, require_same
 from commpress.torch_private import untraced
 from commpress.work import Steps
-
-log = logging.getLogger("commpress")
 
 FORMAT = 1
 
@@ -108,7 +106,7 @@ class DeMo(FixedGroups):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         if not self.channel.run(self.steps()):
-            report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite)
+            report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite, self.channel.rank)
         return loss
 
     @torch.no_grad()
@@ -139,7 +137,8 @@ class DeMo(FixedGroups):
         )
         require_same(every[:, :2], self.steps_done)
         if len(every) > 1 and every[0, 2] and (every[:, 2] == every[0, 2]).all():
-            log.warning(
+            warn_on_first(
+                self.channel.rank,
                 "gradients are the same in every bit on all ranks: somebody averaged them already, so DeMo saves nothing. "
                 "Leave DistributedDataParallel out"
             )
@@ -207,7 +206,8 @@ class DeMo(FixedGroups):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for a bitwise resume at the same world size: every rank saves and loads its own."""
-        own = {"kind": "exact", "rank": self.channel.rank, "size": self.channel.size}
+        own = {"kind": "exact", "rank": self.channel.rank,
+ "size": self.channel.size}
         return super().state_dict() | {"demo": own | {"format": FORMAT, "steps": self.steps_done}}
 
     def elastic_state_dict(self) -> dict[str, Any]:

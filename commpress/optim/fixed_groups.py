@@ -10,7 +10,7 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.round import check_on_nonfinite
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument, StateMismatch
-from commpress.optim.checkpoint import check_groups, take_groups
+from commpress.optim.checkpoint import check_groups, other_dtype, take_groups
 from commpress.optim.flat import Flat
 from commpress.optim.held import refuse_held
 from commpress.optim.optimizer_counters import OptimizerCounters
@@ -66,8 +66,11 @@ class FixedGroups(torch.optim.Optimizer):
         numbers: Sequence[int] = [number for group in state["param_groups"] for number in group["params"]]
         found = [state["state"].get(number, {}) for number in numbers]
         for p, name, one in zip(self._flat.parameters, self._flat.names, found, strict=True):
-            if any(key not in one or one[key].shape != p.shape for key in self.state[p]):
-                raise StateMismatch(f"the state of parameter {name!r} has no {', '.join(self.state[p])} of {tuple(p.shape)}")
+            missing = [key for key in self.state[p] if key not in one or one[key].shape != p.shape]
+            if missing == ["master"]:
+                raise other_dtype(name, p, was="float32")
+            if missing:
+                raise StateMismatch(f"the state of parameter {name!r} has no {', '.join(missing)} of {tuple(p.shape)}")
         take_groups(self, state["param_groups"])
         for p, one in zip(self._flat.parameters, found, strict=True):
             for key, value in self.state[p].items():

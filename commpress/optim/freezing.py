@@ -1,6 +1,5 @@
 """Freezing of the variance: steps are exact until it has settled, then tensors stand still and wake up when they must."""
 
-import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -8,11 +7,10 @@ from typing import Any, Literal
 import torch
 
 from commpress.errors import InvalidArgument
+from commpress.logs import warn_on_first
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.schedules import AfterSteps, Freeze, WhenStable, pruned
 from commpress.work import Steps
-
-log = logging.getLogger("commpress")
 
 
 class FreezingOptimizer(CompressedOptimizer):
@@ -85,7 +83,9 @@ class FreezingOptimizer(CompressedOptimizer):
     def _warn_of_unstable(self, ready: Sequence[int]) -> None:
         found = self.tensors.unstable(ready, self.steps_done, self.variances())
         if found:
-            log.warning(
+            partial = sum(v.numel() for v in self.variances()) < self._flat.numel  # then others have not seen these
+            warn_on_first(
+                0 if partial else self.channel.rank,
                 "step %d: the variance freezes, but gradients have changed in size: in the second half of these steps their "
                 "mean square was %s of that in the first%s. Under a variance that does not hold steps are too long or too "
                 "short. Choose warmup_steps so that half of them come after the learning rate has risen, or 'auto'",
@@ -94,7 +94,8 @@ class FreezingOptimizer(CompressedOptimizer):
             )  # fmt: skip
 
     def warn_woken(self, indices: Sequence[int]) -> None:
-        log.warning(
+        warn_on_first(
+            self.channel.rank,
             "step %d: gradients are far beyond the frozen variance in %s. It moves on in exact steps from here, and freezes "
             "again after %d of them",
             self.steps_done, ", ".join(map(self.tensors.name, indices)), self.patience,

@@ -32,6 +32,7 @@ from commpress.collectives.scalars import square_sum
 from commpress.collectives.transports.factory import on_reform, ranks_of
 from commpress.collectives.transports.transport import Transport
 from commpress.errors import InvalidArgument
+from commpress.logs import warn_on_first
 from commpress.optim import local_checkpoint, local_handover
 from commpress.optim.columns import columns_of
 from commpress.optim.exchange_header import ExchangeHeader, check_same
@@ -360,7 +361,8 @@ class LocalUpdates(torch.optim.Optimizer):
         wild = [rank for rank, each in enumerate(headers) if not each.finite]
         if wild:
             self.counters.dropped += 1
-            log.warning("weights of ranks %s are not finite: their change is left out, they get the shared weights", wild)
+            text = "weights of ranks %s are not finite: their change is left out, they get the shared weights"
+            warn_on_first(self.channel.rank, text, wild)
         weights = [each.weight for each in headers]
         total, pace = sum(weights), slowest([each.pace for each in headers])
         if total == 0:

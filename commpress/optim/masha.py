@@ -90,7 +90,7 @@ class Masha(FixedGroups):
         losses: list[Any] = []
         taken = self.channel.run(self.steps(lambda: losses.append(closure())))
         if not taken:
-            report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite)
+            report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite, self.channel.rank)
         return losses[0]
 
     @torch.no_grad()

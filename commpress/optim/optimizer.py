@@ -45,6 +45,7 @@ from commpress.errors import (
 )
 from commpress.feedback import check_feedback
 from commpress.kernels.devices import adam_arithmetic
+from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.clipping import Clipping
 from commpress.optim.columns import check_cut, columns_over, is_cut, settle_gradient
@@ -525,7 +526,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         require_same(every[:, :2], self.steps_done)
         self._reformed = False
         if self.bucket_rounds is None and every[0, 2] and (every[:, 2] == every[0, 2]).all():
-            log.warning(
+            warn_on_first(
+                self.channel.rank,
                 "gradients are the same in every bit on all ranks: somebody averaged them already, so compression saves "
                 "nothing. Under DistributedDataParallel call commpress.overlap(ddp, optimizer)."
             )
@@ -538,7 +540,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return len(said), len(every), zlib.crc32(repr((said, every, self.own is None)).encode())
 
     def _report_skipped(self) -> None:
-        report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite)
+        report_skipped(self.steps_done, self.counters.skipped_steps, self.on_nonfinite, self.channel.rank)
 
     def _update_scaler(self, *, taken: bool) -> None:
         if self.grad_scaler is not None and self.grad_scaler._scale is not None and hasattr(self, "found_inf"):
@@ -655,7 +657,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def report_skipped(step: int, count: int, on_nonfinite: str) -> None:
+def report_skipped(step: int, count: int, on_nonfinite: str, rank: int) -> None:
     """Raise, or warn at times, that the step was left out on all ranks, the ``count``-th."""
     if on_nonfinite == "raise":
         raise NonFiniteGradient(
@@ -663,8 +665,8 @@ def report_skipped(step: int, count: int, on_nonfinite: str) -> None:
             "loss, or pass on_nonfinite='skip'."
         )
     if count <= 3 or count % 100 == 0:
-        log.warning(
-            "step %d was skipped on all ranks: gradients held NaN or infinity on some rank (%d so far)", step, count
+        warn_on_first(
+            rank, "step %d was skipped on all ranks: gradients held NaN or infinity on some rank (%d so far)", step, count
         )
 
 

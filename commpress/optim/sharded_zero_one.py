@@ -19,13 +19,13 @@ n = 16 at γ/4. So they must grow more slowly than where ranks move: ``Linear`` 
 Note: only what is new. m decays by known factors, so the owner adds its part, A·m, and messages carry gradients alone.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_entries, check_length
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import RoundKind
@@ -34,8 +34,6 @@ from commpress.optim.windows import ENTRIES, Spans, WindowedOptimizer, decay_of,
 from commpress.work import Steps
 
 LONG = 2.0  # rates of a window together, in peaks of the rate: above this a step at its end is warned of
-
-log = logging.getLogger("commpress")
 
 
 class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
@@ -102,7 +100,8 @@ class ShardedZeroOneAdam(WindowedOptimizer, ShardedOptimizer):
         if self._long or length <= LONG * (1 + 1e-9):
             return
         self._long = True
-        log.warning(
+        warn_on_first(
+            self.channel.rank,
             "step %d: parameters stand still for a window of %d steps, and at its end go up to %.1f times as far as in a step "
             "of the largest learning rate so far. What was stable may be so no longer: pass sync='linear', the default, or a "
             "learning rate that is lower by as much",

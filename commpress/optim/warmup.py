@@ -4,7 +4,6 @@ Note: it is synchronous training. Parameters and inner optimizers are the same o
 weights begin there.
 """
 
-import logging
 
 import numpy as np
 import torch
@@ -13,12 +12,11 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.exchange import Exchanges
 from commpress.collectives.scalars import gathered
 from commpress.errors import InvalidArgument, Mismatch
+from commpress.logs import warn_on_first
 from commpress.optim.columns import Columns
 from commpress.optim.fragments import Fragment
 from commpress.optim.local_weights import local_part
 from commpress.work import Steps
-
-log = logging.getLogger("commpress")
 
 
 class SharedWarmup:
@@ -69,7 +67,7 @@ class SharedWarmup:
         if count < len(heads):
             self.dropped += 1
             wild = [r for r in range(len(heads)) if not heads[r, 1]]
-            log.warning("gradients of ranks %s are not finite: they are left out", wild)
+            warn_on_first(self._control.rank, "gradients of ranks %s are not finite: they are left out", wild)
         wanted = {name for name, any_ in zip(self._parameters, heads[:, same:].sum(axis=0), strict=True) if any_}
         for fragment in self.fragments:
             yield from self._average(fragment, wanted, finite=finite, share=len(heads) / count if count else 0.0)

@@ -4,7 +4,6 @@
 D ← (1 − γλ)·D, from 0 and 1, with γ' = γ/(1 − β1ᵗ).
 """
 
-import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from commpress.errors import InvalidArgument
+from commpress.logs import warn_on_first
 from commpress.optim.checkpoint import check_length
 from commpress.optim.flat import Flat
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
@@ -25,8 +25,6 @@ ENTRIES = ("updates", "updated_at", "held", "span", "rates", "decays", "wakes", 
 WAKING = 8  # exact steps for tensors that woke up
 PATIENCE = 1000  # steps at its peak after which a rate that somebody schedules counts as constant
 LONGEST = 1000  # exact steps for parameters that came late
-
-log = logging.getLogger("commpress")
 
 
 class Windows:
@@ -157,7 +155,8 @@ class WindowedOptimizer(CompressedOptimizer):
         if not self._warned and self.channel.size > 1:
             self._warned = self.windows.waits_for_rate(self.steps_done, self.param_groups, self.facts)
             if self._warned:
-                log.warning(
+                warn_on_first(
+                    self.channel.rank,
                     "step %d: the learning rate is constant at %g, and as long as it does not fall NO STEP IS LOCAL: sync "
                     "follows the rate ('qsr', 'linear', 'rate'), so all ranks exchange momentum at every step. %s",
                     self.steps_done, max(float(group["lr"]) for group in self.param_groups), self.at_constant_rate,
@@ -175,7 +174,8 @@ class WindowedOptimizer(CompressedOptimizer):
         """The window is closed. The more often this happens, the longer nobody asks again: rare tokens would ask for ever."""
         self.windows.wake(self.steps_done, WAKING)
         self.tensors.trips[:] = 0
-        log.warning(
+        warn_on_first(
+            self.channel.rank,
             "step %d: gradients are far beyond the variance in %s. The next %d steps are exact",
             self.steps_done, ", ".join(map(self.tensors.name, indices)), WAKING,
         )  # fmt: skip

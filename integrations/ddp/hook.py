@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from commpress.codecs import Codec, Policy, SignCodec, codec_named, policy_of
+from commpress.codecs.family import EXACT
 from commpress.codecs.planned import PLAIN, Planned, load_plan
 from commpress.codecs.policy import check_exclude
 from commpress.codecs.whole_tensors import LowRankCodec
@@ -53,7 +54,8 @@ from commpress.integrations.ddp.replanning import Replanning
 from commpress.integrations.ddp.trial import AUTO, Trial, trial_of, with_low_rank
 from commpress.integrations.observe.alarm import NONE, Alarm, alarm_of, check_alarm
 from commpress.integrations.observe.counters import Counters, relative_errors
-from commpress.torch_private import check_unhooked
+from commpress.logs import tell_on_first, warn_on_first
+from commpress.torch_private import check_unhooked, check_wrapped
 from commpress.work import Steps, Work
 
 log = logging.getLogger("commpress")
@@ -100,11 +102,7 @@ def compress(
             raise InvalidArgument("plan and mesh are both given: of a mesh name the codecs in dims=")
         given = {"min_numel": min_numel, "exclude": exclude} | ({} if topology == AUTO else {"topology": topology})
         return compress_mesh(ddp, mesh, dims, given | options)
-    if not isinstance(ddp, DistributedDataParallel):
-        raise InvalidArgument(
-            f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel: wrap the model first, "
-            "as in DistributedDataParallel(model)"
-        )
+    check_wrapped(ddp)
     check_unhooked(ddp)
     refuse_unknown("compress", options, compress, CompressedState)
     if plan is not None:
@@ -202,6 +200,7 @@ class CompressedState:
         alarm: Alarm | str | None = None,
     ) -> None:
         self._saved: dict[str, Any] | None = None
+        self.process_group = process_group
         self.options: dict[str, Any] = {
             "codec": codec, "min_numel": min_numel, "exclude": exclude, "error_feedback": error_feedback,
             "on_nonfinite": on_nonfinite, "exact_steps": exact_steps, "measure_every": measure_every, "timeout": timeout,
@@ -231,7 +230,6 @@ class CompressedState:
         if topology is not None and self._trial is not None:
             for way in self._trial.ways[1:]:
                 self._check_stays(policy_of(way, **self._limits))
-        self.process_group = process_group
         self.channel = Channel.among(process_group, timeout=timeout, workspace=Workspace(checksum=checksum))
         self.consensus = consensus_over(agree_over, process_group, timeout=timeout)
         if topology is not None:
@@ -257,7 +255,7 @@ class CompressedState:
         self._finished = 0  # steps of which all is over
         self._told = False  # what was compressed
         on_reform(process_group, self)
-        if self.channel.rank == 0 and self.channel.size > 1:
+        if self.channel.size > 1:
             self._say_caveat(policy, usual)
         if self.channel.size == 1:
             log.warning("world size is 1: there is nothing to reduce, gradients pass through as they are")
@@ -266,7 +264,7 @@ class CompressedState:
         """Refuse what makes no sense together, the same on every rank."""
         o, agree_over = self.options, self._given["agree_over"]
         codec, trial, ef21 = o["codec"], trial_of(o["codec"], o.get("allow")) is not None, o["error_feedback"] == "ef21"
-        plain = not codec.compresses if isinstance(codec, Planned) else codec == NONE
+        plain = self._uncompressed
         check_on_nonfinite(o["on_nonfinite"])
         check_feedback(o["error_feedback"], ef21=True)
         check_exclude(o["exclude"])
@@ -292,15 +290,23 @@ class CompressedState:
             )
         for pattern in o["exclude"]:
             if not any(re.search(pattern, name) for name in self.names.numels):
-                log.warning("exclude=%r matches no parameter: nothing is left out because of it", pattern)
+                rank = dist.get_rank(self.process_group)
+                warn_on_first(rank, "exclude=%r matches no parameter: nothing is left out because of it", pattern)
+
+    @property
+    def _uncompressed(self) -> bool:
+        """True if that is what was asked for."""
+        codec = self.options["codec"]
+        return not codec.compresses if isinstance(codec, Planned) else codec in (NONE, EXACT)
 
     def _say_caveat(self, policy: Policy, numel: int) -> None:
         """Tell of codecs that leave so much behind that a run may end at another loss."""
         ways = map(codec_named, self._trial.ways[1:]) if self._trial else [policy.choose("", numel)]
         if any(isinstance(way, SignCodec) for way in ways):
-            log.warning(
+            warn_on_first(
+                self.channel.rank,
                 "a codec of one bit sends the rest of a gradient later: compare the loss with an uncompressed run; "
-                "exact_steps= of a tenth of the run, and a finer codec for the output layer, bring it closer"
+                "exact_steps= of a tenth of the run, and a finer codec for the output layer, bring it closer",
             )
 
     def _widened(self, trial: Trial) -> Trial:
@@ -420,7 +426,7 @@ class CompressedState:
             way, self.counters.choice = trial.agreed(self._plain.group, device)
             self._trial, self._way, self._owing = None, way, way == PLAIN
             self._probation = Probation(way, trial.instead) if trial.instead else None
-            log.info("codec='auto' goes on with %s", self.counters.choice)
+            tell_on_first(self.channel.rank, "codec='auto' goes on with %s", self.counters.choice)
         self._go(way)
 
     def _late(self, device: torch.device) -> float:
@@ -436,7 +442,7 @@ class CompressedState:
         if probation.judge(late):
             self._probation, self._way, self._owing = None, probation.instead, probation.instead == PLAIN
             self.counters.choice = f"{probation.instead}, because {probation.way} kept back {late:.2g} gradients"
-            log.warning("codec='auto' goes on with %s from step %d on", self.counters.choice, self.step)
+            warn_on_first(self.channel.rank, "codec='auto' goes on with %s from step %d on", self.counters.choice, self.step)
             self._go(probation.instead)
 
     def _looks(self, step: int) -> bool:
@@ -539,7 +545,7 @@ class CompressedState:
         )
         if not self._told and round.number >= self.exact_steps:
             self._told = True
-            self.counters.say(log)
+            self.counters.say(self.channel.rank, wanted=not self._uncompressed)
 
     def _warn_of_nonfinite(self, round: Round) -> None:
         self.counters.skipped_buckets += len(round.buffers)
@@ -553,7 +559,8 @@ class CompressedState:
             instead = "NaN" if self.on_nonfinite == "propagate" else "zeros"
             effect = "passed on as infinity to the GradScaler" if self.grad_scaler else f"replaced by {instead} on all ranks"
             advice = "" if self.grad_scaler else " With AMP pass grad_scaler= so that the loss scale adapts."
-            log.warning(
+            warn_on_first(
+                self.channel.rank,
                 "step %d: gradients held NaN or infinity on some rank and were %s (%d so far).%s",
                 round.number, effect, count, advice,
             )  # fmt: skip

@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commpress.errors import InvalidArgument
 from commpress.optim.inner_optimizers import ALONE
-from commpress.torch_private import check_unhooked
+from commpress.torch_private import check_unhooked, check_wrapped
 from commpress.work import future_on
 
 
@@ -17,8 +16,7 @@ def keep_local(ddp: DistributedDataParallel) -> None:
 
     Nor are buffers, such as running means, sent in forward: each rank keeps its own, and a file holds those of who writes it.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel")
+    check_wrapped(ddp)
     if ddp not in ALONE:
         check_unhooked(ddp)
         ddp.register_comm_hook(None, _own_gradients)

@@ -18,7 +18,7 @@ from commpress.errors import InvalidArgument
 from commpress.integrations.ddp.names import averaged_parameters
 from commpress.optim.optimizer import CompressedOptimizer, RoundKind
 from commpress.optim.replicated import ReplicatedOptimizer
-from commpress.torch_private import check_unhooked
+from commpress.torch_private import check_unhooked, check_wrapped
 from commpress.work import Steps
 
 
@@ -38,8 +38,7 @@ def overlap(
     """
     if hasattr(optimizer, "optimizer"):  # accelerate's wrapper
         optimizer, grad_scaler = optimizer.optimizer, grad_scaler or getattr(optimizer, "scaler", None)
-    if not isinstance(ddp, DistributedDataParallel):
-        raise InvalidArgument(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel")
+    check_wrapped(ddp)
     if not isinstance(optimizer, CompressedOptimizer):
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}, which averages gradients during backward and cannot have them from "

@@ -169,10 +169,11 @@ class Elastic:
 
     def _describe(self, state: Mapping[str, Any], replicas: Sequence[DistributedDataParallel]) -> None:
         """Have newcomers that are unlike this process sent away at the door; models that are built anew they have not yet."""
+        snapshots = None if self.snapshots is None else self.snapshots.every
         self.description = Description(
             state if self.build is None else {}, replicas, self.batches.sampler, build=self.build is not None,
             epochs=self.epochs, steps=self.last_step, minimum=self.minimum,
-            **{"snapshots.every": None if self.snapshots is None else self.snapshots.every},
+            **{"data: batches in a step": self.batches.count, "snapshots.every": snapshots},
         )  # fmt: skip
         if hasattr(self.group, "membership"):
             self.group.membership.description = self.description

@@ -280,6 +280,7 @@ def parallelise(model: nn.Module, **options: Any) -> list[Experts]:
     """
     found, layers = list(_layers(model)), experts_of(model)
     if not found and not layers:
+        _refuse_dense(model)
         raise InvalidArgument(
             f"model is a {type(model).__name__} without layers of experts: expected modules with num_experts whose parameters "
             f"all have the experts along their first dimension and that are called with {', '.join(CALL)}. Put "
@@ -414,6 +415,20 @@ def batch_of(module: Any) -> int:
             "divided with them: make it a parameter with requires_grad=False, or give a list of modules"
         )
     return number
+
+
+def _refuse_dense(model: nn.Module) -> None:
+    """Raise ``InvalidArgument`` for batched experts that are called with nothing but tokens, as Llama 4's."""
+    for name, module in model.named_modules():
+        number = getattr(module, "num_experts", 0)
+        if number and [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] == number]:
+            called = ", ".join(inspect.signature(module.forward).parameters)
+            raise InvalidArgument(
+                f"model has experts in {name!r}, a {type(module).__name__} that is called with {called}, expected "
+                f"{', '.join(CALL)}: each expert gets every token, so there is nothing to send to ranks by choice. Divide its "
+                "weights with fully_shard, or write the layer around it anew with commpress.moe.Experts([...]), which is told "
+                "of each token's choices"
+            )
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -1,6 +1,5 @@
 """FullyShardedDataParallel, the older class: a communication hook for its gradients. For new programs take FSDP2."""
 
-import logging
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,8 +20,7 @@ from commpress.errors import InvalidArgument, NonFiniteGradient
 from commpress.feedback import ErrorFeedback, ResidualStore, check_feedback
 from commpress.integrations.fsdp.policies import check_dtype
 from commpress.integrations.observe.counters import Counters
-
-log = logging.getLogger("commpress")
+from commpress.logs import warn_on_first
 
 
 class FlatShardState(Divided):
@@ -82,7 +80,8 @@ class FlatShardState(Divided):
         settle(outcomes, taken=finite)
         if not finite:
             self.counters.skipped_buckets += 1
-            log.warning("step %d: the gradients of unit %d held NaN or infinity on some rank", self.step, unit)
+            text = "step %d: the gradients of unit %d held NaN or infinity on some rank"
+            warn_on_first(self.channel.rank, text, self.step, unit)
             if self.on_nonfinite == "raise" and self._error is None:
                 self._error = NonFiniteGradient(
                     f"step {self.step}: the gradients of unit {unit} held NaN or infinity on some rank. No residual was "

@@ -35,6 +35,7 @@ from commpress.integrations.fsdp.shard_memory import memory_of
 from commpress.integrations.fsdp.shard_weights import CompressedAllGather, Difference
 from commpress.integrations.observe.alarm import NONE, WARN, Alarm, alarm_of
 from commpress.integrations.observe.counters import Counters
+from commpress.logs import tell_on_first, warn_on_first
 from commpress.optim.columns import local
 from commpress.work import run
 
@@ -160,6 +161,7 @@ class ShardedState(Divided):
         self._summary_logged, self._pipeline_logged = False, False
         self._error: NonFiniteGradient | None = None
         self.device = self.param_groups[0].parameters[0].device
+        self._rank = dist.get_rank(self.param_groups[0].group)
         on_reform(None, self)
         if all(each.ranks == 1 for each in self.param_groups):
             log.warning("all shards are on one rank: there is nothing to reduce or gather, so nothing is compressed")
@@ -170,6 +172,8 @@ class ShardedState(Divided):
         weight_policy = None if codec is None else policy_for(model, codec, min_numel=min_numel)
         inside_policy = None if inside is None else policy_for(model, inside, min_numel=0)
         self._check_codecs(gradient_policy, inside_policy, weight_policy)
+        given = {"gradients": gradients, "weights": codec}
+        self._wanted = {side for side, each in given.items() if each not in (None, NONE, EXACT)}
         self._usual = gradient_policy  # while no alarm lasts
         if agree_over is None:  # columns of tensor parallelism decide together
             agree_over = column_mesh(self.param_groups)
@@ -417,7 +421,8 @@ class ShardedState(Divided):
     def outside_backward(self) -> None:
         if not self._pipeline_logged:
             self._pipeline_logged = True
-            log.info("gradients are reduced outside of backward, as by a pipeline: at once, not behind backward (overlap=True)")
+            text = "gradients are reduced outside of backward, as by a pipeline: at once, not behind backward (overlap=True)"
+            tell_on_first(self._rank, text)
 
     # ------------------------------------------------------------ counting
 
@@ -483,11 +488,15 @@ class ShardedState(Divided):
                 )
         if self.step == 1 and not self._summary_logged:
             self._summary_logged = True
-            counters = [c for c, used in ((self.gradients, self.reducers), (self.weights, self.gatherers)) if used]
-            if any(counter.compressed_elements == 0 < counter.exact_elements for counter in counters):
-                log.warning("NOTHING WAS COMPRESSED on one side: the policy left every tensor exact: %s", self._shares())
-            else:
-                log.info("compressing: %s", self._shares())
+            sides = {"gradients": self.gradients, "weights": self.weights}
+            exact = [
+                side for side, counters in sides.items()
+                if side in self._wanted and counters.compressed_elements == 0 < counters.exact_elements
+            ]  # fmt: skip
+            for side in exact:
+                warn_on_first(self._rank, "no %s were compressed: every tensor has fewer than min_numel elements", side)
+            if not exact:
+                tell_on_first(self._rank, "compressing: %s", self._shares())
 
     def memory(self) -> dict[str, int]:
         """Bytes that compression keeps on this rank between steps, by what they are for; before the first step as after it.
@@ -520,7 +529,8 @@ class ShardedState(Divided):
                     self._raise()
                 Variable._execution_engine.queue_callback(self._raise)
         elif count <= 3 or count % 100 == 0:
-            log.warning(
+            warn_on_first(
+                reducer.channel.rank,
                 "step %d: gradients of %s held NaN or infinity on some rank and became %s on all (%d so far)",
                 reducer.calls, reducer.param_group.name, "zeros" if zeros else "NaN", count,
             )  # fmt: skip

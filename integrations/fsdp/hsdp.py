@@ -1,6 +1,5 @@
 """Hybrid sharding with FSDP2: shards inside a node as torch sends them, replicas between nodes averaged compressed."""
 
-import logging
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,8 +25,7 @@ from commpress.integrations.fsdp.fsdp2 import MIN_NUMEL
 from commpress.integrations.fsdp.param_groups import ParamGroup, column_mesh, param_groups_of
 from commpress.integrations.fsdp.policies import check_dtype, policy_for
 from commpress.integrations.observe.counters import Counters
-
-log = logging.getLogger("commpress")
+from commpress.logs import warn_on_first
 
 
 def compress_hsdp(
@@ -117,7 +115,7 @@ class ReplicatedState(Divided):
         settle(outcomes, taken=finite)
         if not finite:
             self.counters.skipped_buckets += 1
-            log.warning("gradients of %s held NaN or infinity on some rank", of.param_group.name)
+            warn_on_first(self.channel.rank, "gradients of %s held NaN or infinity on some rank", of.param_group.name)
             if self.on_nonfinite == "raise" and self._error is None:
                 self._error = NonFiniteGradient(
                     f"gradients of {of.param_group.name} held NaN or infinity on some rank. No residual was changed. Look "

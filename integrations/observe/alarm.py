@@ -4,7 +4,6 @@ Every so many steps all ranks look at three signs, which they add up over the ra
 has left behind grows, relative to the gradient; what was sent points elsewhere than the gradient; the loss leaves its trend.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
@@ -18,6 +17,7 @@ from commpress.codecs import codec_named
 from commpress.collectives.allreduce import Outcome
 from commpress.errors import InvalidArgument, check_counts
 from commpress.kernels.pieces import NUMEL, RESIDUAL, SOURCE
+from commpress.logs import tell_on_first, warn_on_first
 
 WARN = "warn"
 NONE = "none"  # no compression: torch's own all-reduce
@@ -26,8 +26,6 @@ FEWEST = 3  # of these, before residuals and the cosine are judged
 FEWEST_LOSSES = 8  # of these, before the loss is judged: a trend of fewer has errors that are not small beside it
 CALM = 8  # looks without an alarm, after which the next pause is short again
 LONGEST = 64  # looks that another codec lasts at most
-
-log = logging.getLogger("commpress")
 
 
 @dataclass
@@ -130,20 +128,21 @@ class Alarm:
         if count:
             seen["loss"] = loss / count
         if not seen and not self._looks and not self.way:
-            log.warning(
+            warn_on_first(
+                dist.get_rank(group),
                 "the alarm sees nothing: this codec keeps no residuals here, or the step was not finite, and nobody told it a "
                 "loss. Call state.alarm.tell(loss) in every step"
             )
-        self.judge(step, seen)
+        self.judge(step, seen, dist.get_rank(group))
 
     # ------------------------------------------------------------ what follows
 
-    def judge(self, step: int, seen: Mapping[str, float]) -> None:
-        """Sound, go on as usual, or end what an earlier alarm began."""
+    def judge(self, step: int, seen: Mapping[str, float], rank: int = 0) -> None:
+        """Sound, go on as usual, or end what an earlier alarm began. ``rank``: of those that judge alike."""
         self._looks += 1
         if self.way:
             if self._looks >= self._until:
-                log.info("step %d: the alarm is over, the usual codec is back in place of %s", step, self.way)
+                tell_on_first(rank, "step %d: the alarm is over, the usual codec is back in place of %s", step, self.way)
                 self.way, self._calm = "", 0
             return
         harm = self._harm(seen)
@@ -161,7 +160,7 @@ class Alarm:
             self._length = min(2 * self._length, LONGEST)
         if self.then != WARN or self.sounded <= 3 or self.sounded % 100 == 0:
             after = f"goes on with {self.then} until look {self._until}" if self.way else "try a finer codec, or Alarm('int8')"
-            log.warning("compression seems to harm (alarm %d), %s; %s", self.sounded, self.why, after)
+            warn_on_first(rank, "compression seems to harm (alarm %d), %s; %s", self.sounded, self.why, after)
 
     def _harm(self, seen: Mapping[str, float]) -> list[str]:
         """In words, what is not as usual."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from logging import Logger
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from commpress.collectives.channel import Channel
 from commpress.collectives.reduce_scatter import Deal
 from commpress.kernels.pieces import KIND, NUMEL, RESIDUAL, SOURCE
 from commpress.kernels.reference import CASTS, FP32
+from commpress.logs import tell_on_first, warn_on_first
 from commpress.totals import Totals
 
 
@@ -87,12 +87,16 @@ class Counters(Totals):
         """Times that bytes are fewer than float32's."""
         return self.logical_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
-    def say(self, log: Logger) -> None:
-        """After the first compressed step."""
-        if self.compressed_elements == 0:
-            log.warning("NOTHING WAS COMPRESSED: every tensor travelled exactly (codec, min_numel or exclude leave none).")
+    def say(self, rank: int, *, wanted: bool) -> None:
+        """After the first step that may be compressed; ``wanted``: that anything is."""
+        if wanted and self.compressed_elements == 0:
+            warn_on_first(
+                rank,
+                "nothing was compressed: every tensor has fewer than min_numel elements, matches exclude, or has a dtype that "
+                "codecs do not take",
+            )
         else:
-            log.info("up to the first compressed step: %s", self.summary())
+            tell_on_first(rank, "up to the first compressed step: %s", self.summary())
 
     def summary(self) -> str:
         elements = self.compressed_elements + self.exact_elements

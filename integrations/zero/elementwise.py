@@ -23,7 +23,8 @@ from commpress.integrations.zero.wrapper import options_of
 STEPS = 12  # some do something else only now and then
 SIDES = (3, 5, 7, 2)  # of a tensor with so many dimensions, the last one as long as needed
 NUMEL = 4 * ALIGN + 29  # at least, of a small tensor
-LARGE = 8192  # elements of a large one: blocks of 8-bit states begin at 4,096, matrices of Muon at some rows and columns
+SIDE, LARGE = 128, 128 * 160  # of a large one: moments are factored from 128 rows and columns on
+VECTOR = 17 * 256  # elements of a large one: 8-bit states begin at 4,096, in whole blocks; some make a matrix of its square
 CUTS = (0, ALIGN, 3 * ALIGN)
 
 
@@ -91,7 +92,7 @@ def _difference(
     settings = _settings(twin)
     for step in range(STEPS):
         for number, whole in enumerate(wholes):
-            steady = shapes[number].numel() == LARGE  # leads one way, as what estimates a distance needs
+            steady = shapes[number].numel() >= VECTOR  # leads one way, as what estimates a distance needs
             gradient = whole.detach().cpu().clone() if steady else torch.randn(whole.shape, generator=draw)
             gradient *= 10.0 ** (step % 3 - number % 3)
             gradient.view(-1)[:ALIGN] *= step % 4 != 1  # no gradient in one piece now and then
@@ -133,7 +134,7 @@ def _shape(dims: int) -> tuple[int, ...]:
 
 def _large(dims: int) -> tuple[int, ...]:
     """Every side long enough for what is orthogonalised, scaled by row or factored."""
-    return (LARGE,) if dims == 1 else (64, 128 >> (dims - 2), *[2] * (dims - 2))
+    return (VECTOR,) if dims == 1 else (SIDE, (LARGE // SIDE) >> (dims - 2), *[2] * (dims - 2))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:

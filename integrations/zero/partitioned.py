@@ -220,7 +220,7 @@ class Partitioned(Divided, Wrapper):
             self._update()
         self.gradients.forget(taken=finite)
         if not finite:
-            self._skip()
+            self._skip(self.channel.rank)
         return loss
 
     @untraced

@@ -1,6 +1,5 @@
 """An optimizer around another one: what ``Partitioned`` and ``Offloaded`` have in common."""
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -9,11 +8,10 @@ import torch
 from commpress.errors import InvalidArgument, NonFiniteGradient, StateMismatch
 from commpress.integrations.zero.bucket import Numbered
 from commpress.integrations.zero.streamed_group import is_streamed
+from commpress.logs import warn_on_first
 from commpress.optim.columns import local
 from commpress.optim.local_weights import WeightHolder
 from commpress.optim.parameters import check_parameter
-
-log = logging.getLogger("commpress")
 
 MASTER = "master"  # in a state: float32 weights of parameters that are not, or that travel compressed
 
@@ -54,7 +52,8 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
         found = norm()
         return clip_factor(self.max_grad_norm, found), bool(torch.isfinite(found))
 
-    def _skip(self) -> None:
+    def _skip(self, rank: int = 0) -> None:
+        """``rank``: among those that skip the step together."""
         self.skipped_steps += 1
         if self.on_nonfinite == "raise":
             raise NonFiniteGradient(
@@ -62,7 +61,8 @@ class Wrapper(torch.optim.Optimizer, WeightHolder):
                 "cause in the loss, or pass on_nonfinite='skip'."
             )
         if self.skipped_steps <= 3 or self.skipped_steps % 100 == 0:
-            log.warning(
+            warn_on_first(
+                rank,
                 "step %d was skipped: gradients held NaN or infinity%s (%d so far)",
                 self.steps_done, self.where, self.skipped_steps,
             )  # fmt: skip

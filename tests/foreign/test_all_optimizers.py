@@ -54,26 +54,46 @@ def train(model, optimizer, steps):
 
 def outcome(kind, steps=STEPS):
     """``(word, detail)``: "refused", "equal", "different", or "unusable" where the optimizer cannot train by itself."""
-    options = {"lr": 1e-3} if "lr" in inspect.signature(kind).parameters else {}
-    torch.manual_seed(0)
+    takes_rate = "lr" in inspect.signature(kind).parameters
+    for options in [{"lr": 1e-3}, {}] if takes_rate else [{}]:
+        word, detail = compared(kind, options, steps)
+        if word != "equal":
+            break
+    return word, detail
+
+
+def compared(kind, options, steps):
+    """With these options."""
+    model = net()
     try:
-        model = net()
-        wanted = train(model, kind(model.parameters(), **options), steps)
-    except Exception as error:
-        return "unusable", f"{type(error).__name__}: {error}".splitlines()[0][:90]
-    for wrap in (in_a_store, over_ranks):
-        model = net()
         torch.manual_seed(0)
-        try:
-            optimizer = wrap(model, kind, options)
-        except InvalidArgument as error:
-            return "refused", str(error).split(": ", 1)[-1][:90]
-        got = train(model, optimizer, steps)
+        plain = kind(model.parameters(), **options)
+        wrapped = {}
+        for wrap in (in_a_store, over_ranks):
+            torch.manual_seed(0)
+            other = net()
+            wrapped[wrap.__name__] = other, wrap(other, kind, options)
+    except InvalidArgument as error:
+        return "refused", str(error).split(": ", 1)[-1][:90]
+    except Exception as error:
+        return unusable(error)
+    try:
+        torch.manual_seed(0)
+        wanted = train(model, plain, steps)
+    except Exception as error:
+        return unusable(error)
+    for name, (other, optimizer) in wrapped.items():
+        torch.manual_seed(0)
+        got = train(other, optimizer, steps)
         unit = torch.nextafter(wanted.abs(), torch.tensor(torch.inf)) - wanted.abs()
-        bound = 4 * unit + 1e-4 * options.get("lr", 1e-3) * steps
+        bound = 4 * unit + 1e-4 * plain.param_groups[0].get("lr", 1e-3) * steps
         if not bool(((got - wanted).abs() <= bound).all()):
-            return "different", f"{wrap.__name__} by {float((got - wanted).abs().max()):.2g}"
+            return "different", f"{name} by {float((got - wanted).abs().max()):.2g}"
     return "equal", ""
+
+
+def unusable(error):
+    return "unusable", f"{type(error).__name__}: {error}".splitlines()[0][:90]
 
 
 def in_a_store(model, kind, options):

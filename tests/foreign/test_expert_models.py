@@ -324,3 +324,15 @@ def test_models_in_bfloat16(name):
     exact = gradients(torch.float32, False)
     theirs, ours = ((gradients(torch.bfloat16, divided) - exact).norm() for divided in (False, True))
     assert ours < 1.2 * theirs < 0.02 * exact.norm()
+
+
+def test_llama4_whose_experts_get_every_token_is_refused_with_the_layer_by_name():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Llama4TextConfig(
+        hidden_size=16, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, vocab_size=32, num_local_experts=4, interleave_moe_layer_step=1,
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config)
+    says = r"experts in .model\.layers\.0\.feed_forward\.experts., a Llama4TextExperts .*with hidden_states, .*fully_shard"
+    with pytest.raises(InvalidArgument, match=says):
+        commpress.moe.parallelise(model)
