@@ -51,15 +51,34 @@ def test_nothing_is_compared_of_a_way_with_few_steps(steps, capsys):
     assert ("commpress's best way" in said) == (steps >= 20)
 
 
+def test_the_last_line_says_how_far_the_network_is_from_none(capsys):
+    finishes = [Finish(name, "", ours, 1e-3, 0, 2, 100, loss, None, losses=[loss] * 40) for name, ours, loss in
+                (("no-network", False, 2.0), ("local", True, 2.03), ("torch-powersgd4", False, 2.14))]  # fmt: skip
+    demo.summary(finishes)
+    last = " ".join(capsys.readouterr().out.split("Distance to ")[-1].split())
+    assert last == ("no-network: local, the best of commpress, +0.030 nats; torch-powersgd4, the best of the others, +0.140.")
+
+
+def test_links_have_no_limit_where_a_way_asks_for_none():
+    network = demo.SlowNetwork("", paced=1e6, rate=1e6)
+    shaped = []
+    network.shape = shaped.append
+    lanes = [Lane(Course(paced=1e6), name, 1e-3) for name in ("no-network", "plain")]
+    for lane, paced in zip(lanes, (0.0, 1e6), strict=True):
+        with network.limits(lane) as limited:
+            assert limited.course.paced == paced
+    assert shaped == [None, 1e6]
+
 # ---------------------------------------------------------------- on two ranks
 
 
 def test_demo_shows_every_way_in_a_table_a_picture_and_a_file(two, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo, "LocalRanks", lambda size, hosts: nullcontext(two))
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", *TINY, "--steps", "4", "--json", "demo.json"]) == 0
+    every = ",".join(CONTENDERS)
+    assert main(["demo", *TINY, "--ways", every, "--steps", "4", "--json", "demo.json"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("7 ways to train the same GPT (")
+    assert said.startswith(f"{len(CONTENDERS)} ways to train the same GPT (")
     table = said[said.index("held-out loss  against plain") :]
     ranked = re.findall(rf"^({'|'.join(CONTENDERS)}) +([\d.]+)", table, re.M)
     assert sorted(name for name, _ in ranked) == sorted(CONTENDERS)

@@ -137,8 +137,9 @@ def run(commands: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     from commpress.cli.option_groups import refuse_early
 
     options, unknown = commands.parse_known_args(argv)
+    own = vars(options).pop("parser", commands)
     if unknown:
-        _refuse_unknown(getattr(options, "parser", commands), unknown[0])
+        _refuse_unknown(own, unknown[0])
     try:
         refuse_early(options)
         return int(options.run(options))

@@ -30,18 +30,25 @@ class Contender:
     lr: float
     ours: bool = True
     own: bool = False  # exchanges by itself: no DistributedDataParallel reduces gradients
+    limited: bool = True  # over the slow links; else these have no limit meanwhile
 
 
+FLOOR = "no-network"
 CONTENDERS = {
     one.name: one
     for one in (
+        Contender(FLOOR, "DistributedDataParallel, float32, links without a limit", 1e-3, ours=False, limited=False),
         Contender("plain", "DistributedDataParallel, float32", 2e-3, ours=False),
         Contender("bf16", "torch's bf16_compress_hook", 1e-3, ours=False),
-        Contender("powersgd", "torch's powerSGD_hook, rank 4", 5e-4, ours=False),
+        Contender("torch-powersgd1", "torch's powerSGD_hook, rank 1", 2.5e-4, ours=False),
+        Contender("torch-powersgd2", "torch's powerSGD_hook, rank 2", 5e-4, ours=False),
+        Contender("torch-powersgd4", "torch's powerSGD_hook, rank 4", 5e-4, ours=False),
+        Contender("diloco", "DiLoCo: 30 steps, then float32 and Nesterov(0.7, 0.9)", 2.5e-4, ours=False, own=True),
+        Contender("powersgd-4", "commpress.compress, codec powersgd-4", 5e-4),
         Contender("int8", "commpress.compress, codec int8", 1e-3),
         Contender("sign", "commpress.compress, codec sign, int8 for the output layer", 1e-3),
         Contender("zero-one", "commpress.ZeroOneAdam", 5e-4),
-        Contender("local", "commpress.LocalUpdates, int4, 30 steps a round", 2.5e-4, own=True),
+        Contender("local", "commpress.LocalUpdates as it is: exchanges hide behind computing", 1e-3, own=True),
     )
 }
 
@@ -77,11 +84,14 @@ class Racer:
         self.state: commpress.CompressedState | None = None
         self._finish: Callable[[], object] | None = None
         if who.own:
-            local = commpress.LocalUpdates(adamw(model.parameters(), lr), every=30, codec="int4", seed=seed)
+            diloco: dict[str, Any] = {"every": 30, "outer": commpress.Nesterov(0.7, 0.9), "codec": None}
+            local = commpress.LocalUpdates(
+                adamw(model.parameters(), lr), seed=seed, **(diloco if who.name == "diloco" else {})
+            )
             self.optimizer: torch.optim.Optimizer = local
             self._finish = local.drain
             return
-        size = ONE_BUCKET if who.name == "powersgd" else None
+        size = ONE_BUCKET if torch_rank(who.name) else None
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=size)
         self.wrapped = ddp
         if who.name == "zero-one":
@@ -118,15 +128,21 @@ def attach(ddp: DistributedDataParallel, who: Contender, choices: Choices, seed:
     """The state of commpress's hook, where it is one of ours."""
     if who.name == "bf16":
         ddp.register_comm_hook(None, bf16_hook)
-    elif who.name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    elif rank := torch_rank(who.name):
+        state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif who.name != "plain":
+    elif who.name not in (FLOOR, "plain"):
         return commpress.compress(
             ddp, commpress.ByName({"^head": choices.head_codec}, who.name), min_numel=choices.min_numel,
             error_feedback=choices.error_feedback, exact_steps=choices.exact_steps, seed=seed,
         )  # fmt: skip
     return None
+
+
+def torch_rank(name: str) -> int:
+    """Rank of torch's PowerSGD; 0 of any other way."""
+    match = re.fullmatch(r"torch-powersgd(\d+)", name)
+    return int(match[1]) if match else 0
 
 
 def names(text: str) -> list[str]:

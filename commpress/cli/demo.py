@@ -12,7 +12,7 @@ from statistics import mean, stdev
 from typing import Any, Literal
 
 from commpress.cli import contenders, harness, race, terminal
-from commpress.cli.contenders import Choices, contender
+from commpress.cli.contenders import FLOOR, Choices, contender
 from commpress.cli.hosts import Hosts, HostsUnavailable
 from commpress.cli.race import Course, Finish, Lane
 from commpress.cli.ranks import LocalRanks, check_size
@@ -25,8 +25,8 @@ QUICK = 10.0  # seconds of each way with --quick
 FEWEST = 20  # steps of a way, below which losses say nothing
 FEEDBACK: dict[str, bool | Literal["ef21"]] = {"kept": True, "ef21": "ef21", "none": False}
 SEARCHED = "2.5e-4,5e-4,1e-3,2e-3,4e-3"  # peaks of the learning rate
-PEERS = ("#8a8a8a", "#1f77b4", "#9467bd")  # of torch; ours are warm
-OURS = ("#2ca02c", "#ff7f0e", "#d62728", "#b8860b", "#e377c2", "#17becf")
+PEERS = ("#000000", "#8a8a8a", "#1f77b4", "#9467bd", "#17becf")  # of others; ours are warm
+OURS = ("#2ca02c", "#ff7f0e", "#d62728", "#b8860b", "#e377c2")
 HEAD = ["way", "held-out loss", "against plain", "training loss", "steps", "seconds", "MB sent/rank", "MB a step"]
 LIVE = ["way", "", "seconds", "steps", "training loss", "MB sent", ""]
 FLUSH = (0, 1)  # columns of the live table that are flush left
@@ -79,6 +79,19 @@ class SlowNetwork:
     says: str
     hosts: Hosts | None = None
     paced: float = 0.0
+    rate: float | None = None
+
+    @contextlib.contextmanager
+    def limits(self, lane: Lane) -> Iterator[Lane]:
+        """The lane as it is to run; links have no limit meanwhile if it asks for that."""
+        if contender(lane.name).limited:
+            yield lane
+            return
+        self.shape(None)
+        try:
+            yield replace(lane, course=replace(lane.course, paced=0.0))
+        finally:
+            self.shape(self.rate)
 
     def shape(self, rate: float | None) -> None:
         for host in range(len(self.hosts) if self.hosts is not None else 0):
@@ -97,7 +110,7 @@ def slow_network(count: int, kind: str, rate: float | None) -> Iterator[SlowNetw
         try:
             with contextlib.ExitStack() as stack:
                 hosts = stack.enter_context(Hosts(count, rate=rate))
-                yield SlowNetwork(f"{count} hosts (network namespaces) whose links carry {speed} each way", hosts)
+                yield SlowNetwork(f"{count} hosts (network namespaces) whose links carry {speed} each way", hosts, rate=rate)
                 return
         except (HostsUnavailable, MissingPackage) as error:
             if kind == "hosts" or not sys.platform.startswith("linux"):
@@ -128,7 +141,7 @@ def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
             network.shape(options.rate)
             if options.search:
                 return _search(options, pool, network, plan)
-            finishes = _lanes(pool, plan, options.ranks)
+            finishes = _lanes(pool, plan, options.ranks, network)
     print()
     summary(finishes)
     out = options.out or "demo.svg"
@@ -140,16 +153,17 @@ def _race(options: argparse.Namespace, plan: list[Lane]) -> int:
 def headline(plan: list[Lane], parameters: int, network: SlowNetwork) -> str:
     course, names = plan[0].course, list(dict.fromkeys(lane.name for lane in plan))
     how_long = f"{course.steps} steps" if course.steps else f"{course.seconds:g} seconds"
+    width = max(len(name) for name in names)
     first = (
         f"{len(names)} ways to train the same GPT ({parameters / 1e6:.2g} M parameters, text: Python's own source) take turns, "
         f"{how_long} each: which has the lowest loss at the end? Network: {network.says}."
     )
     return (
-        f"{terminal.wrapped(first)}\n" + "".join(f"\n  {name:<9} {contender(name).what}" for name in names) + "\n"
+        f"{terminal.wrapped(first)}\n" + "".join(f"\n  {name:<{width}} {contender(name).what}" for name in names) + "\n"
     )
 
 
-def _lanes(pool: LocalRanks, plan: list[Lane], ranks: int) -> list[Finish]:
+def _lanes(pool: LocalRanks, plan: list[Lane], ranks: int, network: SlowNetwork) -> list[Finish]:
     """Run all lanes, one after the other, and show how they stand."""
     finishes: list[Finish] = []
     widest = max(len(lane.name) for lane in plan)
@@ -171,7 +185,8 @@ def _lanes(pool: LocalRanks, plan: list[Lane], ranks: int) -> list[Finish]:
                     live.said(f"{lane.name:<{widest}}  {100 * share:3.0f} %  {len(losses)} steps, loss {_last(losses):.3f}, "
                               f"{sent / 1e6:.1f} MB sent")  # fmt: skip
 
-            finish = race.time_it(pool, lane, ranks, show)
+            with network.limits(lane) as limited:
+                finish = race.time_it(pool, limited, ranks, show)
             finishes.append(finish)
             live.said(f"{finish.name:<{widest}}  done   held-out loss {finish.held_out_loss:.3f} after {finish.seconds:.1f} s "
                       f"and {finish.steps} steps")  # fmt: skip
@@ -199,7 +214,7 @@ def _search(options: argparse.Namespace, pool: LocalRanks, network: SlowNetwork,
     rates = parse_rates(options.lr or SEARCHED)
     steps = {lane.name: lane.course.steps for lane in plan}
     if not options.steps:
-        steps = {finish.name: finish.steps for finish in _lanes(pool, plan, options.ranks)}
+        steps = {finish.name: finish.steps for finish in _lanes(pool, plan, options.ranks, network)}
     network.shape(None)  # steps count from here on, not seconds
     found: list[Finish] = []
     for lane in plan:
@@ -265,17 +280,22 @@ def _notes(groups: dict[str, list[Finish]], ranked: list[str]) -> list[str]:
     if "sign" in ranked:
         notes.append("sign may end at another loss in a long run: see exact_steps= and finer codecs for the output layer.")
     ours = next((name for name in ranked if groups[name][0].ours), None)
-    peer = next((name for name in ranked if not groups[name][0].ours), None)
+    peer = next((name for name in ranked if not groups[name][0].ours and name != FLOOR), None)
     if ours is not None and peer is not None:
         gap = loss_of(groups[peer]) - loss_of(groups[ours])
         ahead, behind = (ours, peer) if gap > 0 else (peer, ours)
-        whose = "commpress's best way" if gap > 0 else "torch's best way"
-        notes.append(f"{whose}, {ahead}, ends {abs(gap):.3f} nats lower than {behind}, the best of "
-                     f"{'torch' if gap > 0 else 'commpress'}.")  # fmt: skip
+        whose = "commpress's best way" if gap > 0 else "the best of the others"
+        notes.append(f"{whose}, {ahead}, ends {abs(gap):.3f} nats lower than {behind}, "
+                     f"{'the best of the others' if gap > 0 else 'the best of commpress'}.")  # fmt: skip
     notes.append("Bytes: as the kernel counts them, headers and acknowledgements included." if first.sent_bytes is not None
                  else "Bytes are not told by this system.")  # fmt: skip
     notes.append(f"{first.ranks} ranks of one thread share this machine's cores; one run of a way differs from the next in the "
                  "last digits.")  # fmt: skip
+    if FLOOR in ranked and ours is not None:
+        above = loss_of(groups[ours]) - loss_of(groups[FLOOR])
+        distance = f"Distance to {FLOOR}: {ours}, the best of commpress, {above:+.3f} nats"
+        notes.append(distance + (f"; {peer}, the best of the others, {loss_of(groups[peer]) - loss_of(groups[FLOOR]):+.3f}."
+                                 if peer is not None else "."))  # fmt: skip
     return notes
 
 
