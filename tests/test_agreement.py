@@ -217,22 +217,40 @@ def test_members_ask_whether_a_slow_newcomer_runs_and_are_not_taken_for_latecome
     close([*three, newcomer])
 
 
-def test_two_groups_become_one_and_the_older_goes_on():
+def test_two_groups_become_one_and_the_older_goes_on_where_the_members_yield():
     old, young = group("", "", ""), group("", "")
-    terms = [Terms(age=7, contacts=lambda: [young[0].door.here])] * 3 + [Terms()] * 2
+    terms = [Terms(age=7, contacts=lambda: [young[0].door.here])] * 3 + [Terms(yields=True)] * 2
     three = [threading.Thread(target=one.agree, args=(each,)) for one, each in zip(old, terms[:3], strict=True)]
     for thread in three:
         thread.start()
     while young[0].membership.waiting < 3:
         young[0].membership.listen()
         time.sleep(0.005)
-    take_in(young, Terms(), 5)
+    take_in(young, Terms(yields=True), 5)
     for thread in three:
         thread.join(60)
     assert_agree([*old, *young])
     assert [one.outcome.was for one in (*old, *young)] == [0, 1, 2, None, None]
     assert young[0].outcome.size_before == 3
     close([*old, *young])
+
+
+@pytest.mark.parametrize("yields", [(False, False), (True, False)])
+def test_an_older_group_that_joins_is_refused_unless_all_members_yield(yields):
+    """It would replace their weights, and its age is what it says of itself."""
+    members, older = group("", ""), alone()
+    joiner = threading.Thread(target=older.agree, args=(Terms(age=10**9, contacts=lambda: [members[0].door.here]),))
+    joiner.start()
+    while not members[0].membership.waiting:
+        members[0].membership.listen()
+        time.sleep(0.005)
+    together(members, [Terms(age=3, yields=each) for each in yields])
+    joiner.join(60)
+    assert [one.outcome.sources for one in members] == [(0, 1)] * 2
+    assert isinstance(older.outcome, InvalidArgument)
+    assert "this group has trained for 1000000000 steps and the members for 3" in str(older.outcome)
+    assert "give age=0 to reform() here to take their weights, or yields=True" in str(older.outcome)
+    close([*members, older])
 
 
 def test_two_groups_that_have_trained_equally_long_stay_apart():

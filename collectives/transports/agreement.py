@@ -41,6 +41,7 @@ class Terms:
     age: int = 0
     said: bytes = b""
     minimum: int = 1
+    yields: bool = False  # to a group that wants to join and has trained longer; it takes all members
     admits: bool = True  # newcomers, where this process leads; else they wait at the door
     labels: Callable[[], Sequence[str]] = tuple  # of the objects that are to be connected: the same for everybody
     count: int = 0  # of groups that it has named; the largest goes on
@@ -150,7 +151,7 @@ class Agreement:
             "age": terms.age, "said": terms.said.hex(), "minimum": terms.minimum, "labels": list(terms.labels()),
             "count": terms.count, "patience": self.late - time.monotonic(), "join": terms.contacts is not None,
             "began": list(terms.began), "linked": list(self.linked), "brings": self.mine.waiting,
-            "appointed": list(terms.appointed), "ordered": terms.ordered,
+            "appointed": list(terms.appointed), "ordered": terms.ordered, "yields": terms.yields,
             "describes": dict(self.mine.description()) if terms.contacts is not None else {},
         }  # fmt: skip
 

@@ -28,6 +28,7 @@ from commpress.errors import InvalidArgument
 
 REPORTING = 5.0  # seconds that a newcomer has for its report
 SHOWN = 5  # differences that are named
+_DIGITS = set("0123456789abcdef")  # of a token
 
 log = logging.getLogger("commpress")
 
@@ -68,7 +69,7 @@ def contact_of(place: str) -> str:
 def is_contact(text: str) -> bool:
     where, hash, token = text.strip().rpartition("#")
     host, colon, port = where.rpartition(":")
-    return bool(hash and colon and host and port.isdecimal() and len(token) == 32)
+    return bool(hash and colon and host and port.isdecimal() and len(token) == 32 and set(token) <= _DIGITS)
 
 
 def place_of(contact: str) -> str:
