@@ -12,7 +12,7 @@ import pytest
 
 from commpress.collectives.change import Change
 from commpress.collectives.transports import agreement as agreements
-from commpress.collectives.transports import heartbeat
+from commpress.collectives.transports import conversation, heartbeat
 from commpress.collectives.transports.agreement import Agreement, Terms
 from commpress.collectives.transports.conversation import Conversation
 from commpress.collectives.transports.meeting import JOIN, Door, knock
@@ -374,7 +374,12 @@ def test_a_process_that_is_gone_stays_so_where_another_listens_since():
 def test_who_is_silent_may_come_until_the_time_is_nearly_over():
     """Two of four, without the first, which is late; the other one stays silent."""
     four = group(*[""] * 4)
-    late = threading.Timer(4.5, four[0].agree)
+
+    def come():
+        four[0].membership.attend()  # who comes when it has gone on is told so
+        four[0].agree()
+
+    late = threading.Timer(4.5, come)
     late.start()
     together(four[2:], timeout=8.0)
     late.join()
@@ -383,7 +388,8 @@ def test_who_is_silent_may_come_until_the_time_is_nearly_over():
     assert four[0] in went_on
     assert len(went_on) > 1
     assert not any(isinstance(one.outcome, NoQuorum) for one in four)
-    close(four)
+    four[0].membership.close()
+    close(four[1:])
 
 
 def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
@@ -450,6 +456,32 @@ def test_whoever_is_left_of_a_crowd_is_one_group(seed):
     close(crowd)
 
 
+def test_an_endless_message_is_not_read_to_its_end(monkeypatch):
+    """Whoever has been let in and is of ill will sends more than a message may have, faster than it is looked at."""
+    monkeypatch.setattr(conversation, "LONGEST", 1 << 16)
+    near, far = socket.socketpair()
+    near.settimeout(0.5)
+    sent = [0]
+
+    def send():
+        while sent[0] < 64 << 20:
+            try:
+                sent[0] += near.send(bytes(1 << 16))
+            except OSError:
+                return
+
+    link, endless = Conversation(far), threading.Thread(target=send)
+    near.sendall((1 << 16).to_bytes(4, "little"))
+    endless.start()
+    while endless.is_alive():
+        assert link.news
+        time.sleep(0.001)
+    assert sent[0] < 8 << 20, "no more than a message, and what the kernel holds"
+    assert link.receive() == []
+    assert not link.open
+    near.close()
+
+
 @pytest.mark.parametrize(
     "said", [b"", b"\x05\0\0\0\xff\xfe{]x", b"\x02\0\0\0[]", b'\x0f\0\0\0{"is":"report"}', b"\xff\xff\xff\xff"]
 )
@@ -457,7 +489,7 @@ def test_who_joins_and_says_nothing_or_nonsense_is_sent_away(said):
     """It knows the token, as a newcomer that was stopped, or of another version: it holds up one agreement at most."""
     first = alone()
     with knock(first.door.here, JOIN, 0, (0, 0), 5.0) as stranger:
-        stranger.sendall(said)
+        stranger.socket.sendall(said)
         while not select.select([stranger], [], [], 0.01)[0]:  # it is taken in
             first.membership.listen()
         begun = time.monotonic()
@@ -465,8 +497,8 @@ def test_who_joins_and_says_nothing_or_nonsense_is_sent_away(said):
         assert first.outcome.size == 1
         assert time.monotonic() - begun < 5.0
         assert not first.membership.waiting
-        stranger.settimeout(5.0)
-        assert stranger.recv(1) == b"!"
-        while stranger.recv(4096):  # the reason, for who has reported
+        stranger.socket.settimeout(5.0)
+        assert stranger.look() == b"!"
+        while stranger.socket.recv(4096):  # the reason, for who has reported
             continue
     close([first])

@@ -1,6 +1,7 @@
 """Newcomers that are unlike the members are refused at the door, by name, and the members do not notice."""
 
 import socket
+import statistics
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +18,7 @@ import commpress.backend
 from commpress.collectives.transports.agreement import OTHER_VERSION, Terms
 from commpress.collectives.transports.conversation import Conversation
 from commpress.collectives.transports.meeting import JOIN, knock
+from commpress.collectives.transports.membership import place_of
 from commpress.errors import InvalidArgument
 from commpress.integrations.elastic import description as descriptions
 from test_agreement import alone, close, together
@@ -125,6 +127,61 @@ def test_ranks_that_start_together_and_read_otherwise_are_refused_on_all(mortal,
     assert "data.batch_size is 8, rank 0 has 4" in other
 
 
+BLOCKS, STEPS = 24, 50
+
+
+def greeted_in_every_second_block(folder):
+    """Rank 2 greets ten times a second as a newcomer would, and never reports; seconds of the steps of rank 0, by block."""
+    rank, contact, on, done = dist.get_rank(), *(Path(folder, name) for name in ("contact", "on", "done"))
+    dist.barrier()
+    if rank == 2:
+        while not contact.exists():
+            time.sleep(0.01)
+        links, greeted = [], 0
+        while not done.exists():
+            if on.exists():
+                links.append(knock(place_of(contact.read_text()), JOIN, 0, (0, 0), 5.0))
+                greeted += 1
+            else:
+                while links:
+                    links.pop().close()
+            time.sleep(0.1)
+        return greeted
+    alone_or_with(rank, 2, f"{folder}/store")
+    run = loop(batch=64, width=1024, steps=BLOCKS * STEPS)
+    if rank == 0:
+        Path(folder, "draft").write_text(run.contact)
+        Path(folder, "draft").rename(contact)
+    blocks, before = [], time.monotonic()
+    for number, _ in enumerate(run):
+        now = time.monotonic()
+        if number % STEPS == 0:
+            blocks.append([])
+            on.touch() if len(blocks) % 2 == 0 else on.unlink(missing_ok=True)
+        elif number % STEPS > 10:
+            blocks[-1].append(now - before)
+        before = time.monotonic()
+    done.touch()
+    return blocks, run.counters.reforms
+
+
+@pytest.mark.slow
+def test_greetings_alone_slow_no_step(mortal, tmp_path):
+    """By 2 % at most, as the median of pairs of blocks, one with and one without greetings."""
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        (blocks, reforms), _, greeted = mortal.run(greeted_in_every_second_block, str(folder), size=3, seconds=600)
+        assert reforms == 0
+        medians = [statistics.median(block) for block in blocks]
+        ratios = [with_them / without for without, with_them in zip(medians[::2], medians[1::2], strict=True)]
+        ratio = statistics.median(ratios)
+        print(f"{greeted} greetings; a step of {1e3 * statistics.median(medians):.2f} ms takes {ratio:.3f} times as long")
+        if ratio <= 1.02:
+            return
+    pytest.fail(f"greetings slow a step to {ratio:.3f} of its time")
+
+
 # ---------------------------------------------------------------- at the door
 
 
@@ -139,9 +196,9 @@ def at_the_door(process, **fields):
 
     attendant = threading.Thread(target=attend)
     attendant.start()
-    link = Conversation(knock(process.door.here, JOIN, 0, (0, 0), 5.0), process.door.here, JOIN)
-    while link.first() is None:
-        time.sleep(0.001)
+    call = knock(process.door.here, JOIN, 0, (0, 0), 5.0)
+    call.look()
+    link = Conversation(call.socket, process.door.here, JOIN)
     if fields:
         link.send("report", **fields)
     stop.set()

@@ -44,7 +44,7 @@ class Conversation:
         return bool(self._data or self._seen) or not self.open
 
     def _read(self) -> None:
-        while self.open:
+        while self.open and len(self._data) < LONGEST + _LENGTH.size:  # else ``receive`` takes a message first, or hangs up
             try:
                 part = self.socket.recv(1 << 16)
             except BlockingIOError:
@@ -77,15 +77,6 @@ class Conversation:
         """The messages that have come, which are still to be received."""
         self._seen = self.receive()
         return self._seen
-
-    def first(self) -> bytes | None:
-        """The answer to the greeting, None if there is none yet."""
-        try:
-            return self.socket.recv(1)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
 
     @property
     def gone(self) -> bool:

@@ -22,7 +22,6 @@ from commpress.collectives.transports.meeting import (
     Door,
     Visit,
     close_in_children,
-    welcome,
 )
 from commpress.errors import InvalidArgument
 
@@ -181,13 +180,13 @@ class Membership:
     def answer(self, visit: Visit) -> bool:
         """Take a visitor in, or tell that this process runs, or is of another epoch; True if a member wants to agree."""
         known = any(key in self.keys for key in visit.epochs if key)
-        if visit.kind in (ENLIST, JOIN) and (known or visit.kind == JOIN) and welcome(visit.connection):
+        if visit.kind in (ENLIST, JOIN) and (known or visit.kind == JOIN) and visit.reply():
             with self._lock:
                 self._callers.append(Conversation(visit.connection, kind=visit.kind))
             return visit.kind == ENLIST
         with visit.connection:
             if visit.kind in (PING, ENLIST):
-                welcome(visit.connection, WELCOME if known or not any(visit.epochs) else GONE_ON)
+                visit.reply(WELCOME if known or not any(visit.epochs) else GONE_ON)
         return False
 
     def hear(self, visit: Visit) -> None:
