@@ -36,6 +36,7 @@ UNLIKE = {
     "option": ("min_numel is 1, the members have 256", {"options": {"min_numel": 1}}),
     "width": ("model.module.weight is float32[24, 16], the members have float32[16, 16]", {"width": 24}),
     "optimizer": ("optimizer is AdamW, the members have SGD", {"optimizer": torch.optim.AdamW}),
+    "accumulation": ("batches a step is 2, the members have 1", {"parts": 2}),
     "steps": ("steps is 7, the members have 1000000", {"steps": 7}),
     "minimum": ("minimum is 2, the members have 1", {"minimum": 2}),
     "version": ("commpress is 9.9, the members have", {"version": "9.9"}),
@@ -48,7 +49,7 @@ class Own(commpress.ElasticSampler):
 
 def loop(
     *, batch=4, samples=480, sampler=None, kind="", codec="sign", options=None, width=16, optimizer=torch.optim.SGD,
-    steps=1_000_000, version=commpress.__version__, lr=1e-3, **more,
+    steps=1_000_000, version=commpress.__version__, lr=1e-3, parts=1, **more,
 ):  # fmt: skip
     torch.manual_seed(3)
     descriptions.version = lambda name: version
@@ -60,11 +61,12 @@ def loop(
     order = (Own if kind else commpress.ElasticSampler)(data, batch, **(sampler or {}))
 
     def step(batch):
-        model(batch[0]).square().mean().backward()
+        for part in [batch] if parts == 1 else batch:
+            model(part[0]).square().mean().backward()
         trained.step()
         trained.zero_grad()
 
-    loader = DataLoader(data, batch, sampler=order)
+    loader = DataLoader(data, batch // parts, sampler=order)
     return commpress.elastic(step, {"model": model, "optimizer": trained}, data=loader, steps=steps, **more)
 
 

@@ -173,6 +173,7 @@ class Elastic:
             state if self.build is None else {}, replicas, self.batches.sampler, build=self.build is not None,
             epochs=self.epochs, steps=self.last_step, minimum=self.minimum,
             **{"snapshots.every": None if self.snapshots is None else self.snapshots.every},
+            **{"batches a step": self.batches.count},
         )  # fmt: skip
         if hasattr(self.group, "membership"):
             self.group.membership.description = self.description
