@@ -129,11 +129,11 @@ def test_ranks_that_start_together_and_read_otherwise_are_refused_on_all(mortal,
     assert "data.batch_size is 8, rank 0 has 4" in other
 
 
-BLOCKS, STEPS = 24, 50
+BLOCKS, STEPS = 24, 200
 
 
-def greeted_in_every_second_block(folder):
-    """Rank 2 greets ten times a second as a newcomer would, and never reports; seconds of the steps of rank 0, by block."""
+def greeted_in_half_of_the_blocks(folder):
+    """Rank 2 greets ten times a second as a newcomer would, and never reports; time of rank 0's processor a step, by block."""
     rank, contact, on, done = dist.get_rank(), *(Path(folder, name) for name in ("contact", "on", "done"))
     dist.barrier()
     if rank == 2:
@@ -154,34 +154,28 @@ def greeted_in_every_second_block(folder):
     if rank == 0:
         Path(folder, "draft").write_text(run.contact)
         Path(folder, "draft").rename(contact)
-    blocks, before = [], time.monotonic()
+    blocks, began = [], 0.0
     for number, _ in enumerate(run):
-        now = time.monotonic()
-        if number % STEPS == 0:
-            blocks.append([])
-            on.touch() if len(blocks) % 2 == 0 else on.unlink(missing_ok=True)
-        elif number % STEPS > 10:
-            blocks[-1].append(now - before)
-        before = time.monotonic()
+        if number % STEPS == STEPS - 1:
+            blocks.append((time.process_time() - began) / (STEPS - 11))
+            on.touch() if len(blocks) % 4 in (1, 2) else on.unlink(missing_ok=True)
+        if number % STEPS == 10:
+            began = time.process_time()
     done.touch()
     return blocks, run.counters.reforms
 
 
 @pytest.mark.slow
 def test_greetings_alone_slow_no_step(mortal, tmp_path):
-    """By 2 % at most, as the median of pairs of blocks, one with and one without greetings."""
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        (blocks, reforms), _, greeted = mortal.run(greeted_in_every_second_block, str(folder), size=3, seconds=600)
-        assert reforms == 0
-        medians = [statistics.median(block) for block in blocks]
-        ratios = [with_them / without for without, with_them in zip(medians[::2], medians[1::2], strict=True)]
-        ratio = statistics.median(ratios)
-        print(f"{greeted} greetings; a step of {1e3 * statistics.median(medians):.2f} ms takes {ratio:.3f} times as long")
-        if ratio <= 1.02:
-            return
-    pytest.fail(f"greetings slow a step to {ratio:.3f} of its time")
+    """By 2 % of its processor time at most, in all threads: the median of pairs of blocks, one with greetings and one without,
+    every other pair turned round. Time on the clock says nothing on a machine that others use.
+    """
+    (blocks, reforms), _, greeted = mortal.run(greeted_in_half_of_the_blocks, str(tmp_path), size=3, seconds=600)
+    assert reforms == 0
+    pairs = [blocks[at : at + 2][:: 1 if at % 4 else -1] for at in range(0, BLOCKS, 2)]
+    ratio = statistics.median(with_them / without for with_them, without in pairs)
+    print(f"{greeted} greetings; {1e3 * statistics.median(blocks):.2f} ms of processor time a step, {ratio:.3f} times as much")
+    assert ratio <= 1.02
 
 
 # ---------------------------------------------------------------- at the door

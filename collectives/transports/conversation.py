@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from commpress.collectives.transports.meeting import ENLIST
@@ -38,10 +40,15 @@ class Conversation:
             self.close()
 
     @property
+    def unread(self) -> bool:
+        """True if something was read that is still to be received."""
+        return bool(self._data or self._seen)
+
+    @property
     def news(self) -> bool:
         """True if there is something to ``receive``, or if the other end has hung up."""
         self._read()
-        return bool(self._data or self._seen) or not self.open
+        return self.unread or not self.open
 
     def _read(self) -> None:
         while self.open and len(self._data) < LONGEST + _LENGTH.size:  # else ``receive`` takes a message first, or hangs up
@@ -93,6 +100,18 @@ class Conversation:
     def close(self) -> None:
         self.open = False
         self.socket.close()
+
+
+def with_news(links: Sequence[Conversation]) -> set[Conversation]:
+    """Those with something to ``receive``, or whose other end has hung up; the kernel is asked once for all."""
+    found, files, poll = set[Conversation](), dict[int, Conversation](), select.poll()
+    for link in links:
+        if link.unread or not link.open:
+            found.add(link)
+        else:
+            files[link.fileno()] = link
+            poll.register(link, select.POLLIN)
+    return found | {files[file] for file, _ in poll.poll(0)}
 
 
 def _message(text: bytes) -> Message | None:

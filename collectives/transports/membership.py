@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from commpress.collectives.change import Change
-from commpress.collectives.transports.conversation import Conversation, Message
+from commpress.collectives.transports.conversation import Conversation, Message, with_news
 from commpress.collectives.transports.meeting import (
     ENLIST,
     GONE_ON,
@@ -153,7 +153,9 @@ class Membership:
         """Newcomers at the door who have reported and are like this process. Who is not is sent away."""
         with self._lock:
             joining = [link for link in self._callers if link.kind == JOIN]
-            welcome = sum(self._suits(link) for link in joining)
+            late = time.monotonic() - REPORTING
+            stirred = with_news(joining)  # many may be silent, and this is asked in every step
+            welcome = sum(self._suits(link) for link in joining if link in stirred or link.since < late)
             self._callers = deque(link for link in self._callers if link.open)
         return welcome
 
