@@ -129,7 +129,7 @@ def test_ranks_that_start_together_and_read_otherwise_are_refused_on_all(mortal,
     assert "data.batch_size is 8, rank 0 has 4" in other
 
 
-BLOCKS, STEPS = 24, 200
+BLOCKS, STEPS = 24, 50
 
 
 def greeted_in_half_of_the_blocks(folder):
@@ -150,7 +150,7 @@ def greeted_in_half_of_the_blocks(folder):
             time.sleep(0.1)
         return greeted
     alone_or_with(rank, 2, f"{folder}/store")
-    run = loop(batch=64, width=1024, steps=BLOCKS * STEPS)
+    run = loop(batch=64, width=8192, steps=BLOCKS * STEPS)
     if rank == 0:
         Path(folder, "draft").write_text(run.contact)
         Path(folder, "draft").rename(contact)
