@@ -218,7 +218,35 @@ MUTANTS = [
     ),
     Mutant(
         "any token is let in at the meeting", "collectives/transports/meeting.py",
-        "if secrets.compare_digest(token, self.token):", "if True:", "tests/test_meeting.py",
+        "if not secrets.compare_digest(token, self.token):", "if False:", "tests/test_meeting.py",
+    ),
+    Mutant(
+        "any proof of the run's key is taken", "collectives/transports/meeting.py",
+        "if not proves(visitor.words[-PROOF:], proof(self._key, CALLER, *seen)):", "if False:", "tests/test_run_key.py",
+    ),
+    Mutant(
+        "a caller without the run's key is let in", "collectives/transports/meeting.py",
+        "        if bool(kind & KEYED) != (self._key is not None):\n            self._refuse(visitor)\n"
+        "            return None\n        if self._key is None:\n", "        if not kind & KEYED:\n",
+        "tests/test_run_key.py",
+    ),
+    Mutant(
+        "any door is believed to have the run's key", "collectives/transports/meeting.py",
+        "return answer if proves(given, proof(self._key, DOOR, *seen)) else DIFFERS", "return answer",
+        "tests/test_run_key.py",
+    ),
+    Mutant(
+        "a proof is good for any door", "collectives/transports/run_key.py",
+        "challenge, answer, place.encode())", "challenge, answer)", "tests/test_run_key.py",
+    ),
+    Mutant(
+        "a door challenges everybody alike", "collectives/transports/meeting.py",
+        "visitor.challenge, visitor.until = nonce(), ", "visitor.challenge, visitor.until = bytes(NONCE), ",
+        "tests/test_run_key.py",
+    ),
+    Mutant(
+        "who joins wins by the age that it says", "collectives/transports/roster.py",
+        "if years == oldest or not whole or not yields:", "if years == oldest or not whole:", "tests/test_agreement.py",
     ),
     Mutant(
         "strangers wait without limit", "collectives/transports/meeting.py",

@@ -12,7 +12,7 @@ import pytest
 
 from commpress.collectives.change import Change
 from commpress.collectives.transports import agreement as agreements
-from commpress.collectives.transports import heartbeat
+from commpress.collectives.transports import conversation, heartbeat
 from commpress.collectives.transports.agreement import Agreement, Terms
 from commpress.collectives.transports.conversation import Conversation
 from commpress.collectives.transports.meeting import JOIN, Door, knock
@@ -217,22 +217,40 @@ def test_members_ask_whether_a_slow_newcomer_runs_and_are_not_taken_for_latecome
     close([*three, newcomer])
 
 
-def test_two_groups_become_one_and_the_older_goes_on():
+def test_two_groups_become_one_and_the_older_goes_on_where_the_members_yield():
     old, young = group("", "", ""), group("", "")
-    terms = [Terms(age=7, contacts=lambda: [young[0].door.here])] * 3 + [Terms()] * 2
+    terms = [Terms(age=7, contacts=lambda: [young[0].door.here])] * 3 + [Terms(yields=True)] * 2
     three = [threading.Thread(target=one.agree, args=(each,)) for one, each in zip(old, terms[:3], strict=True)]
     for thread in three:
         thread.start()
     while young[0].membership.waiting < 3:
         young[0].membership.listen()
         time.sleep(0.005)
-    take_in(young, Terms(), 5)
+    take_in(young, Terms(yields=True), 5)
     for thread in three:
         thread.join(60)
     assert_agree([*old, *young])
     assert [one.outcome.was for one in (*old, *young)] == [0, 1, 2, None, None]
     assert young[0].outcome.size_before == 3
     close([*old, *young])
+
+
+@pytest.mark.parametrize("yields", [(False, False), (True, False)])
+def test_an_older_group_that_joins_is_refused_unless_all_members_yield(yields):
+    """It would replace their weights, and its age is what it says of itself."""
+    members, older = group("", ""), alone()
+    joiner = threading.Thread(target=older.agree, args=(Terms(age=10**9, contacts=lambda: [members[0].door.here]),))
+    joiner.start()
+    while not members[0].membership.waiting:
+        members[0].membership.listen()
+        time.sleep(0.005)
+    together(members, [Terms(age=3, yields=each) for each in yields])
+    joiner.join(60)
+    assert [one.outcome.sources for one in members] == [(0, 1)] * 2
+    assert isinstance(older.outcome, InvalidArgument)
+    assert "this group has trained for 1000000000 steps and the members for 3" in str(older.outcome)
+    assert "give age=0 to reform() here to take their weights, or yields=True" in str(older.outcome)
+    close([*members, older])
 
 
 def test_two_groups_that_have_trained_equally_long_stay_apart():
@@ -356,7 +374,12 @@ def test_a_process_that_is_gone_stays_so_where_another_listens_since():
 def test_who_is_silent_may_come_until_the_time_is_nearly_over():
     """Two of four, without the first, which is late; the other one stays silent."""
     four = group(*[""] * 4)
-    late = threading.Timer(4.5, four[0].agree)
+
+    def come():
+        four[0].membership.attend()  # who comes when it has gone on is told so
+        four[0].agree()
+
+    late = threading.Timer(4.5, come)
     late.start()
     together(four[2:], timeout=8.0)
     late.join()
@@ -365,7 +388,8 @@ def test_who_is_silent_may_come_until_the_time_is_nearly_over():
     assert four[0] in went_on
     assert len(went_on) > 1
     assert not any(isinstance(one.outcome, NoQuorum) for one in four)
-    close(four)
+    four[0].membership.close()
+    close(four[1:])
 
 
 def test_who_collects_garbage_for_long_is_waited_for(monkeypatch):
@@ -432,6 +456,32 @@ def test_whoever_is_left_of_a_crowd_is_one_group(seed):
     close(crowd)
 
 
+def test_an_endless_message_is_not_read_to_its_end(monkeypatch):
+    """Whoever has been let in and is of ill will sends more than a message may have, faster than it is looked at."""
+    monkeypatch.setattr(conversation, "LONGEST", 1 << 16)
+    near, far = socket.socketpair()
+    near.settimeout(0.5)
+    sent = [0]
+
+    def send():
+        while sent[0] < 64 << 20:
+            try:
+                sent[0] += near.send(bytes(1 << 16))
+            except OSError:
+                return
+
+    link, endless = Conversation(far), threading.Thread(target=send)
+    near.sendall((1 << 16).to_bytes(4, "little"))
+    endless.start()
+    while endless.is_alive():
+        assert link.news
+        time.sleep(0.001)
+    assert sent[0] < 8 << 20, "no more than a message, and what the kernel holds"
+    assert link.receive() == []
+    assert not link.open
+    near.close()
+
+
 @pytest.mark.parametrize(
     "said", [b"", b"\x05\0\0\0\xff\xfe{]x", b"\x02\0\0\0[]", b'\x0f\0\0\0{"is":"report"}', b"\xff\xff\xff\xff"]
 )
@@ -439,7 +489,7 @@ def test_who_joins_and_says_nothing_or_nonsense_is_sent_away(said):
     """It knows the token, as a newcomer that was stopped, or of another version: it holds up one agreement at most."""
     first = alone()
     with knock(first.door.here, JOIN, 0, (0, 0), 5.0) as stranger:
-        stranger.sendall(said)
+        stranger.socket.sendall(said)
         while not select.select([stranger], [], [], 0.01)[0]:  # it is taken in
             first.membership.listen()
         begun = time.monotonic()
@@ -447,8 +497,8 @@ def test_who_joins_and_says_nothing_or_nonsense_is_sent_away(said):
         assert first.outcome.size == 1
         assert time.monotonic() - begun < 5.0
         assert not first.membership.waiting
-        stranger.settimeout(5.0)
-        assert stranger.recv(1) == b"!"
-        while stranger.recv(4096):  # the reason, for who has reported
+        stranger.socket.settimeout(5.0)
+        assert stranger.look() == b"!"
+        while stranger.socket.recv(4096):  # the reason, for who has reported
             continue
     close([first])

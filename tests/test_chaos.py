@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import sources
+from commpress.cli import chaos as chaos_command
 from commpress.cli import fault_schedule, main
 from commpress.cli.fault_schedule import LAUNCHER, Fault
 from commpress.cli.history import EventFile, History, Hit, Verdict
 from commpress.cli.hosts import Hosts, HostsUnavailable, parse_delay, parse_rate
+from commpress.collectives.transports.run_key import VARIABLE
 from commpress.errors import InvalidArgument
 
 TOY = Path(__file__).with_name("chaos_toy.py")
@@ -53,6 +56,21 @@ def test_a_line_that_says_no_fault_is_named(line, tmp_path):
     (tmp_path / "faults").write_text(f"1 kill 1\n{line}\n")
     with pytest.raises(InvalidArgument, match="line 2 is"):
         fault_schedule.read(tmp_path / "faults", 4)
+
+
+@pytest.mark.parametrize("given", ["", "a key of the user, which every process has anyway"])
+def test_all_processes_of_a_run_get_one_key(given, monkeypatch, tmp_path):
+    """They meet in a store that is open to whoever reaches its port."""
+    monkeypatch.setattr(chaos_command, "LauncherStore", lambda hosts: SimpleNamespace(address="127.0.0.1", port=1))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if given:
+        monkeypatch.setenv(VARIABLE, given)
+    options = SimpleNamespace(command=["true"], ranks=2, hash_every=0)
+    run, other = (chaos_command.Chaos(options, [], tmp_path, None) for _ in range(2))
+    keys = {run._environment(number, again=again).get(VARIABLE, given) for number in (0, 1) for again in (False, True)}
+    assert len(keys) == 1
+    assert len(keys.pop()) >= 32
+    assert given or run.key != other.key
 
 
 # ---------------------------------------------------------------- figures

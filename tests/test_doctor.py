@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from commpress.cli import doctor, main
+from commpress.cli import bug_report, doctor, main
 from commpress.cli.doctor import Finding, looked_at
 from commpress.kernels.cpu import openmp as cpu_openmp
 
@@ -153,3 +153,14 @@ def test_memory_with_a_limit_and_without_huge_pages(tmp_path):
 def test_a_clock_has_a_step_and_a_cost():
     assert 0 < doctor.smallest_step(5) < 0.1
     assert 0 < doctor.reading_cost(100) < 0.1
+
+
+def test_a_report_tells_no_secret_of_a_run(monkeypatch):
+    """People paste it into issues: whoever has the key or the token of a run can join it."""
+    monkeypatch.setenv("COMMPRESS_RUN_KEY", "a secret of this run, longer than 32 bytes")
+    monkeypatch.setenv("COMMPRESS_JOIN", "10.0.0.1:4711#" + "0123456789abcdef" * 2)
+    text = bug_report.report({})
+    assert "set: COMMPRESS_RUN_KEY=<key>" in text
+    assert "#<token>" in text
+    assert "secret" not in text
+    assert "0123456789abcdef" not in text

@@ -274,8 +274,9 @@ def test_one_that_was_stopped_is_refused_and_may_join_again(mortal, tmp_path):
 def refuse():
     group = world()
     for wrong, what in (
-        ({"timeout": 3}, "timeout"), ({"say": "words"}, "say"), ({"age": -1}, "age"), ({"minimum": None}, "minimum"),
-        ({"admit": 1}, "admit"), ({"join": "10.0.0.1:80"}, "join"),
+        ({"timeout": 3}, "timeout"), ({"say": "words"}, "say"), ({"age": -1}, "age"),
+        ({"yields": 1}, "yields"), ({"minimum": None}, "minimum"),
+        ({"admit": 1}, "admit"), ({"join": "10.0.0.1:80"}, "join"), ({"join": "10.0.0.1:80#" + "z" * 32}, "join"),
     ):  # fmt: skip
         error = caught(group.reform, **wrong)
         assert isinstance(error, InvalidArgument), error

@@ -22,7 +22,7 @@ from typing import Protocol
 from commpress.collectives.change import Change
 from commpress.collectives.transports.conversation import Conversation, Message
 from commpress.collectives.transports.heartbeat import Heartbeat
-from commpress.collectives.transports.meeting import ENLIST, GONE_ON, JOIN, PING, WELCOME, knock
+from commpress.collectives.transports.meeting import DIFFERS, ENLIST, GIVE_ALL, GONE_ON, JOIN, PING, WELCOME, knock
 from commpress.collectives.transports.membership import Epoch, Membership, Proposal, contact_of, new_key
 from commpress.collectives.transports.roster import Roster, base_of, keys_of, may_go_on
 from commpress.errors import CommunicationError, Excluded, InvalidArgument, NoQuorum, PeerFailure
@@ -41,6 +41,7 @@ class Terms:
     age: int = 0
     said: bytes = b""
     minimum: int = 1
+    yields: bool = False  # to a group that wants to join and has trained longer; it takes all members
     admits: bool = True  # newcomers, where this process leads; else they wait at the door
     labels: Callable[[], Sequence[str]] = tuple  # of the objects that are to be connected: the same for everybody
     count: int = 0  # of groups that it has named; the largest goes on
@@ -150,7 +151,7 @@ class Agreement:
             "age": terms.age, "said": terms.said.hex(), "minimum": terms.minimum, "labels": list(terms.labels()),
             "count": terms.count, "patience": self.late - time.monotonic(), "join": terms.contacts is not None,
             "began": list(terms.began), "linked": list(self.linked), "brings": self.mine.waiting,
-            "appointed": list(terms.appointed), "ordered": terms.ordered,
+            "appointed": list(terms.appointed), "ordered": terms.ordered, "yields": terms.yields,
             "describes": dict(self.mine.description()) if terms.contacts is not None else {},
         }  # fmt: skip
 
@@ -242,17 +243,19 @@ class Agreement:
         kind = JOIN if self.terms.contacts is not None and self.mine.ready is None else ENLIST
         try:
             left = min(self.patience, self.deadline - time.monotonic())
-            connection = knock(place, kind, self.mine.rank, self.mine.keys, left)
+            call = knock(place, kind, self.mine.rank, self.mine.keys, left)
         except OSError as error:
             self._leave(place, DEAD if isinstance(error, ConnectionRefusedError) else SILENT)
             return None
-        link, welcomed, since = Conversation(connection, place, kind), False, time.monotonic()
+        link, welcomed, since = Conversation(call.socket, place, kind), False, time.monotonic()
         try:
             while link.open:
                 self._check()
                 self._listen([link], TICK)
                 if not welcomed:
-                    answer = link.first()
+                    answer = call.look()
+                    if answer == DIFFERS:
+                        raise InvalidArgument(f"this process and the one at {contact_of(place)} are not of one run: {GIVE_ALL}")
                     if answer == GONE_ON and not self.terms.appointed and place in self.mine.epoch.places:
                         raise self._excluded(place)
                     if answer is not None and answer != WELCOME:

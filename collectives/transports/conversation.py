@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from commpress.collectives.transports.meeting import ENLIST
@@ -38,13 +40,18 @@ class Conversation:
             self.close()
 
     @property
+    def unread(self) -> bool:
+        """True if something was read that is still to be received."""
+        return bool(self._data or self._seen)
+
+    @property
     def news(self) -> bool:
         """True if there is something to ``receive``, or if the other end has hung up."""
         self._read()
-        return bool(self._data or self._seen) or not self.open
+        return self.unread or not self.open
 
     def _read(self) -> None:
-        while self.open:
+        while self.open and len(self._data) < LONGEST + _LENGTH.size:  # else ``receive`` takes a message first, or hangs up
             try:
                 part = self.socket.recv(1 << 16)
             except BlockingIOError:
@@ -78,15 +85,6 @@ class Conversation:
         self._seen = self.receive()
         return self._seen
 
-    def first(self) -> bytes | None:
-        """The answer to the greeting, None if there is none yet."""
-        try:
-            return self.socket.recv(1)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
-
     @property
     def gone(self) -> bool:
         """True if the other end has hung up; takes nothing that has come."""
@@ -102,6 +100,18 @@ class Conversation:
     def close(self) -> None:
         self.open = False
         self.socket.close()
+
+
+def with_news(links: Sequence[Conversation]) -> set[Conversation]:
+    """Those with something to ``receive``, or whose other end has hung up; the kernel is asked once for all."""
+    found, files, poll = set[Conversation](), dict[int, Conversation](), select.poll()
+    for link in links:
+        if link.unread or not link.open:
+            found.add(link)
+        else:
+            files[link.fileno()] = link
+            poll.register(link, select.POLLIN)
+    return found | {files[file] for file, _ in poll.poll(0)}
 
 
 def _message(text: bytes) -> Message | None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from commpress.collectives.transports import interface
-from commpress.collectives.transports.meeting import GONE_ON, PING, WELCOME, greeting
+from commpress.collectives.transports.meeting import GONE_ON, PING, WELCOME, Knock
 from commpress.errors import PeerFailure
 
 AGAIN = 0.25  # seconds between two questions
@@ -25,6 +25,7 @@ class Heartbeat:
         self._began = 0.0
         self._looked = self.since
         self._socket: socket.socket | None = None
+        self._call: Knock | None = None
         self._asked: tuple[int, int] | None = None  # of which epochs this process was then
 
     def look(self) -> None:
@@ -37,18 +38,19 @@ class Heartbeat:
             if now < self._began + AGAIN:
                 return
             host, port, _ = self._place.split(" ")
-            self._began, self._asked = now, None
+            self._began, self._call = now, None
             self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             self._socket.setblocking(False)
             self._socket.connect_ex(interface.for_connect(host, int(port)))
         try:
             if error := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(error, "nobody listens")
-            if self._asked is None:
-                epochs = self._epochs()
-                self._socket.send(greeting(self._place, PING, 0, epochs))
-                self._asked = epochs
-            answer = self._socket.recv(1)
+            if self._call is None:
+                self._asked = self._epochs()
+                self._call = Knock(self._socket, self._place, PING, 0, self._asked)
+            answer = self._call.answer()
+            if answer is None:
+                raise BlockingIOError
             if answer in (WELCOME, GONE_ON):
                 self.answered, self.dead = time.monotonic(), False
                 self.gone_on = answer == GONE_ON and self._asked == self._epochs()  # else it may be that this process has

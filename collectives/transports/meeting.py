@@ -2,9 +2,19 @@
 
 Whoever connects must know the listener's random token, which travels only among the ranks, and is told that he is in. Anybody
 else may knock: nobody waits for him. A greeting says of which epoch of the group it is: connections of others are refused.
+
+A store tells the token to all who reach it. So where the run has a key (``run_key``) both ends prove that they have it:
+
+    caller → door   greeting with the bit KEYED, the caller's random number
+    door → caller   a random number of its own
+    caller → door   proof over both, the greeting and the door's address
+    door → caller   the answer, and a proof over the same and the answer
+
+An end without the key, or with another one, is told DIFFERS.
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import selectors
@@ -13,23 +23,46 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple, Protocol
+from functools import cache, partial
+from typing import NamedTuple, Protocol, TypeVar
 
 from commpress.collectives.transports import interface
+from commpress.collectives.transports.run_key import (
+    CALLER,
+    DOOR,
+    FILE,
+    NONCE,
+    PROOF,
+    VARIABLE,
+    nonce,
+    proof,
+    proves,
+    run_key,
+)
 from commpress.errors import PeerFailure
 
 HELLO, PING = 4, 5  # kinds of greeting: a connection that stays; a question whether this process runs
 ENLIST, JOIN = 7, 8  # of a member that wants to agree on who goes on; of one that wants to become a member
+KEYED = 0x80  # with a kind: the caller has the key of the run
 WELCOME, GONE_ON = b"!", b">"  # answers to a greeting; GONE_ON: this process is of another epoch
-PATIENCE = 1.0  # seconds that a visitor has for his greeting
+DIFFERS = b"k"  # an answer without a proof: only one of both has the key of the run, or they have two
+PATIENCE = 1.0  # seconds that a visitor has for his greeting, and again for his proof
 _AGAIN = 0.02  # seconds before a rank that was not taken in calls again
 _LOOK = 0.05  # seconds between two looks at who has died meanwhile
 STRANGERS = 64  # visitors at the door who have not greeted; the oldest goes when another comes
 _TOKEN = 16
 _GREETING = struct.Struct(f"<B{_TOKEN}sIQQ")  # kind, token, rank, epoch, the epoch that it may be of by now
+GIVE_ALL = f"only one has the key of a run, or they have two. Set {VARIABLE} or {FILE} alike in every process of the run"
+T = TypeVar("T")
+
+log = logging.getLogger("commpress")
+
+
+def _no_proof(answer: bytes) -> bytes:
+    """The proof of a run without a key."""
+    return b""
 
 
 class Visit(NamedTuple):
@@ -39,13 +72,29 @@ class Visit(NamedTuple):
     rank: int
     connection: socket.socket
     epochs: tuple[int, int] = (0, 0)  # the one it is of, and the one that it may be of by now; 0: none
+    proof: Callable[[bytes], bytes] = _no_proof  # of an answer
+
+    def reply(self, answer: bytes = WELCOME) -> bool:
+        """Tell the visitor that it is in; whether it is still there."""
+        words = answer + self.proof(answer)
+        try:
+            return self.connection.send(words) == len(words)
+        except OSError:
+            return False
 
 
 @dataclass(eq=False)
 class _Visitor:
     connection: socket.socket
     until: float
-    greeting: bytes = b""
+    words: bytes = b""
+    challenge: bytes = b""  # the door's number, once it is sent
+
+    @property
+    def due(self) -> int:
+        """Bytes of his words, as far as they are due by now."""
+        keyed = bool(self.words) and bool(self.words[0] & KEYED)
+        return _GREETING.size + keyed * NONCE + bool(self.challenge) * PROOF
 
 
 class Door:
@@ -55,7 +104,7 @@ class Door:
     """
 
     def __init__(self, address: str, family: socket.AddressFamily, room: int) -> None:
-        self.token = secrets.token_bytes(_TOKEN)
+        self.token, self._key, self._warned = secrets.token_bytes(_TOKEN), run_key(), False
         self._address = address
         self._listener = socket.create_server((address, 0), family=family, backlog=room + STRANGERS)
         self._listener.setblocking(False)
@@ -129,22 +178,52 @@ class Door:
 
     def _hear(self, visitor: _Visitor) -> Visit | None:
         try:
-            part = visitor.connection.recv(_GREETING.size - len(visitor.greeting))
+            part = visitor.connection.recv(visitor.due - len(visitor.words))
         except BlockingIOError:
             return None
         except OSError:
             part = b""
-        visitor.greeting += part
-        if part and len(visitor.greeting) < _GREETING.size:
+        visitor.words += part
+        if part and len(visitor.words) < visitor.due:
             return None
-        if part:
-            kind, token, rank, *epochs = _GREETING.unpack(visitor.greeting)
-            if secrets.compare_digest(token, self.token):
-                self._selector.unregister(visitor.connection)
-                del self._visitors[visitor.connection]
-                return Visit(kind, rank, visitor.connection, (epochs[0], epochs[1]))
-        self._dismiss(visitor)
-        return None
+        visit = self._recognised(visitor) if part else None
+        if visit is not None:
+            self._selector.unregister(visitor.connection)
+            del self._visitors[visitor.connection]
+        elif not part or len(visitor.words) == visitor.due:  # else his proof is due now
+            self._dismiss(visitor)
+        return visit
+
+    def _recognised(self, visitor: _Visitor) -> Visit | None:
+        """The visit of one who has said all that is due; None if he is a stranger, or has a proof to give first."""
+        greeting = visitor.words[: visitor.due - bool(visitor.challenge) * PROOF]
+        kind, token, rank, *epochs = _GREETING.unpack(greeting[: _GREETING.size])
+        if not secrets.compare_digest(token, self.token):
+            return None
+        visit = partial(Visit, kind & ~KEYED, rank, visitor.connection, (epochs[0], epochs[1]))
+        if bool(kind & KEYED) != (self._key is not None):
+            self._refuse(visitor)
+            return None
+        if self._key is None:
+            return visit()
+        if not visitor.challenge:
+            visitor.challenge, visitor.until = nonce(), visitor.until + PATIENCE
+            with contextlib.suppress(OSError):  # he is gone, and no proof comes
+                visitor.connection.send(visitor.challenge)
+            return None
+        seen = self.here, greeting, visitor.challenge
+        if not proves(visitor.words[-PROOF:], proof(self._key, CALLER, *seen)):
+            self._refuse(visitor)
+            return None
+        return visit(partial(proof, self._key, DOOR, *seen))
+
+    def _refuse(self, visitor: _Visitor) -> None:
+        """Tell a visitor who knows the token that he has no key, or another one."""
+        if not self._warned:
+            self._warned = True
+            log.warning("somebody at %s knows this door's token and not the run's key: %s", _peer(visitor.connection), GIVE_ALL)
+        with contextlib.suppress(OSError):  # he is gone
+            visitor.connection.send(DIFFERS)
 
     def _dismiss(self, visitor: _Visitor) -> None:
         self._selector.unregister(visitor.connection)
@@ -185,7 +264,7 @@ class Meeting:
         Note: a rank that was slow to greet is a stranger to its peer, who hangs up. So it calls again until it is welcome.
         """
         connections: dict[int, socket.socket] = {}
-        calls: dict[int, socket.socket] = {}
+        calls: dict[int, Knock] = {}
         with selectors.DefaultSelector() as news:
             news.register(self.door, selectors.EVENT_READ)
             try:
@@ -201,30 +280,38 @@ class Meeting:
                         if key.fileobj is self.door:
                             connections |= self._received(missing)
                             continue
-                        peer, connection = key.data, calls.pop(key.data)
-                        news.unregister(connection)
-                        if welcomed(connection):
-                            connections[peer] = connection
-                        else:
-                            connection.close()
-                            time.sleep(_AGAIN)
+                        peer, call = key.data, calls[key.data]
+                        answer = call.look()
+                        if answer is None:
+                            continue
+                        news.unregister(call)
+                        del calls[peer]
+                        if answer == WELCOME:
+                            connections[peer] = call.socket
+                            continue
+                        call.close()
+                        if answer == DIFFERS:
+                            raise self._differs(peer)
+                        time.sleep(_AGAIN)
             except BaseException:
-                for connection in [*connections.values(), *calls.values()]:
+                for connection in [*connections.values(), *(call.socket for call in calls.values())]:
                     connection.close()
                 raise
         return connections
 
-    def call(self, peer: int, kind: int, seconds: float) -> socket.socket:
-        """A connection to a peer on which we have said who we are. ``welcomed`` tells whether it took us in."""
+    def call(self, peer: int, kind: int, seconds: float) -> "Knock":
+        """A connection to a peer on which we have said who we are. ``look`` tells whether it took us in."""
         return knock(self._places[peer], kind, self.rank, (self.epoch, 0), seconds)
 
     def close(self) -> None:
         if not self._lent:
             self.door.close()
 
-    def _call(self, peer: int, seconds: float) -> socket.socket:
+    def _call(self, peer: int, seconds: float) -> "Knock":
         try:
-            return self.call(peer, HELLO, seconds)
+            call = self.call(peer, HELLO, seconds)
+            call.socket.setblocking(False)
+            return call
         except OSError as error:
             host, port, _ = self._places[peer].split(" ")
             raise PeerFailure(
@@ -237,15 +324,21 @@ class Meeting:
         """The connections that higher ranks have made."""
         came: dict[int, socket.socket] = {}
         for visit in self.door.arrivals():
-            kind, peer, connection, (epoch, _) = visit
+            kind, peer, connection, (epoch, _), _ = visit
             due = kind == HELLO and epoch == self.epoch and peer in missing and peer > self.rank and peer not in came
             if not due:
                 self._others(visit)
-            elif welcome(connection):
+            elif visit.reply():
                 came[peer] = connection
             else:
                 connection.close()
         return came
+
+    def _differs(self, peer: int) -> PeerFailure:
+        host, port, _ = self._places[peer].split(" ")
+        return PeerFailure(
+            f"rank {self.rank} and rank {peer} at {host} port {port} are not of one run: {GIVE_ALL}", ranks=(peer,)
+        )
 
     def _absent(self, missing: tuple[int, ...]) -> PeerFailure:
         return PeerFailure(
@@ -265,46 +358,103 @@ def own_door(room: int) -> Door:
     return Door(address, family, room)
 
 
-def knock(place: str, kind: int, rank: int, epochs: tuple[int, int], seconds: float) -> socket.socket:
-    """A connection to a door on which we have said who we are."""
+class Knock:
+    """A call at a door, from the greeting to the answer."""
+
+    def __init__(self, connection: socket.socket, place: str, kind: int, rank: int, epochs: tuple[int, int]) -> None:
+        """Greet over a connection that is made."""
+        self.socket, self._place, self._key = connection, place, run_key()
+        keyed = self._key is not None
+        self._greeting = _GREETING.pack(kind | keyed * KEYED, bytes.fromhex(place.split(" ")[2]), rank, *epochs)
+        self._greeting += nonce() if keyed else b""
+        self._challenge, self._words = b"", b""  # the door's number; what it says now
+        connection.sendall(self._greeting)
+
+    def __enter__(self) -> "Knock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def look(self) -> bytes | None:
+        """The answer, b"" where there will be none; None if it has not come yet. Waits as long as the connection does."""
+        try:
+            return self.answer()
+        except OSError:
+            return b""
+
+    def answer(self) -> bytes | None:
+        """Like ``look``; errors of the connection are raised."""
+        while True:
+            due = 1 if self._key is None else 1 + PROOF if self._challenge else NONCE
+            try:
+                part = self.socket.recv(due - len(self._words))
+            except BlockingIOError:
+                return None
+            self._words += part
+            if not part:
+                return DIFFERS if self._words == DIFFERS else b""
+            if len(self._words) < due:
+                continue
+            if self._key is None:
+                return self._words
+            if self._challenge:
+                answer, given = self._words[:1], self._words[1:]
+                seen = self._place, self._greeting, self._challenge, answer
+                return answer if proves(given, proof(self._key, DOOR, *seen)) else DIFFERS
+            self._challenge, self._words = self._words, b""
+            self.socket.sendall(proof(self._key, CALLER, self._place, self._greeting, self._challenge))
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def knock(place: str, kind: int, rank: int, epochs: tuple[int, int], seconds: float) -> Knock:
+    """A call at a door, by a connection on which we have said who we are."""
     host, port, _ = place.split(" ")
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     connection.settimeout(max(seconds, 0.001))
     try:
         connection.connect(interface.for_connect(host, int(port)))
-        connection.sendall(greeting(place, kind, rank, epochs))
-    except OSError:
+        return Knock(connection, place, kind, rank, epochs)
+    except BaseException:
         connection.close()
         raise
-    return connection
 
 
-def greeting(place: str, kind: int, rank: int, epochs: tuple[int, int]) -> bytes:
-    """The words that are due at a door."""
-    return _GREETING.pack(kind, bytes.fromhex(place.split(" ")[2]), rank, *epochs)
-
-
-def welcome(connection: socket.socket, answer: bytes = WELCOME) -> bool:
-    """Tell a visitor that it is in; whether it is still there."""
-    try:
-        return connection.send(answer) == len(answer)
-    except OSError:
-        return False
+def answers(calls: Mapping[T, Knock], seconds: float) -> dict[T, bytes]:
+    """Answers of those who give one in time. The calls are closed."""
+    found: dict[T, bytes] = {}
+    until = time.monotonic() + seconds
+    with selectors.DefaultSelector() as news, contextlib.ExitStack() as stack:
+        for who, call in calls.items():
+            stack.enter_context(call)
+            call.socket.setblocking(False)
+            news.register(call, selectors.EVENT_READ, who)
+        while len(found) < len(calls) and (left := until - time.monotonic()) > 0:
+            for key, _ in news.select(left):
+                answer = calls[key.data].look()
+                if answer is not None:
+                    found[key.data] = answer
+                    news.unregister(key.fileobj)
+    return found
 
 
 def _answer(visit: Visit) -> None:
     """Tell whoever asks that this process runs."""
     with visit.connection:
         if visit.kind == PING:
-            welcome(visit.connection)
+            visit.reply()
 
 
-def welcomed(connection: socket.socket) -> bool:
-    """True if the peer that we have called took us in; waits as long as the connection does."""
+def _peer(connection: socket.socket) -> str:
     try:
-        return connection.recv(len(WELCOME)) == WELCOME
+        return str(connection.getpeername()[0])
     except OSError:
-        return False
+        return "an address unknown"
 
 
 # ---------------------------------------------------------------- forked children

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from commpress.collectives.change import Change
-from commpress.collectives.transports.conversation import Conversation, Message
+from commpress.collectives.transports.conversation import Conversation, Message, with_news
 from commpress.collectives.transports.meeting import (
     ENLIST,
     GONE_ON,
@@ -22,12 +22,12 @@ from commpress.collectives.transports.meeting import (
     Door,
     Visit,
     close_in_children,
-    welcome,
 )
 from commpress.errors import InvalidArgument
 
 REPORTING = 5.0  # seconds that a newcomer has for its report
 SHOWN = 5  # differences that are named
+_DIGITS = set("0123456789abcdef")  # of a token
 
 log = logging.getLogger("commpress")
 
@@ -68,7 +68,7 @@ def contact_of(place: str) -> str:
 def is_contact(text: str) -> bool:
     where, hash, token = text.strip().rpartition("#")
     host, colon, port = where.rpartition(":")
-    return bool(hash and colon and host and port.isdecimal() and len(token) == 32)
+    return bool(hash and colon and host and port.isdecimal() and len(token) == 32 and set(token) <= _DIGITS)
 
 
 def place_of(contact: str) -> str:
@@ -153,7 +153,9 @@ class Membership:
         """Newcomers at the door who have reported and are like this process. Who is not is sent away."""
         with self._lock:
             joining = [link for link in self._callers if link.kind == JOIN]
-            welcome = sum(self._suits(link) for link in joining)
+            late = time.monotonic() - REPORTING
+            stirred = with_news(joining)  # many may be silent, and this is asked in every step
+            welcome = sum(self._suits(link) for link in joining if link in stirred or link.since < late)
             self._callers = deque(link for link in self._callers if link.open)
         return welcome
 
@@ -180,13 +182,13 @@ class Membership:
     def answer(self, visit: Visit) -> bool:
         """Take a visitor in, or tell that this process runs, or is of another epoch; True if a member wants to agree."""
         known = any(key in self.keys for key in visit.epochs if key)
-        if visit.kind in (ENLIST, JOIN) and (known or visit.kind == JOIN) and welcome(visit.connection):
+        if visit.kind in (ENLIST, JOIN) and (known or visit.kind == JOIN) and visit.reply():
             with self._lock:
                 self._callers.append(Conversation(visit.connection, kind=visit.kind))
             return visit.kind == ENLIST
         with visit.connection:
             if visit.kind in (PING, ENLIST):
-                welcome(visit.connection, WELCOME if known or not any(visit.epochs) else GONE_ON)
+                visit.reply(WELCOME if known or not any(visit.epochs) else GONE_ON)
         return False
 
     def hear(self, visit: Visit) -> None:

@@ -24,26 +24,31 @@ class Roster:
     def merged(
         cls, base: Epoch, adopt: int, members: Sequence[Message], joining: Sequence[Message]
     ) -> "tuple[Roster, list[tuple[str, str]]]":
-        """Of ``base`` and of groups that want to join: the one that has trained longest goes on, the ranks of others follow as
-        newcomers. With it the doors of those who must not, and why."""
+        """Of ``base`` and of groups that want to join, whose ranks follow as newcomers; where all members yield, the group that
+        has trained longest goes on. With it the doors of those who must not, and why."""
         here = {report["place"] for report in members}
         present = [place for place in base.places if place in here]
         others: dict[int, list[Message]] = {}
         for report in joining:
             others.setdefault(report["epoch"]["key"], []).append(report)
         winner, oldest = base, max(report["age"] for report in members)
+        yields = all(report["yields"] for report in members)
         refused: list[tuple[str, str]] = []
         for group in sorted(others.values(), key=lambda group: max(r["age"] for r in group)):
             epoch, years = Epoch.of(group[0]["epoch"]), max(report["age"] for report in group)
             if epoch.lineage == base.lineage or years < oldest or years == 0:
                 continue
             whole = 2 * len(group) > len(epoch.places)
-            if years == oldest or not whole:
+            if years == oldest or not whole or not yields:
                 text = (
-                    f"both groups have trained for {years} steps, so neither can be the other's newcomer: give age=0 to "
+                    f"only {len(group)} of {len(epoch.places)} ranks of a group that has trained longer want to join"
+                    if not whole
+                    else f"both groups have trained for {years} steps, so neither can be the other's newcomer: give age=0 to "
                     "reform() on the ranks that are to take the other's weights"
-                    if whole
-                    else f"only {len(group)} of {len(epoch.places)} ranks of a group that has trained longer want to join"
+                    if years == oldest
+                    else f"this group has trained for {years} steps and the members for {oldest}, so its weights are not given "
+                    "up, and the members do not yield: give age=0 to reform() here to take their weights, or yields=True to "
+                    "reform() on all members to have them take these"
                 )
                 refused += [(report["place"], text) for report in group]
                 continue

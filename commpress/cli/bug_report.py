@@ -12,6 +12,7 @@ import torch
 
 from commpress import __version__
 from commpress.cli.doctor import SYS, Finding, is_up, read
+from commpress.collectives.transports.run_key import VARIABLE
 from commpress.kernels.cpu import object_cache
 from commpress.tiered_mem import FileLayer, engines, show_bytes
 
@@ -35,12 +36,17 @@ def report(found: dict[str, list[Finding]]) -> str:
         "engines: " + ", ".join(f"{name} {'(missing)' if missing else ''}".strip() for name, missing in _engines()),
         _cache(),
         *(f"interface {text}" for text in _interfaces()),
-        *(f"set: {name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)),
+        *(f"set: {name}={_told(name, value)}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)),
         "",
     ]
     for section, findings in found.items():
         lines += [f"{finding.state:<4}  {section}: {finding.what}" for finding in findings if finding.state != "ok"]
     return "```\n" + scrubbed("\n".join(lines)).rstrip() + "\n```"
+
+
+def _told(name: str, value: str) -> str:
+    """The value of a variable; no secret of a run, by which somebody could join it."""
+    return "<key>" if name == VARIABLE else re.sub(r"#[0-9a-f]{32}\b", "#<token>", value)
 
 
 def scrubbed(text: str) -> str:

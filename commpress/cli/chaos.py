@@ -19,6 +19,7 @@ from commpress.cli.fault_schedule import LAUNCHER, Fault
 from commpress.cli.history import History, Hit, Verdict
 from commpress.cli.hosts import Hosts
 from commpress.cli.victims import Ended, LauncherStore, Victim, free_port, none_left
+from commpress.collectives.transports.run_key import VARIABLE, new_run_key, run_key
 from commpress.errors import InvalidArgument
 
 SOAK = (sys.executable, "-m", "commpress.cli.soak")
@@ -83,6 +84,7 @@ class Chaos:
         command = options.command or [*SOAK, "--step-seconds", str(options.step_seconds)]
         self.victims = [Victim(i, command, folder, hosts) for i in range(options.ranks)]
         self.store = LauncherStore(hosts)
+        self.key = {} if run_key() else {VARIABLE: new_run_key()}  # the store is open to whoever reaches its port
         self.history, self.hits = History(), list[Hit]()
         self.made: list[str] = []  # faults that were made, and what ended by itself
         self.ends: list[str] = []
@@ -272,6 +274,7 @@ class Chaos:
         """torchrun's variables; who starts again begins alone, and finds the others in the store."""
         store = f"{self.store.address}:{self.store.port}"
         common = {"COMMPRESS_STORE": store, "COMMPRESS_HASH_EVERY": str(self.options.hash_every), "OMP_NUM_THREADS": "1"}
+        common |= self.key
         if self.hosts is None:
             common["GLOO_SOCKET_IFNAME"] = "lo"
         if again:

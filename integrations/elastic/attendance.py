@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commpress.collectives.transports.meeting import PING, knock, welcomed
+from commpress.collectives.transports.meeting import DIFFERS, PING, WELCOME, knock
 from commpress.collectives.transports.membership import contact_of, is_contact
 from commpress.collectives.transports.mpi_job import WITH_ULFM, survives
 from commpress.errors import CommunicationError, Excluded, InvalidArgument
@@ -67,8 +67,8 @@ class Attendance:
             return []
         mine, found = self._group.membership.epoch.places, list[str]()
         for place in [place for place in contacts_in(store) if place not in mine]:
-            with contextlib.suppress(OSError), knock(place, PING, 0, (0, 0), ANSWER) as connection:
-                found += [contact_of(place)] if welcomed(connection) else []
+            with contextlib.suppress(OSError), knock(place, PING, 0, (0, 0), ANSWER) as call:
+                found += [contact_of(place)] if call.look() in (WELCOME, DIFFERS) else []
         return found
 
     def join_again(self, error: Excluded) -> None:

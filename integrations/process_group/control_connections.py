@@ -16,7 +16,16 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from commpress.collectives.transports.heartbeat import Awaited
-from commpress.collectives.transports.meeting import PING, Meeting, close_in_children, nothing, own_door, welcomed
+from commpress.collectives.transports.meeting import (
+    PING,
+    WELCOME,
+    Knock,
+    Meeting,
+    answers,
+    close_in_children,
+    nothing,
+    own_door,
+)
 from commpress.collectives.transports.membership import Epoch, Membership, first_key
 from commpress.integrations.process_group.records import RECORD
 
@@ -105,19 +114,13 @@ class ControlConnections:
 
     def silent(self, seconds: float) -> tuple[int, ...]:
         """The peers whose processes do not answer within ``seconds``: stopped, or their machine is gone."""
-        asked: dict[int, socket.socket] = {}
+        asked: dict[int, Knock] = {}
         doubted = [peer for peer, one in self.by_rank.items() if one.open]
         for peer in doubted:
             with contextlib.suppress(OSError):
                 asked[peer] = self._meeting.call(peer, PING, seconds)
-        deadline = time.monotonic() + seconds
-        answered = set()
-        for peer, connection in asked.items():
-            with connection:
-                connection.settimeout(max(deadline - time.monotonic(), 0.001))
-                if welcomed(connection):
-                    answered.add(peer)
-        return tuple(peer for peer in doubted if peer not in answered)
+        said = answers(asked, seconds)
+        return tuple(peer for peer in doubted if said.get(peer) != WELCOME)
 
     def forked(self) -> None:
         for connection in self.by_rank.values():

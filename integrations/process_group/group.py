@@ -475,7 +475,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reform(
         self, timeout: timedelta | None = None, *, say: bytes = b"", age: int = 0, join: Any = None, minimum: int = 1,
-        admit: bool = True,
+        admit: bool = True, yields: bool = False,
     ) -> Change:  # fmt: skip
         """Go on with those who are left and with newcomers, in this process, with this object; collective over all of them.
 
@@ -484,13 +484,15 @@ class ProcessGroup(dist.ProcessGroup):
         way has failed. Groups of some ranks (``new_group``, ``split_group``, meshes) are destroyed: make them anew.
 
         - ``say``: bytes that all get to know.
-        - ``age``: steps trained so far. Where two groups meet the older goes on, the ranks of the other are newcomers.
+        - ``age``: steps trained so far. Where two groups meet the members go on, the ranks of the other are newcomers; one that
+          is older is refused.
+        - ``yields``: True on all members: an older group that joins goes on instead of theirs, and they are its newcomers.
         - ``join``: a member's ``contact`` or a store that the members use, on those who want to become members.
         - ``minimum``: members without which nobody goes on.
         - ``admit``: False on the first of those who are left: newcomers wait at its door for a later reform.
         """
-        limit = check_reform(self, timeout, say, age, minimum, join, admit)
-        terms = terms_of(self, say=say, age=age, join=join, minimum=minimum, admit=admit)
+        limit = check_reform(self, timeout, say, age, minimum, join, admit, yields)
+        terms = terms_of(self, say=say, age=age, join=join, minimum=minimum, admit=admit, yields=yields)
         return self._reform(terms, limit)
 
     def _reform(self, terms: Terms, limit: timedelta) -> Change:

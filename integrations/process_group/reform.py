@@ -8,6 +8,7 @@ somebody dies meanwhile; what changes for good comes last, when all have come as
 import hashlib
 import json
 import logging
+import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -128,7 +129,7 @@ class Reformation:
             return {}
         host, held = self.group.membership.here.split(" ")[0], self.group.held_store
         if held is None or held[0] is not None:  # none of its own so far
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=CONNECTING)
+            store = _store_on(host)
             held = self.group.held_store = None, store
         return {"host": host, "port": held[1].port, "leader": self.group.membership.here}
 
@@ -209,6 +210,15 @@ class Reformation:
             group.guard.stop(CommunicationError(f"this group could not reform: {error}"), reforms=True)
 
 
+def _store_on(host: str) -> dist.TCPStore:
+    """A store of torch, which by itself listens at all addresses of this machine, at one of them alone."""
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=CONNECTING, master_listen_fd=listener.detach()
+    )
+
+
 # ---------------------------------------------------------------- before and after
 
 
@@ -245,7 +255,8 @@ def fail_subgroups(error: CommunicationError) -> None:
 
 
 def check_reform(
-    group: "ProcessGroup", timeout: object, say: object, age: object, minimum: object, join: object, admit: object = True
+    group: "ProcessGroup", timeout: object, say: object, age: object, minimum: object, join: object, admit: object = True,
+    yields: object = False,
 ) -> timedelta:
     """The time that a reform may take; refuses what cannot be."""
     if group.communicator is not None and not survives():
@@ -263,6 +274,8 @@ def check_reform(
         raise InvalidArgument(f"say is a {type(say).__name__}, expected bytes")
     if not isinstance(admit, bool):
         raise InvalidArgument(f"admit is {admit!r}, expected True, or False to leave newcomers at the door")
+    if not isinstance(yields, bool):
+        raise InvalidArgument(f"yields is {yields!r}, expected False, or True to let an older group that joins go on instead")
     check_counts(age=age, minimum=minimum)
     if isinstance(join, str):
         place_of(join)
@@ -279,10 +292,12 @@ def cause_of(group: "ProcessGroup") -> CommunicationError:
     return CommunicationError(f"rank {group.rank()} reforms the group. Call reform() here too.")
 
 
-def terms_of(group: "ProcessGroup", *, say: bytes, age: int, join: Any, minimum: int, admit: bool = True) -> Terms:
+def terms_of(
+    group: "ProcessGroup", *, say: bytes, age: int, join: Any, minimum: int, admit: bool = True, yields: bool = False
+) -> Terms:
     began = () if group.guard is None else tuple(group.membership.epoch.places[peer] for peer in group.guard.reforming)
     return Terms(
-        age=age, said=say, minimum=minimum, admits=admit, labels=partial(_labels, group),
+        age=age, said=say, minimum=minimum, yields=yields, admits=admit, labels=partial(_labels, group),
         count=groups_named() if is_default(group) else 0, contacts=None if join is None else partial(contacts_in, join),
         began=began,
     )  # fmt: skip
