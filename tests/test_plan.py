@@ -19,7 +19,7 @@ from commpress.optim.outer import SparseLoCo
 from commpress.plan.candidates import WAYS, Settings, advised, candidates, plan_of, recommended
 from commpress.plan.cluster import Cluster, Node, measured_cluster
 from commpress.plan.costs import device_costs
-from commpress.plan.local_ways import LocalWay, local_way, simulate_local
+from commpress.plan.local_ways import LocalWay, considered, local_way, simulate_local
 from commpress.plan.model import Model, Shape, transformer
 from commpress.units import parse_link
 
@@ -65,7 +65,7 @@ def test_local_updates_are_advised_where_they_save_much_and_nowhere_else():
         assert advised(every, chosen, local_updates=False)[0] is chosen
         local = [c for c in every if c.local]
         assert best.seconds <= chosen.seconds
-        assert {c.call for c in local} >= {'LocalUpdates(inner, every=30, codec="int4")'}
+        assert {c.call for c in local} >= {'LocalUpdates(inner, every=30, codec="int4")', "LocalUpdates(inner)"}
         if best.local:
             assert best.seconds < 0.75 * chosen.seconds
             assert "another loss" in why
@@ -110,7 +110,21 @@ def test_an_overlapped_exchange_is_exposed_where_it_is_longer():
     with pytest.raises(InvalidArgument, match="local:int4:30:5"):
         local_way("local:bits2:x")
     with pytest.raises(InvalidArgument, match="overlap"):
-        local_way("local:bits2:4:4")
+        local_way("local:bits2:4:5")
+
+
+def test_the_smallest_round_that_hides_its_exchange_is_planned():
+    model, links = transformer(11_000_000), {"1gbit,20ms": 0, "100mbit,20ms": 0, "25mbit,20ms": 0}
+    for link in links:
+        ways = considered(cluster(link), COSTS, model, 0.06)
+        hidden, simulated = next((way, one) for way, one in ways if way.hidden and way.codec == "int4")
+        assert hidden.call == "LocalUpdates(inner)"
+        assert simulated.seconds < 1.12 * simulated.compute_seconds, link
+        shorter = LocalWay("int4", hidden.every // 2, hidden.every // 2)
+        assert simulate_local(cluster(link), COSTS, model, 0.06, shorter).seconds > 1.12 * simulated.compute_seconds
+        links[link] = hidden.every
+    assert list(links.values()) == sorted(links.values())
+    assert links["1gbit,20ms"] >= 2
 
 
 def test_the_fastest_come_first_and_what_does_not_fit_last():
@@ -179,7 +193,8 @@ def test_the_command_gives_every_layer_a_codec_of_its_own(compiled, tmp_path, ca
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "--compute-ms"),
+        ([], "what is to be trained"),
+        (["--parameters", "1M"], "--compute-ms"),
         (["--compute-ms", "5"], "what is to be trained"),
         (["--compute-ms", "5", "--parameters", "ten"], "110M"),
         (["--compute-ms", "5", "--model", "nowhere"], "module:function"),

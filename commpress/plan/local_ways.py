@@ -7,7 +7,6 @@ longer is exposed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from commpress.plan.model import Model
 from commpress.plan.network import SizedTransport, Traffic
 from commpress.plan.simulator import Build, Simulated, Training, no_residual, simulate_step
 from commpress.plan.ways import MIN_NUMEL
+from commpress.schedules import Hidden, Pace
 from commpress.work import Steps, overlapped
 
 PREFIX = "local:"
@@ -33,7 +33,6 @@ EVERY = 30  # steps of a round that a plan considers
 PASSES = 48  # bytes of memory per parameter that the change, the outer step and the merge read and write
 SPARSE_PASSES = 88  # copies of a sparse change that take as long as to encode and decode it
 SPARSE_RANKS = 23  # up to which everybody's change to everybody is less than two phases of two bits
-STANDING = 0.03  # of a step of computing alone: what an exchange may take before overlap is worth its staleness
 
 # Per cent of held-out loss above synchronous training, the rates of both searched: 1.1 M parameters, 4 ranks, 2,000 steps
 # (docs/local_updates_loss.md). Other models and longer runs lose less or more; what is not here was not measured.
@@ -54,16 +53,26 @@ class LocalWay:
 
     def __post_init__(self) -> None:
         codec_named(self.codec)
-        if self.every < 1 or not 0 <= self.overlap < self.every:
-            raise InvalidArgument(f"{self} is no way to train: expected every of at least 1 and overlap from 0 to below it")
+        if self.every < 1 or not 0 <= self.overlap <= self.every:
+            raise InvalidArgument(f"{self} is no way to train: expected every of at least 1 and overlap from 0 to that")
+
+    @property
+    def hidden(self) -> bool:
+        """True if an exchange is under way for a whole round, as with every="auto", which then finds its length."""
+        return self.overlap == self.every
 
     @property
     def name(self) -> str:
+        if self.hidden:
+            return f"local {self.codec}, {self.every} steps, hidden"
         return f"local {self.codec}, every {self.every}" + (f", overlap {self.overlap}" if self.overlap else "")
 
     @property
     def call(self) -> str:
         sparse = "outer=SparseLoCo(), " if self.sparse else ""
+        if self.hidden:
+            codec = "" if self.codec == CODECS[0] else f', {sparse}codec="{self.codec}"'
+            return f"LocalUpdates(inner{codec})"
         late = f", overlap={self.overlap}" if self.overlap else ""
         return f'LocalUpdates(inner, every={self.every}, {sparse}codec="{self.codec}"{late})'
 
@@ -153,8 +162,7 @@ def _nothing() -> Steps[None]:
 
 
 def considered(cluster: Cluster, costs: Costs, model: Model, seconds: float) -> list[tuple[LocalWay, Simulated]]:
-    """Ways that a plan weighs: each codec standing still for its exchange, and where that is long, overlapped as far as it
-    takes."""
+    """Ways that a plan weighs: each codec standing still for its exchange, and hidden in the smallest round that can."""
     found = []
     for codec in CODECS:
         way = LocalWay(codec)
@@ -163,7 +171,8 @@ def considered(cluster: Cluster, costs: Costs, model: Model, seconds: float) -> 
         simulated = simulate_local(cluster, costs, model, seconds, way)
         found.append((way, simulated))
         stands = (simulated.seconds - simulated.compute_seconds) * way.every
-        if stands > STANDING * simulated.compute_seconds * way.every:
-            late = LocalWay(codec, overlap=min(ceil(1.1 * stands / simulated.compute_seconds), way.every - 1))
-            found.append((late, simulate_local(cluster, costs, model, seconds, late)))
+        pace = Pace(simulated.compute_seconds, stands, PASSES * model.numel * costs.memory)
+        steps = Hidden().needed(pace)
+        hidden = LocalWay(codec, steps, steps)
+        found.append((hidden, simulate_local(cluster, costs, model, seconds, hidden)))
     return found
