@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+import changing_link
 import codec_table
 import convergence
 import encoders
@@ -36,10 +37,11 @@ What developers of commpress measure; `commpress bench` has what users measure o
 All take --check, --json FILE and --plot FILE but faults, which writes a document.
 """
 BENCHMARKS = {
-    "codec_table": codec_table, "convergence": convergence, "encoders": encoders, "expert_tiers": expert_tiers,
-    "faults": faults, "fsdp": fsdp, "gpu": gpu, "grids": grids, "guard": guard, "hierarchical": hierarchical, "kills": kills,
-    "local_loss": local_loss, "local_speed": local_speed, "loss": loss, "observe": observe, "optimizer": optimizer,
-    "pipeline": pipeline, "plan": plan, "powersgd": powersgd, "scaling": scaling, "simulate": simulate,
+    "changing_link": changing_link, "codec_table": codec_table, "convergence": convergence, "encoders": encoders,
+    "expert_tiers": expert_tiers, "faults": faults, "fsdp": fsdp, "gpu": gpu, "grids": grids, "guard": guard,
+    "hierarchical": hierarchical, "kills": kills, "local_loss": local_loss, "local_speed": local_speed, "loss": loss,
+    "observe": observe, "optimizer": optimizer, "pipeline": pipeline, "plan": plan, "powersgd": powersgd, "scaling": scaling,
+    "simulate": simulate,
 }  # fmt: skip
 
 

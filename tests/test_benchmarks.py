@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import changing_link
 import encoders
 import hierarchical
 import sources
@@ -203,6 +204,21 @@ def test_bench_observe(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_rounds_follow_links_that_change(tmp_path, capsys):
+    out = tmp_path / "link.json"
+    command = ["changing_link", *TINY, "--rates", "1gbit,2mbit", "--steps", "10", "--after", "4", "--json", out]
+    if benchmark(*command) == 2:
+        pytest.skip(f"no hosts here: {capsys.readouterr().err}")
+    rows = json.loads(out.read_text())["rows"]
+    changes = [row for row in rows if row["run"] == "changes"]
+    assert [row["rate"] for row in changes] == ["1gbit", "2mbit", "1gbit"]
+    assert changes[1]["length"] > changes[0]["length"] or rows[-1]["length"] > rows[-2]["length"], "longer where links are slow"
+    assert all(row["fresh"] > 0 for row in rows)
+    for steps, bar in ((1.0, True), (2.0, False)):
+        phase = changing_link.Phase("changes", 1, "1gbit", 2, 3, steps, 1.0)
+        assert changing_link.judge([phase])[0][1] is bar
+
+
 def test_probe_and_hierarchical(tmp_path, capsys):
     """The one reads what the other measures."""
     links, out = tmp_path / "links.json", tmp_path / "out.json"

@@ -152,7 +152,8 @@ def _local(forked: bool, rank: int, *more: Any) -> tuple[Connection, Any]:
 def _on_host(hosts: Hosts, rank: int, *more: Any) -> tuple[Connection, "HostProcess"]:
     """A process that ends with this one, or when its end of the connection closes."""
     ours, theirs = socket.socketpair()
-    code = f"from commpress.cli.ranks import serve_on_host; serve_on_host({theirs.fileno()}, {rank}, *{more!r})"
+    finds = f"import sys; sys.path[:] = {sys.path!r}"  # modules of this process, as spawned ones do
+    code = f"{finds}; from commpress.cli.ranks import serve_on_host; serve_on_host({theirs.fileno()}, {rank}, *{more!r})"
     with theirs, _undisturbed():
         process = HostProcess(
             hosts.start(
