@@ -40,7 +40,7 @@ gpu: ## all that needs a GPU, nothing is installed; make gpu PART=2, or ARGS=--t
 mutants: venv ## put small faults into copies of the package, one at a time: some test must notice each
 	@$(BIN)/python tests/mutants.py $(ARGS)
 
-demo: venv ## train a GPT over a slow network in seven ways, each for the same time; make demo ARGS=--quick
+demo: venv ## train a GPT over a slow network in ten ways, each for the same time; make demo ARGS=--quick
 	@$(BIN)/commpress demo $(ARGS)
 
 lint: venv ## ruff

@@ -1,5 +1,5 @@
-"""Train a GPT of 10.8 M parameters on two machines over a slow link: each trains by itself, and once in 30 steps they exchange
-what changed, in two bits per parameter. One command a machine:
+"""Train a GPT of 10.8 M parameters on two machines over a slow link: each trains by itself, and what changed crosses the link
+while they compute on, in two bits per parameter. One command a machine:
 
     python examples/two_machines.py --address HOST0:29500 --rank 0          on the first, which is HOST0
     python examples/two_machines.py --address HOST0:29500 --rank 1          on the second
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help="of this machine, from 0 on")
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--every", type=int, default=30, help="steps of a round")
+    parser.add_argument("--every", type=round_length, default="auto", help="steps of a round; auto: as few as hide an exchange")
     parser.add_argument("--codec", default="bits2")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=384)
@@ -44,6 +44,11 @@ def main() -> None:
     commpress.init_process_group("gloo")
     train(options)
     dist.destroy_process_group()
+
+
+def round_length(text: str) -> int | str:
+    """Steps of a round."""
+    return text if text == "auto" else int(text)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -67,7 +72,7 @@ def train(options: argparse.Namespace) -> None:
 
     numel = sum(p.numel() for p in model.parameters())
     ddp = 8 * numel * (machines - 1) / machines  # bytes that an all-reduce in float32 sends in each step
-    start, say_every = perf_counter(), max(min(options.every, options.steps // 3), 1)
+    start, say_every = perf_counter(), max(min(30, options.steps // 3), 1)
     for step in range(begin, options.steps):
         loss = model(*batch(text, options.batch, options.length, draws))
         loss.backward()

@@ -62,6 +62,8 @@ def test_the_example_of_two_machines(scripts, tmp_path):
     again = scripts.run(script, "--steps", "9", *options, "--checkpoints", "twice", folder=tmp_path)
     assert "machine 1 goes on from step 5" in again
     assert re.search(r"shared weights (\w+)", first)[1] == re.search(r"shared weights (\w+)", again)[1]
+    hidden = scripts.run(script, "--steps", "9", *TINY[2:], "--batch", "2", "--checkpoints", "hidden", folder=tmp_path)
+    assert re.search(r"9 steps, .* now of \d+ steps, \d+ of them beside an exchange", hidden), hidden
 
 
 @pytest.mark.parametrize(("example", "says"), [("fsdp2_gpt.py", "gradients"), ("lora.py", "times fewer")])

@@ -2,10 +2,10 @@
 
     Trainer(..., callbacks=[Compress(codec="int8")])                                              gradients, any optimizer
     Trainer(..., optimizer_cls_and_kwargs=(ZeroOneAdam, {"lr": 1e-4}), callbacks=[Compress()])    momentum
-    Trainer(..., callbacks=[LocalTraining(every=30)])                                             once in 30 steps
+    Trainer(..., callbacks=[LocalTraining()])                                                     changes of the weights
     Trainer(..., callbacks=[DividedExperts()])                                                    experts of each rank
     DistributedCompression(codec="int8").attach(accelerator)                                      gradients, Accelerate
-    accelerator.prepare(model, LocalUpdates(optimizer, every=30), loader)                         once in 30 steps, Accelerate
+    accelerator.prepare(model, LocalUpdates(optimizer), loader)                                   changes, Accelerate
 """
 
 import logging

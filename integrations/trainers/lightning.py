@@ -1,7 +1,7 @@
 """Lightning: callbacks for ``Trainer(strategy="ddp", ...)``.
 
     callbacks=[Compress(codec="int8")]          gradients or momentum, at every step
-    callbacks=[LocalTraining(every=30)]         changes of the weights, once in 30 steps
+    callbacks=[LocalTraining()]                 changes of the weights, while the next round is computed
 """
 
 import logging
