@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpress
 from commpress.cli.gpt import GPT
 from commpress.cli.training import bf16_hook
-from commpress.codecs import codec_named
+from commpress.codecs import LowRankCodec, codec_named
 from commpress.errors import InvalidArgument
 
 # MB. PowerSGD's hook chains collectives in callbacks: with several buckets ranks may order them differently.
@@ -132,8 +132,10 @@ def attach(ddp: DistributedDataParallel, who: Contender, choices: Choices, seed:
         state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif who.name not in (FLOOR, "plain"):
+        low_rank = isinstance(codec_named(who.name), LowRankCodec)  # the output layer is a matrix like others
+        codec = who.name if low_rank else commpress.ByName({"^head": choices.head_codec}, who.name)
         return commpress.compress(
-            ddp, commpress.ByName({"^head": choices.head_codec}, who.name), min_numel=choices.min_numel,
+            ddp, codec, min_numel=choices.min_numel,
             error_feedback=choices.error_feedback, exact_steps=choices.exact_steps, seed=seed,
         )  # fmt: skip
     return None

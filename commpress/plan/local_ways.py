@@ -162,8 +162,9 @@ def _nothing() -> Steps[None]:
 
 
 def considered(cluster: Cluster, costs: Costs, model: Model, seconds: float) -> list[tuple[LocalWay, Simulated]]:
-    """Ways that a plan weighs: each codec standing still for its exchange, and hidden in the smallest round that can."""
-    found = []
+    """Ways that a plan weighs: each codec standing still for its exchange, and hidden in the smallest round the finest codec for
+    which this is no long one."""
+    found, hidden, schedule = [], list[LocalWay](), Hidden()
     for codec in CODECS:
         way = LocalWay(codec)
         if way.sparse and cluster.size > SPARSE_RANKS:
@@ -172,7 +173,7 @@ def considered(cluster: Cluster, costs: Costs, model: Model, seconds: float) -> 
         found.append((way, simulated))
         stands = (simulated.seconds - simulated.compute_seconds) * way.every
         pace = Pace(simulated.compute_seconds, stands, PASSES * model.numel * costs.memory)
-        steps = Hidden().needed(pace)
-        hidden = LocalWay(codec, steps, steps)
-        found.append((hidden, simulate_local(cluster, costs, model, seconds, hidden)))
-    return found
+        steps = schedule.needed(pace)
+        hidden.append(LocalWay(codec, steps, steps))
+    best = next((way for way in hidden if way.every <= schedule.long), min(hidden, key=lambda way: way.every))
+    return [*found, (best, simulate_local(cluster, costs, model, seconds, best))]
