@@ -282,10 +282,14 @@ def test_the_command_lists_every_grid_within_100_columns_and_says_which_to_take(
     assert "states = commpress.compress(model, mesh=mesh, dims=" in text
     for wrong, error in (
         (["--dims", "tp=int8"], "codecs of dp, pp and ep"), (["--speeds", "1,2"], "8 positive numbers"),
-        (["--memory", "host=1GiB"], "on the device"), (["--batch", "0"], "batch is 0"), (["--length", "0"], "length is 0"),
+        (["--memory", "host=1GiB"], "on the device"),
     ):  # fmt: skip
         assert main([*ARGUMENTS, "--nodes", "8x1", *wrong])
         assert error in capsys.readouterr().err
+    for option in ("--batch", "--length"):
+        with pytest.raises(SystemExit, match="2"):
+            main([*ARGUMENTS, "--nodes", "8x1", option, "0"])
+        assert f"argument {option}: got '0', expected a whole number of at least 1" in capsys.readouterr().err
     assert main([a for a in ARGUMENTS if a != "--mesh"] + ["--pairs", "x"]) != 0
     assert "--pairs is for --mesh" in capsys.readouterr().err
 

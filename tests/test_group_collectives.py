@@ -491,9 +491,9 @@ def on_a_twin(file, options, function, *args):
     waits, read, private = [], LateHeaders.read, inner.private_transports
     GlooAsNccl.given_up.clear()
 
-    def with_card(given, store, rank, size, timeout):
+    def with_card(given, store, rank, size, timeout, check):
         card = partial(GlooAsNccl, dist.PrefixStore("card", store), rank, size, timeout)
-        return {**private(given, store, rank, size, timeout), "card": card}
+        return {**private(given, store, rank, size, timeout, check), "card": card}
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(inner, "card_group", gloo_group)

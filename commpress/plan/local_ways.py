@@ -162,8 +162,7 @@ def _nothing() -> Steps[None]:
 
 
 def considered(cluster: Cluster, costs: Costs, model: Model, seconds: float) -> list[tuple[LocalWay, Simulated]]:
-    """Ways that a plan weighs: each codec standing still for its exchange, and hidden in the smallest round the finest codec for
-    which this is no long one."""
+    """Ways that a plan weighs: each codec standing still for its exchange, and the finest whose hidden round is no long one."""
     found, hidden, schedule = [], list[LocalWay](), Hidden()
     for codec in CODECS:
         way = LocalWay(codec)

@@ -66,11 +66,12 @@ def test_schedules_train_alike_with_and_without_overlap(pool, schedule):
     plain = pool.run(train, schedule, None, size=4)
     overlapped = pool.run(train, schedule, {"overlap": True}, size=4)
     at_once = pool.run(train, schedule, {"overlap": False}, size=4)
-    for (exact, _, _), (losses, weights, said), (theirs, expected, _) in zip(plain, overlapped, at_once, strict=True):
+    for (exact, _, _), (losses, weights, _), (theirs, expected, _) in zip(plain, overlapped, at_once, strict=True):
         assert losses == theirs
         assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
         assert losses == pytest.approx(exact, rel=0.02)
-        assert sum("outside of backward" in line for line in said) == SCHEDULES[schedule][1]  # once for each model
+    said = sum("outside of backward" in line for _, _, lines in overlapped for line in lines)
+    assert said == 2 * SCHEDULES[schedule][1], "once for each model of both ranks of the pipeline"
     assert len(plain[2][0]) == 16
 
 
