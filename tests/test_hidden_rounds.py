@@ -122,18 +122,28 @@ def test_the_meter_leaves_out_what_is_no_computing(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(pace_meter, "monotonic", lambda: now[0])
     meter = PaceMeter()
-    for seconds in (1.0, 1.0, 30.0, 1.0, 1.0):  # an evaluation between two steps
+    for seconds in (0.5, 1.5, 0.5, 1.5, 9.0):  # a device that is behind in every second one
         with meter.between_steps():
             now[0] += 0.25
             meter.waited(0.125)
         now[0] += seconds
     meter.exchanged(5.0)  # the first makes connections
     assert meter.tell() == Pace(1.0, 0.0, 5 * 0.125)
+    with meter.between_steps():
+        now[0] += 0.5
     meter.exchanged(2.0)
-    assert meter.tell() == Pace(1.0, 2.0, 0.0)
-    assert meter.tell() == Pace(1.0, 0.0, 0.0)
+    assert meter.tell() == Pace(9.0, 2.0, 0.5)
+    assert meter.tell() == UNKNOWN
     meter.begin_anew()
     assert meter.tell() == UNKNOWN
+
+
+def test_an_evaluation_between_two_steps_changes_nothing(monkeypatch):
+    clock, ranks = Clock(monkeypatch, 0.6), Ranks(2, every="auto", outer=None)
+    clock.slow(ranks)
+    assert clock.train(ranks, 30)[-1] == 3
+    lengths = clock.train(ranks, 1, first=30, step=60.0) + clock.train(ranks, 20, first=31)
+    assert set(lengths) == {3}
 
 
 def test_with_sgd_nothing_is_lost_in_a_whole_round_of_overlap():

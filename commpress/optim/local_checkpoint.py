@@ -50,6 +50,7 @@ def exact(local: "LocalUpdates") -> Steps[dict[str, Any]]:
         "counts": [[f.steps, f.tokens] for f in local.fragments],
         "residuals": residuals,
         "choices": local.exchanges.choices(),
+        "pace": local.meter.state(),
     }
 
 
@@ -233,6 +234,8 @@ def _load_own(local: "LocalUpdates", state: dict[str, Any]) -> None:
     for fragment, (steps, tokens) in zip(local.fragments, state["counts"], strict=True):
         fragment.steps, fragment.tokens = int(steps), int(tokens)
     local.exchanges.load_choices(state["choices"])
+    if "pace" in state:
+        local.meter.load(state["pace"])
     flight = state["flight"]
     if flight is not None:
         fragment = local.fragments[int(flight["fragment"])]

@@ -246,8 +246,16 @@ class LocalUpdates(torch.optim.Optimizer):
 
     def steps(self, *, tokens: int = 0) -> Steps[None]:
         """``advance`` as an algorithm that may wait."""
+        if isinstance(self.every, Hidden) and self._exchanges_next():
+            for device in {fragment.device for fragment in self.fragments if fragment.device.type == "cuda"}:
+                torch.cuda.synchronize(device)  # its computing is none of what an exchange takes
         with self.meter.between_steps():
             yield from self._after_step(tokens)
+
+    def _exchanges_next(self) -> bool:
+        """True if an exchange begins or ends after the step that has been computed."""
+        done = self.steps_done + 1
+        return self.schedule.due(done) or (self.flight is not None and done >= self.flight.due)
 
     @torch.no_grad()
     def _after_step(self, tokens: int) -> Steps[None]:
@@ -542,7 +550,8 @@ class LocalUpdates(torch.optim.Optimizer):
         """``state_dict`` as an algorithm that may wait."""
         if self.warms_up:
             self._end_warmup()
-        return (yield from local_checkpoint.exact(self))
+        with self.meter.paused():
+            return (yield from local_checkpoint.exact(self))
 
     def elastic_state_dict(self) -> dict[str, Any]:
         """This rank's part of a state for any number of ranks; collective. Load the parts of all ranks, on each.
