@@ -167,8 +167,9 @@ def greeted_in_half_of_the_blocks(folder):
 
 @pytest.mark.slow
 def test_greetings_alone_slow_no_step(mortal, tmp_path):
-    """By 2 % of its processor time at most, in all threads: the median of pairs of blocks, one with greetings and one without,
-    every other pair turned round. Time on the clock says nothing on a machine that others use.
+    """By 2 % of its processor time at most, in all threads, where it takes 8 ms: the median of pairs of blocks, one with
+    greetings and one without, every other pair turned round. Of a step of 4 ms they take 4 %. Time on the clock says nothing on
+    a machine that others use.
     """
     (blocks, reforms), _, greeted = mortal.run(greeted_in_half_of_the_blocks, str(tmp_path), size=3, seconds=600)
     assert reforms == 0
