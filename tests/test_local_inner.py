@@ -198,6 +198,9 @@ def refused(folder):
         note("no values", lambda: torch.optim.SGD(streamed.parameters(), lr=0.1))
         note("streamed", lambda: commpress.Offloaded(streamed.parameters(), torch.optim.SGD, store=store, lr=0.1))
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+    together, apart = mesh["shard"].get_group(), mesh["replicate"].get_group()
+    node = {"process_group": together, "lr": 0.1}
+    note("auto", lambda: commpress.Partitioned(model().parameters(), torch.optim.SGD, **node), group=apart)
     cut = model()
     fully_shard(cut, mesh=mesh["shard"])
     note("shards", lambda: torch.optim.SGD(cut.parameters(), lr=0.1))
@@ -210,6 +213,7 @@ def test_what_averages_twice_or_cannot_follow_is_refused(pool, size, tmp_path):
         "one bit": "process_group=", "windows": "comes back by itself", "masters": "float32 master weights",
         "sharded adam": "float32 master weights", "partitioned": "process_group=", "seconds": "count steps alike",
         "no values": "commpress.Offloaded", "streamed": "process_group=", "shards": 'mesh["shard"]',
+        "auto": "every is 'auto', but inner communicates" if size == 2 else "process_group=",
     }  # fmt: skip
     for errors in pool.run(refused, str(tmp_path), size=size):
         assert {name: words[name] in error for name, error in errors.items()} == dict.fromkeys(words, True), errors

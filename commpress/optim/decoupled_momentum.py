@@ -206,8 +206,7 @@ class DeMo(FixedGroups):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for a bitwise resume at the same world size: every rank saves and loads its own."""
-        own = {"kind": "exact", "rank": self.channel.rank,
- "size": self.channel.size}
+        own = {"kind": "exact", "rank": self.channel.rank, "size": self.channel.size}
         return super().state_dict() | {"demo": own | {"format": FORMAT, "steps": self.steps_done}}
 
     def elastic_state_dict(self) -> dict[str, Any]:

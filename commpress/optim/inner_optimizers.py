@@ -17,7 +17,7 @@ from commpress.optim.masha import Masha
 from commpress.optim.optimizer import CompressedOptimizer
 from commpress.optim.sharded import ShardedOptimizer
 from commpress.optim.windows import WindowedOptimizer
-from commpress.schedules import Seconds, Sync
+from commpress.schedules import Hidden, Seconds, Sync
 
 ALONE: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # DDP modules whose ranks each keep their own gradients
 BETWEEN = 'group= is for the ranks between which LocalUpdates averages, as mesh["replicate"].get_group(); '
@@ -41,9 +41,13 @@ class InnerOptimizers(list[torch.optim.Optimizer]):
     @property
     def together(self) -> bool:
         """True if some of them train with other ranks in every step: these have shards, or average gradients."""
+        return self.communicate or any(_mesh(p) is not None for p in self.parameters)
+
+    @property
+    def communicate(self) -> bool:
+        """True if some of them exchange gradients or weights with other ranks by themselves."""
         held = any(isinstance(each, WeightHolder) and each.inner_channel is not None for each in self)
-        cut = any(_mesh(p) is not None for p in self.parameters)
-        return held or cut or any(isinstance(each, CompressedOptimizer) for each in self)
+        return held or any(isinstance(each, CompressedOptimizer) for each in self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -155,6 +159,15 @@ def check_inner(optimizers: InnerOptimizers, every: "Sync | Seconds", warmup: in
         raise InvalidArgument(
             f"every is {every!r}, but the ranks inside a group train together (shards, or gradients that are averaged) and "
             "must count steps alike: give a number of steps or commpress.QSR"
+        )
+
+
+def check_hidden(optimizers: InnerOptimizers, every: "Sync | Seconds") -> None:
+    """Raise ``InvalidArgument`` where ranks that train together would choose rounds apart: they share no headers."""
+    if isinstance(every, Hidden) and optimizers.communicate:
+        raise InvalidArgument(
+            "every is 'auto', but inner communicates in every step with ranks that have exchanges of their own, and they must "
+            "count steps alike: give a number of steps or commpress.QSR"
         )
 
 

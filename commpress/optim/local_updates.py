@@ -38,7 +38,7 @@ from commpress.optim.columns import columns_of
 from commpress.optim.exchange_header import ExchangeHeader, check_same
 from commpress.optim.fragments import Flight, Fragment, cut
 from commpress.optim.held import is_held
-from commpress.optim.inner_optimizers import InnerOptimizers, check_inner, check_ranks
+from commpress.optim.inner_optimizers import InnerOptimizers, check_hidden, check_inner, check_ranks
 from commpress.optim.local_counters import LocalCounters
 from commpress.optim.local_weights import LocalWeights
 from commpress.optim.optimizer import loss_of
@@ -158,6 +158,7 @@ class LocalUpdates(torch.optim.Optimizer):
         policy = policy_of("none" if codec is None else codec, min_numel=min_numel)
         self.exchanges = self.outer.exchanges(policy, self.channel, feedback=error_feedback and codec is not None, seed=seed)
         check_ranks(self.inner, self.channel)
+        check_hidden(self.inner, self.every)
         self.columns = columns_of(self.inner.parameters, timeout=timeout) if transport is None else None
         self.exact = Exchanges(policy_of("none"), self.channel.size, self.channel.workspace)
         self._warmup = SharedWarmup(warmup, self.fragments, self.exact, self.channel, self.control, self.columns)
