@@ -262,7 +262,7 @@ class QSR:
 
 @dataclass(frozen=True)
 class Hidden:
-    """As many steps as an exchange needs to hide behind computing, and no more: every="auto" of local updates.
+    """The fewest steps behind which an exchange hides: every="auto" of local updates.
 
     The median of the last three exchanges counts, of two the faster: one that was slow by chance changes nothing. Before an
     exchange was measured a round has one step.

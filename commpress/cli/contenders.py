@@ -30,6 +30,7 @@ class Contender:
     lr: float
     ours: bool = True
     own: bool = False  # exchanges by itself: no DistributedDataParallel reduces gradients
+    searched: bool = True  # the rate, for this very way
     limited: bool = True  # over the slow links; else these have no limit meanwhile
 
 
@@ -40,10 +41,10 @@ CONTENDERS = {
         Contender(FLOOR, "DistributedDataParallel, float32, links without a limit", 1e-3, ours=False, limited=False),
         Contender("plain", "DistributedDataParallel, float32", 2e-3, ours=False),
         Contender("bf16", "torch's bf16_compress_hook", 1e-3, ours=False),
-        Contender("torch-powersgd1", "torch's powerSGD_hook, rank 1", 2.5e-4, ours=False),
-        Contender("torch-powersgd2", "torch's powerSGD_hook, rank 2", 5e-4, ours=False),
+        Contender("torch-powersgd1", "torch's powerSGD_hook, rank 1", 2.5e-4, ours=False, searched=False),
+        Contender("torch-powersgd2", "torch's powerSGD_hook, rank 2", 5e-4, ours=False, searched=False),
         Contender("torch-powersgd4", "torch's powerSGD_hook, rank 4", 5e-4, ours=False),
-        Contender("diloco", "DiLoCo: 30 steps, then float32 and Nesterov(0.7, 0.9)", 2.5e-4, ours=False, own=True),
+        Contender("diloco", "DiLoCo: 30 steps, float32, Nesterov(0.7, 0.9)", 2.5e-4, ours=False, own=True, searched=False),
         Contender("powersgd-4", "commpress.compress, codec powersgd-4", 5e-4),
         Contender("int8", "commpress.compress, codec int8", 1e-3),
         Contender("sign", "commpress.compress, codec sign, int8 for the output layer", 1e-3),

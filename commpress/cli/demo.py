@@ -274,7 +274,9 @@ def _notes(groups: dict[str, list[Finish]], ranked: list[str]) -> list[str]:
         return [*notes, f"{few} Give more --seconds or --steps, or a faster --rate."]
     known = contenders.CONTENDERS
     if all(name in known and groups[name][0].lr == known[name].lr for name in ranked):
-        notes.append("Each way has the best of two to four learning rates that were tried for it (commpress demo --search).")
+        others = [name for name in ranked if not known[name].searched]
+        each = "Each way" + (f" but {', '.join(others)}" if others else "")
+        notes.append(f"{each} has the best of two to four learning rates that were tried for it (commpress demo --search).")
     if len(groups[ranked[0]]) > 1:
         notes.append("Mean and standard deviation over seeds.")
     if "sign" in ranked:

@@ -333,8 +333,10 @@ class LocalUpdates(torch.optim.Optimizer):
 
     def _alpha(self, overlap: int) -> float:
         """Share of a rank's own weights where an exchange arrives after so many steps: that of what the mean does not know."""
-        if self.alpha is not None or not overlap:
-            return self.alpha or 0.0
+        if not overlap:
+            return 0.0
+        if self.alpha is not None:
+            return self.alpha
         return overlap / (overlap + max(self.schedule.length, overlap))
 
     def _header(self, fragment: Fragment) -> ExchangeHeader:
